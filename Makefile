@@ -1,0 +1,27 @@
+# `make demo` and `make test` are all that a fresh machine needs; see README.md.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUICKSTART := configs/quickstart.yaml
+QUICKSTART_MODEL := runs/quickstart-sft/model
+
+.PHONY: demo test nightly check venv
+
+demo: $(QUICKSTART_MODEL)/config.json  ## set up, warm-start a tiny model, train it, print the result
+	$(BIN)/async-rl train $(QUICKSTART)
+
+$(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
+	$(BIN)/async-rl sft $(QUICKSTART)
+	@touch $@
+
+test: venv  ## every test that needs no GPU (what CI runs)
+	$(BIN)/python -m pytest
+
+nightly: venv  ## the long tests
+	$(BIN)/python -m pytest -m nightly
+
+check: venv  ## sizes, import direction, ruff, mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+venv:  ## make or update .venv: the CUDA set with an NVIDIA GPU, else the CPU set
+	@ASYNC_RL_VENV=$(VENV) bash scripts/setup.sh

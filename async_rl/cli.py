@@ -1,0 +1,157 @@
+"""The command `async-rl`. Each command imports what it needs when it runs, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError, ConfigError
+
+EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 2 for what the user can mend in command, config or files, 130 after Ctrl-C, else 1."""
+    args = _parse(arguments)
+    try:
+        return int(args.run(args))
+    except AsyncRLError as error:
+        print(f"async-rl: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
+    except KeyboardInterrupt:
+        print("async-rl: interrupted, every process of the run has ended", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="async-rl",
+        description="Asynchronous RL post-training of language models with bounded staleness.",
+    )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model by RL")
+    _add_config(train)
+    train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
+    train.set_defaults(run=_train)
+
+    sft = commands.add_parser("sft", help="make model.path from sft.base by supervised fine-tuning")
+    _add_config(sft)
+    sft.set_defaults(run=_sft)
+
+    prepare = commands.add_parser("prepare", help="convert a data set's original files for task.path")
+    prepare.add_argument("dataset", choices=["gsm8k"])
+    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
+    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
+    prepare.set_defaults(run=_prepare)
+
+    doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
+    _add_config(doctor, nargs="?")
+    doctor.set_defaults(run=_doctor)
+
+    args, rest = parser.parse_known_args(arguments)
+    overrides_behind_an_option = [text for text in rest if "=" in text and not text.startswith("-")]
+    if len(overrides_behind_an_option) < len(rest) or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += overrides_behind_an_option
+    return args
+
+
+def _add_config(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    parser.add_argument("config", nargs=nargs, metavar="CONFIG", help="YAML, e.g. configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. staleness.max=2 run.steps=60")
+
+
+class _PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"async-rl {version('async-rl')}")
+        parser.exit()
+
+
+def _train(args: argparse.Namespace) -> int:
+    from async_rl.configfile import load_config
+    from async_rl.pipeline import dry_run, run
+
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        print(dry_run(config), end="")
+    else:
+        print(format_summary(run(config)), end="")
+    return 0
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from async_rl.configfile import dump_config, load_config
+
+    config = load_config(args.config, args.overrides)
+    target = Path(config.model.path)
+    config_copy = target / "sft_config.yaml"
+    if target.exists() and not config_copy.is_file() and any(target.iterdir()):
+        raise ConfigError(
+            f"model.path {target} holds what `async-rl sft` did not make; it will not be overwritten. "
+            "Set model.path to where the result shall go, and sft.base to the model to start from"
+        )
+    from learner.sft import base_tokenizer, train_sft
+    from rollout_server.tasks import open_task
+
+    task = open_task(config, base_tokenizer(config))
+    pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
+    for report in train_sft(config, pairs, target):
+        values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
+        print(f"sft step {report.step}/{config.sft.steps}  {values}", flush=True)
+    config_copy.write_text(dump_config(config))
+    print(f"model saved in {target}")
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from rollout_server.gsm8k import prepare_gsm8k
+
+    rows = prepare_gsm8k(args.source, args.target)
+    print(f"{rows} rows written to {args.target}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from async_rl.configfile import load_config
+    from async_rl.doctor import examine, print_table
+
+    checks = examine(load_config(args.config, args.overrides) if args.config else None)
+    print_table(checks)
+    return EXIT_ERROR if any(check.state == "broken" for check in checks) else 0
+
+
+_SUMMARY_ROWS = (
+    ("held-out accuracy, start", "accuracy_start", "{:.3f}"),
+    ("held-out accuracy, end", "accuracy_end", "{:.3f}"),
+    ("staleness, mean", "staleness_mean", "{:.2f}"),
+    ("staleness, max", "staleness_max", "{:.0f}"),
+    ("utilisation, learner", "utilisation/learner", "{:.1%}"),
+    ("utilisation, rollout", "utilisation/rollout", "{:.1%}"),
+    ("rollouts/s", "rollouts_per_s", "{:,.1f}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("weight push, ms", "push_ms", "{:,.0f}"),
+    ("generation paused by a push, ms", "pause_ms", "{:,.0f}"),
+    ("steps", "steps", "{:,.0f}"),
+    ("seconds after the first step", "seconds", "{:,.1f}"),
+)
+
+
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """The result of a run as a table, a line for each value that was measured."""
+    measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
+    rows = [(label, form.format(summary[key])) for label, key, form in measured]
+    label_width = max((len(label) for label, _ in rows), default=0)
+    value_width = max((len(value) for _, value in rows), default=0)
+    return "\n" + "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

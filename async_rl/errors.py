@@ -1,0 +1,33 @@
+"""One root, and own types only where a caller acts differently."""
+
+
+class AsyncRLError(Exception):
+    """Root of the errors that carry a complete message for the user; the CLI prints it without a stack trace."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """A setting, file or input the user gave can't work. Says what was wrong, the value, what is allowed, what to do."""
+
+
+class WaitTimeoutError(AsyncRLError, TimeoutError):
+    """A named wait ran out of time. Says who waited on whom, for what, for how long."""
+
+
+class ProcessDiedError(AsyncRLError):
+    """A process of the run ended early. Names it and shows its last log lines."""
+
+
+class StalenessError(AsyncRLError):
+    """The staleness bound or the accounting identity was violated: a bug, never trained through."""
+
+
+class WireError(AsyncRLError, ValueError):
+    """A message was refused at the door. Names the field and the value."""
+
+
+class WeightSyncError(AsyncRLError):
+    """A weight push failed, or the server's weights are not the learner's."""
+
+
+class RewardError(AsyncRLError):
+    """Too many groups failed in their reward function."""

@@ -1,0 +1,130 @@
+"""The Hugging Face folder a run starts from, checked before anything is started: mistakes are cheap there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RUN_BYTES = 2**30
+"""Room a run wants for its logs and metrics, besides the model."""
+
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+
+
+def check_model_folder(path: str | Path, longest_tokens: int = 0) -> None:
+    """Raises ConfigError unless `path` holds a causal LM that can be trained on `longest_tokens` tokens.
+
+    That is: config.json of a causal LM, all its safetensors files, a tokenizer with an end-of-text token and
+    no token id beyond the model's vocabulary, and enough positions.
+    """
+    folder = Path(path)
+    model = _read_model_config(folder)
+    _check_weights(folder)
+    positions = model.get("max_position_embeddings", longest_tokens)
+    if positions < longest_tokens:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
+            f"positions of the model {folder}, got {longest_tokens}. Lower one of them"
+        )
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer in {folder} has no end-of-text token, so no answer would ever end. "
+            "Set eos_token in tokenizer_config.json"
+        )
+    vocabulary = tokenizer.get_vocab()
+    token, token_id = max(vocabulary.items(), key=lambda item: item[1])
+    vocab_size = model.get("vocab_size", len(vocabulary))
+    if token_id >= vocab_size:
+        raise ConfigError(
+            f"tokenizer and model in {folder} do not belong together: token {token!r} has id {token_id}, the "
+            f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
+            "the embeddings"
+        )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the folder `path`; never asks the network. Raises ConfigError if there is none."""
+    from transformers import AutoTokenizer
+
+    if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
+        # transformers would make an empty tokenizer of the model's type here
+        raise ConfigError(
+            f"{path} holds no tokenizer. Save the one the model was trained with: "
+            f"tokenizer.save_pretrained({str(path)!r})"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[:1]
+        raise ConfigError(f"the tokenizer in {path} can't be loaded: {' '.join(first)}") from None
+    return tokenizer
+
+
+def check_disk(config: Config) -> None:
+    """Raises ConfigError unless the run directory can be written and has room for the run.
+
+    Room is RUN_BYTES and twice the model's files: the result is saved in float32, the source may be bfloat16.
+    """
+    parent = existing_parent(config.run_dir)
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
+    model_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    needed_bytes, free_bytes = RUN_BYTES + 2 * model_bytes, shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            f"too little disk for a run in {config.run_dir}: {free_bytes / 2**30:.1f} GiB free in {parent}, "
+            f"{needed_bytes / 2**30:.1f} GiB needed. Free some, or set run.dir=... to another disk"
+        )
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way up from `path` that exists."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
+
+
+def _read_model_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.is_dir():
+            hint = f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
+        else:
+            hint = "If the sft section of your config makes it, run first: async-rl sft CONFIG"
+        raise ConfigError(f"model.path {folder} is not a folder. {hint}")
+    file = folder / "config.json"
+    if not file.is_file():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
+        raise ConfigError(f"model.path {folder} is no Hugging Face model: no config.json. Found: {found}")
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    architectures = model.get("architectures") or []
+    if architectures and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise ConfigError(f"{file} must describe a causal language model, got {', '.join(architectures)}")
+    return {**model.get("text_config", {}), **model}
+
+
+def _check_weights(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            expected = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{index} is not a safetensors index with a weight_map") from None
+        if missing := sorted(name for name in expected if not (folder / name).is_file()):
+            raise ConfigError(f"{folder} lacks {len(missing)} of its weight files: {', '.join(missing[:3])}")
+    elif not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{folder} holds no *.safetensors weights. Save them with model.save_pretrained({str(folder)!r})"
+        )

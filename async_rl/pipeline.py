@@ -1,0 +1,228 @@
+"""READ FIRST. The whole flow of a run.
+
+                     admission: may I start a group?
+            +-----------------------------------------------+
+            v                                               |
+    prompts --> rollout/i ------- RolloutGroup ------> buffer ------- Batch ------> learner/r
+                SGLang or hf      msgpack over ZMQ     slots, deadlines,            advantages, loss,
+                engine, rewards                        the staleness bound          correction, FSDP2
+                   ^                                                                   |
+                   +----------- weights of version v+1 (nccl | gloo | disk) ----------+
+
+    loop              where                     consumes          waits for                 unblocked by
+    admit + generate  rollout_server/worker.py  slots, prompts    a free slot               served(v)
+    hand out          buffer/server.py          rollout groups    B groups, none expiring   put(group)
+    train             learner/trainer.py        a batch           the buffer's hand-out     its own push
+    watch             this file                 reports           any process               a report, a crash
+
+`staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
+buffer grants ahead. Nothing below looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.configfile import dump_config
+from async_rl.curve import draw_learning_curve
+from async_rl.errors import ProcessDiedError
+from async_rl.model_folder import check_disk, check_model_folder
+from async_rl.runlog import RunLog, new_run_dir
+
+WATCH_INTERVAL_S = 5.0
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train `config.run.steps` steps; returns the summary that is also in run_dir/summary.json.
+
+    The first process to crash ends the run: its error is raised here after every other process has been stopped.
+
+    Raises:
+        AsyncRLError: with a message for the user. ConfigError for what can't work, before anything starts.
+        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the processes have been stopped.
+    """
+    check_model_folder(config.model.path)
+    check_disk(config)
+    run_dir = new_run_dir(config)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    log = RunLog(config)
+    log.logger.note(f"run directory: {run_dir}")
+    with _sigterm_as_interrupt(), _ray(config):
+        from async_rl.processes import ProcessGroup
+
+        processes = ProcessGroup(run_dir)
+        try:
+            _start(config, processes, log)
+            _evaluate(config, processes, log, version=0)
+            _train(config, processes, log)
+            _evaluate(config, processes, log, version=config.run.steps)
+            counters = _close_buffer(config, processes)
+        finally:
+            processes.stop(config.timeouts.shutdown_s)
+    summary = log.close(counters)
+    draw_learning_curve(run_dir)
+    return summary
+
+
+def _start(config: Config, processes: Any, log: RunLog) -> None:
+    """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other."""
+    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess
+
+    timeouts = config.timeouts
+    servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
+    log.logger.note(f"starting 1 buffer, {servers} rollout server(s) [{config.rollout.engine}], {ranks} learner rank(s)")
+    share = _gpus_per_process(config)
+    buffer = processes.start("buffer", BufferProcess, config, max_concurrency=4)
+    rollouts = {
+        f"rollout/{i}": processes.start(
+            f"rollout/{i}", RolloutProcess, config, i, num_gpus=share * config.placement.rollout.tp
+        )
+        for i in range(servers)
+    }
+    learners = {
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, num_gpus=share)
+        for r in range(ranks)
+    }
+    urls = processes.gather(
+        {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.server_start_s, "the start"
+    )
+    found = processes.gather(
+        {"buffer": buffer.address.remote(), "learner/0": learners["learner/0"].free_address.remote()},
+        timeouts.join_s, "the address",
+    )
+    processes.gather(
+        {name: actor.connect.remote(found["buffer"]) for name, actor in rollouts.items()},
+        timeouts.join_s, "connecting",
+    )
+    arguments = (found["learner/0"], found["buffer"], [urls[name] for name in rollouts])
+    processes.gather(
+        {name: actor.start.remote(*arguments) for name, actor in learners.items()},
+        timeouts.server_start_s, "the start",
+    )
+
+
+def _train(config: Config, processes: Any, log: RunLog) -> None:
+    """Watch all processes and collect their reports until every learner rank has finished and every step is logged."""
+    import ray
+
+    streams: dict[Any, str] = {processes.actors["buffer"].serve.remote(): "buffer"}
+    for name, actor in processes.actors.items():
+        if name != "buffer":
+            streams[actor.run.options(num_returns="streaming").remote()] = name
+    learning = {name for name in streams.values() if name.startswith("learner")}
+    while learning or log.has_open_steps:
+        ready, _ = ray.wait(list(streams), num_returns=1, timeout=WATCH_INTERVAL_S)
+        for stream in ready:
+            name = streams[stream]
+            if name == "buffer":
+                processes.result(name, lambda ref=stream: ray.get(ref))
+                raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail(name)}")
+            try:
+                log.add(name, processes.result(name, lambda s=stream: ray.get(next(s))))
+            except StopIteration:
+                del streams[stream]
+                if name not in learning:
+                    raise ProcessDiedError(
+                        f"{name} stopped while the run was going on{processes.log_tail(name)}"
+                    ) from None
+                learning.discard(name)
+
+
+def _evaluate(config: Config, processes: Any, log: RunLog, version: int) -> None:
+    if config.eval.size == 0:
+        return
+    actor = processes.actors["rollout/0"]
+    name = "rollout/0"
+    report = processes.gather(
+        {name: actor.evaluate.remote(version)}, config.timeouts.generate_s, f"the evaluation of version {version}"
+    )[name]
+    log.add_eval(report)
+
+
+def _close_buffer(config: Config, processes: Any) -> dict[str, float]:
+    """End the rollout workers, then the buffer, which checks that every admitted group is accounted for."""
+    workers = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
+    processes.gather(workers, config.timeouts.shutdown_s, "the end")
+    buffer = processes.actors["buffer"]
+    processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.shutdown_s, "the end")
+    counters: dict[str, float] = processes.gather(
+        {"buffer": buffer.close.remote()}, config.timeouts.shutdown_s, "the final account"
+    )["buffer"]
+    return counters
+
+
+def _gpus_per_process(config: Config) -> float:
+    """One GPU for each learner rank and tensor-parallel rank; on fewer GPUs they share; 0 on CPU."""
+    import ray
+
+    available = ray.cluster_resources().get("GPU", 0.0)
+    placement = config.placement
+    wanted = placement.learner.ranks + placement.rollout.servers * placement.rollout.tp
+    return min(1.0, int(100 * available / wanted) / 100)
+
+
+@contextlib.contextmanager
+def _ray(config: Config) -> Iterator[None]:
+    """A private Ray on this machine, or the cluster that RAY_ADDRESS names; ends what it started."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    joined = os.environ.get("RAY_ADDRESS", "")
+    size = {} if joined else {"num_cpus": 1 + config.placement.rollout.servers + config.placement.learner.ranks}
+    ray.init(
+        address=joined or "local",
+        include_dashboard=False if not joined else None,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=None if joined else 128 * 2**20,
+        **size,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM takes the same orderly way out as Ctrl-C."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread: the caller has the signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def dry_run(config: Config) -> str:
+    """The resolved configuration and the sizes derived from it; starts nothing."""
+    check_model_folder(config.model.path)
+    placement = config.placement
+    derived = {
+        "rollouts per step": config.rollouts_per_step,
+        "rollout groups in flight or waiting, at most": config.max_slots,
+        "rollouts at the engines, at most": min(
+            config.max_slots, config.rollout.concurrency * placement.rollout.servers
+        ) * config.rollout.group_size,
+        "optimizer steps per batch": config.algorithm.epochs * config.algorithm.minibatches,
+        "rollouts per learner rank and step": config.rollouts_per_step / placement.learner.ranks,
+        "longest sequence, tokens": config.task.max_prompt_tokens + config.rollout.max_response_tokens,
+        "correction": config.correction_kind,
+    }
+    lines = [f"{key:<46} {value}" for key, value in derived.items()]
+    return dump_config(config) + "\n# derived\n" + "\n".join("# " + line for line in lines) + "\n"

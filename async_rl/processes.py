@@ -1,0 +1,209 @@
+"""The processes of a run as Ray actors: started, watched and stopped by the driver.
+
+Ray carries control only: no trajectory and no weight passes through it. Each process writes its own log file under
+`run_dir/logs`, whose last lines go into the error when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.metrics import Report
+
+LOG_TAIL_LINES = 15
+
+
+class BufferProcess:
+    """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others."""
+
+    def __init__(self, config: Config) -> None:
+        redirect_output(config.run_dir / "logs" / "buffer.log")
+        from buffer.server import BufferServer
+
+        self._server = BufferServer(config)
+        self._stop = threading.Event()
+
+    def address(self) -> str:
+        return self._server.address
+
+    def serve(self) -> None:
+        self._server.serve(self._stop)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def close(self) -> dict[str, float]:
+        """Drop what is left as `shutdown`, check the accounting identity, return the counters."""
+        return self._server.close()
+
+
+class RolloutProcess:
+    """One rollout server with its worker."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        redirect_output(config.run_dir / "logs" / f"rollout-{index}.log")
+        self._config = config
+        self._index = index
+
+    async def start(self) -> str:
+        """Bring the engine up on version 0; returns the URL that weights are pushed to."""
+        from async_rl.model_folder import load_tokenizer
+        from rollout_server.engine import open_engine
+        from rollout_server.tasks import open_task
+
+        self._tokenizer = load_tokenizer(self._config.model.path)
+        self._task = await asyncio.to_thread(open_task, self._config, self._tokenizer)
+        self._engine = open_engine(self._config, self._index, self._config.run_dir / "logs")
+        await self._engine.start()
+        return self._engine.url
+
+    async def connect(self, buffer_address: str) -> None:
+        from rollout_server.rewards import open_reward
+        from rollout_server.worker import Worker
+
+        reward = open_reward(self._config, self._task)
+        self._worker = Worker(
+            self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
+        )
+
+    async def run(self) -> AsyncIterator[Report]:
+        async for report in self._worker.run():
+            yield report
+
+    async def evaluate(self, version: int) -> Report:
+        return await self._worker.evaluate(version)
+
+    async def stop(self) -> None:
+        if hasattr(self, "_worker"):
+            await self._worker.stop()
+        if hasattr(self, "_engine"):
+            await self._engine.aclose()
+
+
+class LearnerProcess:
+    """One learner rank."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        redirect_output(config.run_dir / "logs" / f"learner-{rank}.log")
+        self._config = config
+        self._rank = rank
+
+    def free_address(self) -> tuple[str, int]:
+        """Where this host can serve the rendezvous of all ranks."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            return probe.getsockname()[:2]
+
+    def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
+        import torch
+
+        from learner.trainer import Learner
+
+        ranks, servers = self._config.placement.learner.ranks, self._config.placement.rollout.servers
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (ranks + servers)))
+        self._learner = Learner(self._config, self._rank, ranks, *master, buffer_address, engine_urls)
+
+    def run(self) -> Iterator[Report]:
+        yield from self._learner.run()
+
+
+def redirect_output(log_file: Path) -> None:
+    """Send this process's stdout and stderr, C level included, to a file of its own."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+class ProcessGroup:
+    """All actors of a run by name. Any call that fails names the process and shows its log."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.actors: dict[str, ActorHandle] = {}
+
+    def start(self, name: str, cls: type, *args: Any, num_gpus: float = 0, max_concurrency: int = 1) -> ActorHandle:
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
+        if max_concurrency > 1:
+            options["max_concurrency"] = max_concurrency
+        self.actors[name] = ray.remote(cls).options(**options).remote(*args)
+        return self.actors[name]
+
+    def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
+        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards."""
+        pending = {ref: name for name, ref in calls.items()}
+        results: dict[str, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WaitTimeoutError(
+                    f"the driver waited {timeout_s:.0f} s for {what} of {', '.join(pending.values())}"
+                    + "".join(self.log_tail(name) for name in pending.values())
+                )
+            name = pending.pop(ready[0])
+            results[name] = self.result(name, lambda ref=ready[0]: ray.get(ref))
+        return results
+
+    def result(self, name: str, get: Callable[[], Any]) -> Any:
+        """`get()`, with a failure of the process turned into an error that says which one and why."""
+        try:
+            return get()
+        except RayTaskError as error:
+            if isinstance(error.cause, AsyncRLError):
+                raise error.cause from None
+            raise ProcessDiedError(
+                f"{name} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
+                f"{_last_frames(error)}"
+            ) from None
+        except RayActorError as error:
+            raise ProcessDiedError(
+                f"{name} died ({_first_line(error)}). If nothing is logged, the system may have ended it for memory: "
+                f"see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch.{self.log_tail(name)}"
+            ) from None
+        except RayError as error:
+            raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
+
+    def log_tail(self, name: str) -> str:
+        """The last lines of the process's log files, indented, for an error message."""
+        text = ""
+        for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
+            lines = file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            if lines:
+                text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines)
+        return text
+
+    def stop(self, timeout_s: float) -> None:
+        """End every process, politely within `timeout_s`, then by force."""
+        polite = {
+            name: actor.stop.remote() for name, actor in self.actors.items() if not name.startswith("learner")
+        }
+        ray.wait(list(polite.values()), num_returns=max(1, len(polite)), timeout=timeout_s)
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors.clear()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _last_frames(error: RayTaskError, lines: int = 12) -> str:
+    return "\n".join("    " + line for line in str(error.traceback_str).strip().splitlines()[-lines:])

@@ -1,0 +1,135 @@
+"""Everything the processes report, merged in one place: metrics per step, utilisation, the run's summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.metrics import Metric, MetricsLogger, Report, reduce_metrics
+from async_rl.timeline import Span, utilisation, write_chrome_trace
+
+Values = dict[str, float]
+
+
+class RunLog:
+    """Collects Reports in the driver.
+
+    A step's record holds the learner's metrics of that step and what the rollout workers reported since the last one.
+    It is written once every rollout pool has reported beyond the step's end: its utilisation needs their spans.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.run_dir = config.run_dir
+        self.logger = MetricsLogger(config, config.run_dir)
+        self.spans: list[Span] = []
+        self.steps: list[Values] = []
+        self.evals: list[tuple[int, Values]] = []
+        self.step_ends_s: list[float] = []
+        self._recent: list[Span] = []
+        self._pending: list[tuple[Report, float]] = []
+        self._from_workers: list[Metric] = []
+        self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
+
+    def add(self, process: str, report: Report) -> None:
+        self._add_spans(report)
+        if process == "learner/0":
+            end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
+            self._pending.append((report, end_s))
+        elif process in self._reported_until_s:
+            self._from_workers.extend(report.metrics)
+            newest_s = max((span.end_s for span in report.spans), default=0.0)
+            self._reported_until_s[process] = max(self._reported_until_s[process], newest_s)
+            self._keep_eval(report)
+        while self._pending and self._pending[0][1] <= min(self._reported_until_s.values()):
+            self._close_step(*self._pending.pop(0))
+
+    @property
+    def has_open_steps(self) -> bool:
+        """Whether a step waits for the rollout pools' spans."""
+        return bool(self._pending)
+
+    def add_eval(self, report: Report) -> None:
+        """An evaluation the driver asked for, outside any step."""
+        self._add_spans(report)
+        self._keep_eval(report)
+
+    def _keep_eval(self, report: Report) -> None:
+        values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
+        if values:
+            self.evals.append((report.step, values))
+            self.logger.log_eval(report.step, values)
+
+    def _add_spans(self, report: Report) -> None:
+        self.spans.extend(report.spans)
+        self._recent.extend(report.spans)
+
+    def _close_step(self, report: Report, end_s: float) -> None:
+        values = reduce_metrics(
+            [*report.metrics, *(m for m in self._from_workers if not m.key.startswith("eval/"))]
+        )
+        self._from_workers.clear()
+        if self.step_ends_s:
+            values.update(utilisation(self._recent, self.step_ends_s[-1], end_s))
+            self._recent = [span for span in self._recent if span.end_s > end_s]
+        self.step_ends_s.append(end_s)
+        self.steps.append(values)
+        self.logger.log(report.step, values)
+
+    def window(self) -> tuple[float, float]:
+        """What utilisation and throughput are measured over: start-up and the first step are outside."""
+        if len(self.step_ends_s) < 2:
+            return (0.0, 0.0)
+        return self.step_ends_s[0], self.step_ends_s[-1]
+
+    def close(self, buffer_counters: Values) -> dict[str, Any]:
+        """Write timeline.json and summary.json, end the logger, return the summary."""
+        write_chrome_trace(self.spans, self.run_dir / "timeline.json")
+        summary = self.summary(buffer_counters)
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.logger.close()
+        return summary
+
+    def summary(self, buffer_counters: Values) -> dict[str, Any]:
+        start_s, end_s = self.window()
+        counted = self.steps[1:]
+
+        def total(key: str) -> float:
+            return sum(step.get(key, 0.0) for step in counted)
+
+        def mean(key: str) -> float | None:
+            present = [step[key] for step in counted if key in step]
+            return sum(present) / len(present) if present else None
+
+        summary: dict[str, Any] = {
+            "steps": len(self.steps),
+            "seconds": end_s - start_s,
+            "staleness_mean": mean("staleness/mean"),
+            "staleness_max": max((s.get("staleness/max", 0.0) for s in self.steps), default=None),
+            "reward_first": self.steps[0].get("reward/mean") if self.steps else None,
+            "reward_last": self.steps[-1].get("reward/mean") if self.steps else None,
+            "push_ms": (mean("time/push_s") or 0.0) * 1e3,
+            "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
+            "buffer": buffer_counters,
+        }
+        if end_s > start_s:
+            summary |= utilisation(self.spans, start_s, end_s)
+            summary["rollouts_per_s"] = total("batch/rollouts") / (end_s - start_s)
+            summary["tokens_per_s"] = total("batch/response_tokens") / (end_s - start_s)
+        if self.evals:
+            summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
+            summary["accuracy_end"] = self.evals[-1][1].get("eval/accuracy")
+        return summary
+
+
+def new_run_dir(config: Config) -> Path:
+    """Create the run directory; a name that is taken gets the next free number, also between two runs at once."""
+    for number in range(1, 10_000):
+        candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise FileExistsError(f"{config.run_dir} and 9998 numbered ones exist")

@@ -1,0 +1,98 @@
+"""The nouns of the pipeline, without behaviour beyond derived properties and without torch.
+
+Axis legend, used for every shape comment in the project:
+    B  sequences in a (micro-)batch     G  rollouts of one group
+    T  tokens of a response             P  tokens of a prompt
+    S  tokens of a whole sequence (P + T, padded)     V  vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of a task. `index` alone determines it: the same index is the same prompt in every process."""
+
+    index: int
+    tokens: IntArray  # [P]
+    text: str
+    """The text that was tokenized, chat template applied."""
+    reference: Any
+    """What the reward function compares an answer with (an answer string, a dataset entry, ...)."""
+    source: str = ""
+    """`data_source` of the row, or the task's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Permission to start one rollout group, granted by the buffer."""
+
+    group_id: int
+    """Unique in a run, in the order of grants."""
+    prompt_index: int
+    start_version: int
+    """Served version at the moment of the grant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One answer. All four arrays have the length T >= 1 of the response."""
+
+    tokens: IntArray  # [T]
+    logprobs: FloatArray  # [T] behaviour logprobs, at the logged temperature
+    versions: IntArray  # [T] token versions, non-decreasing
+    mask: BoolArray  # [T] True where the token is trained (the model sampled it)
+    reward: float
+    finish_reason: str
+    """`stop` (the model ended the answer) or `length` (it ran into max_response_tokens)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """The `group_size` rollouts of one prompt: the unit of admission, transport, staleness and training."""
+
+    group_id: int
+    prompt_index: int
+    start_version: int
+    temperature: float
+    prompt_tokens: IntArray  # [P]
+    rollouts: tuple[Rollout, ...]  # G of them
+    duration_s: float
+    """From the grant of the slot to the last reward."""
+    worker: str = ""
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(r.versions[0]) for r in self.rollouts)
+
+    @property
+    def newest_version(self) -> int:
+        return max(int(r.versions[-1]) for r in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all rollouts."""
+        return sum(len(r.tokens) for r in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the learner trains on in one step: exactly `prompts_per_step` groups."""
+
+    version: int
+    """Policy version it is trained at; training it yields version + 1."""
+    groups: tuple[RolloutGroup, ...]
+    finished_versions: tuple[int, ...]
+    """Served version when each group reached the buffer; splits staleness into in flight and in queue."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """The buffer's own metrics at hand-out, keys like `buffer/depth`."""

@@ -1,0 +1,59 @@
+"""Weights through files: the transport of last resort, and the one that needs no process group."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.weights.publisher import PushReport, WeightPublisher
+
+
+class DiskPublisher(WeightPublisher):
+    """Writes a model folder that both sides can read, then has every server load it.
+
+    Servers write nothing: the receiving half is SGLang's own `/update_weights_from_disk`, which the hf engine answers
+    too. Two folders take turns, so a server never reads the one being written.
+    """
+
+    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        super().__init__(config, engine_urls, rank, device)
+        self.model_path = Path(config.model.path)
+        self.folder = (config.run_dir / "weights").resolve()
+
+    def connect(self) -> None:
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        start_s = time.time()
+        tensors = {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named_tensors}
+        if self.rank != 0:
+            return PushReport()
+        target = self.folder / str(version % 2)
+        target.mkdir(exist_ok=True)
+        for source in self.model_path.glob("*.json"):
+            if not source.name.endswith(".index.json"):
+                shutil.copy(source, target)
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        paused_s = self.pause_all()
+        body = {"model_path": str(target), "weight_version": str(version), "flush_cache": False}
+        everyone = len(self.engine_urls)
+        self.call_servers("/update_weights_from_disk", [body] * everyone, f"push of version {version}")
+        self.resume_all()
+        end_s = time.time()
+        return PushReport(
+            seconds=end_s - start_s, pause_s=end_s - paused_s,
+            num_bytes=sum(t.nbytes for t in tensors.values()), spans=self.sync_spans(paused_s, end_s),
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Weights by torch.distributed broadcast, NCCL between GPUs and gloo on CPU. Both halves of the transport.
+
+One process group holds learner rank 0 (its rank 0) and every rank of every server (1, 2, ...). A bucket is announced
+over HTTP and travels as one flat byte tensor (SGLang's `flattened_bucket`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    Store,
+    _new_process_group_helper,
+    _world,
+)
+
+from async_rl.config import Config
+from async_rl.weights.buckets import Bucket, bucket_num_bytes, iter_buckets, unpack
+from async_rl.weights.publisher import PushReport, WeightPublisher, post, run_together
+
+
+class BroadcastPublisher(WeightPublisher):
+    """Learner half."""
+
+    def __init__(
+        self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device, *, backend: str
+    ) -> None:
+        super().__init__(config, engine_urls, rank, device)
+        self.backend = backend
+        self.group_name = f"weights-{time.time_ns()}"
+        self.group: dist.ProcessGroup | None = None
+
+    def connect(self) -> None:
+        if self.rank != 0:
+            return
+        host = "127.0.0.1"
+        world_size = 1 + len(self.engine_urls) * self.tp
+        timeout = datetime.timedelta(seconds=self.timeouts.join_s)
+        # The store listens before any server is asked to join: a server that finds nobody blocks its whole scheduler.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        calls = {"learner rank 0": partial(self._join, store, world_size)}
+        for index, url in enumerate(self.engine_urls):
+            body = {
+                "master_address": host, "master_port": port, "rank_offset": 1 + index * self.tp,
+                "world_size": world_size, "group_name": self.group_name, "backend": self.backend,
+            }
+            calls[url] = partial(post, self.session, url, "/init_weights_update_group", body, self.timeouts.join_s)
+        run_together(calls, self.timeouts.join_s, "joining the weight group")
+
+    def _join(self, store: Store, world_size: int) -> None:
+        timeout_s = self.timeouts.push_s
+        self.group = join_group(store, 0, world_size, self.group_name, self.backend, timeout_s)
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        start_s = time.time()
+        paused_s = 0.0
+        num_bytes = 0
+        for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype):
+            if self.rank != 0:
+                continue
+            if not num_bytes:  # only now: the first bucket is gathered while the servers still generate
+                paused_s = self.pause_all()
+            self._send(bucket, version)
+            num_bytes += bucket.data.numel()
+        if self.rank != 0:
+            return PushReport()
+        self.resume_all()
+        end_s = time.time()
+        return PushReport(
+            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+            spans=self.sync_spans(paused_s, end_s),
+        )
+
+    def _send(self, bucket: Bucket, version: int) -> None:
+        body = {
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes,
+            "group_name": self.group_name, "load_format": "flattened_bucket", "flush_cache": False,
+        }
+        if bucket.is_last:
+            body["weight_version"] = str(version)
+        calls = {
+            url: partial(post, self.session, url, "/update_weights_from_distributed", body, self.timeouts.push_s)
+            for url in self.engine_urls
+        }
+        calls["learner rank 0"] = partial(self._broadcast, bucket.data.to(self.device))
+        run_together(calls, self.timeouts.push_s, f"push of version {version}")
+
+    def _broadcast(self, data: Tensor) -> None:
+        dist.broadcast(data, group=self.group, group_src=0)
+        if data.is_cuda:
+            torch.cuda.synchronize(data.device)
+
+    def close(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+        super().close()
+
+
+class Receiver:
+    """Server half, for the hf engine (SGLang has its own). Blocking; call from a thread."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    def join(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
+        backend: str, timeout_s: float,
+    ) -> None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store = dist.TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
+        self.groups[group_name] = join_group(store, rank_offset, world_size, group_name, backend, timeout_s)
+
+    def receive(
+        self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+        device: torch.device | None = None,
+    ) -> list[tuple[str, Tensor]]:
+        """One bucket. Raises KeyError when `group_name` was never joined, RuntimeError when the sender is lost."""
+        data = torch.empty(bucket_num_bytes(dtypes, shapes), dtype=torch.uint8, device=device)
+        dist.broadcast(data, group=self.groups[group_name], group_src=0)
+        return unpack(data, names, dtypes, shapes)
+
+    def leave(self, group_name: str) -> None:
+        dist.destroy_process_group(self.groups.pop(group_name))
+
+
+def join_group(
+    store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group beside the default one, in the way SGLang makes its half.
+
+    `torch.distributed.new_group` can't: it wants every member to be in one default group.
+    """
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(backend), PrefixStore(group_name, store),
+        group_name=group_name, timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group

@@ -1,0 +1,192 @@
+"""What every transport shares: the pause around a push, concurrent calls to the servers, the parity check."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+import torch
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """One push as rank 0 saw it; other ranks get zeros and no spans."""
+
+    seconds: float = 0.0
+    """From the first gather to the moment every server generates again."""
+    pause_s: float = 0.0
+    """How long the servers stood still."""
+    num_bytes: int = 0
+    spans: tuple[Span, ...] = ()
+    """`sync` spans of the paused servers, pools `rollout/<index>`."""
+
+
+def run_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what: str) -> dict[str, Any]:
+    """Run calls that wait for each other, each in a thread of its own; the first exception wins.
+
+    The threads are daemons: a collective that can no longer complete must not keep the process from ending.
+
+    Raises:
+        WeightSyncError: a call raised; names it.
+        WaitTimeoutError: not all returned within `timeout_s`; names those still waiting.
+    """
+    done: queue.SimpleQueue[tuple[str, Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work(name: str, call: Callable[[], Any]) -> None:
+        try:
+            done.put((name, call(), None))
+        except BaseException as error:
+            done.put((name, None, error))
+
+    for name, call in calls.items():
+        threading.Thread(target=work, args=(name, call), name=f"{what}: {name}", daemon=True).start()
+    results: dict[str, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(calls):
+        try:
+            name, value, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            waiting = sorted(set(calls) - set(results))
+            raise WaitTimeoutError(
+                f"{what}: the learner waited {timeout_s:.0f} s for {', '.join(waiting)}"
+            ) from None
+        if error is not None:
+            raise WeightSyncError(f"{what}: {name} failed: {error}") from error
+        results[name] = value
+    return results
+
+
+class WeightPublisher(ABC):
+    """Learner side of a transport. Every rank calls `push`; only rank 0 talks to servers.
+
+    Args:
+        engine_urls: base URLs of the servers, in the order of their pools `rollout/<index>`.
+    """
+
+    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        self.engine_urls = list(engine_urls)
+        self.rank = rank
+        self.device = device
+        self.bucket_bytes = config.weight_sync.bucket_bytes
+        self.timeouts = config.timeouts
+        self.tp = config.placement.rollout.tp
+        self.dtype = serving_dtype(config, device.type)
+        self.session = requests.Session()
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Prepare the way to every server. Rank 0 waits for all of them, at most `timeouts.join_s`."""
+
+    @abstractmethod
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        """Make every server serve `version`, whose weights are `named_tensors` under Hugging Face names.
+
+        The iterable may gather each tensor collectively; it is consumed in full on every rank.
+
+        Raises:
+            WeightSyncError: a server refused or died; it stays paused and must not be used.
+            WaitTimeoutError: after `timeouts.push_s`.
+        """
+
+    def close(self) -> None:
+        self.session.close()
+
+    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: float) -> float:
+        """Compare every server's logprobs of `tokens` with the learner's; rank 0 only.
+
+        Args:
+            learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+
+        Returns:
+            The largest absolute difference over servers and positions.
+
+        Raises:
+            WeightSyncError: the difference exceeds `tolerance`: the server does not hold the learner's weights.
+        """
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": f"verify-{time.time_ns()}",
+        }
+        replies = self.call_servers("/generate", [body] * len(self.engine_urls), "weight verification")
+        worst = 0.0
+        for url, reply in zip(self.engine_urls, replies, strict=True):
+            served = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+            if len(served) != len(learner_logprobs):
+                raise WeightSyncError(
+                    f"weight verification: {url} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
+                )
+            difference = max(abs(a - b) for a, b in zip(served, learner_logprobs, strict=True))
+            if not difference <= tolerance:
+                raise WeightSyncError(
+                    f"weight verification: after the push {url} gives logprobs that differ from the learner's by up "
+                    f"to {difference:.2e} (allowed {tolerance:.0e}): it does not serve the learner's weights. "
+                    "Compare the model folder of both sides and weight_sync.transport."
+                )
+            worst = max(worst, difference)
+        return worst
+
+    def call_servers(self, path: str, bodies: Sequence[dict[str, Any]], what: str) -> list[Any]:
+        """POST to every server at once and return their JSON replies in order."""
+        calls = {url: self._call(url, path, body) for url, body in zip(self.engine_urls, bodies, strict=True)}
+        replies = run_together(calls, self.timeouts.push_s, what)
+        return [replies[url] for url in self.engine_urls]
+
+    def _call(self, url: str, path: str, body: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: post(self.session, url, path, body, self.timeouts.push_s)
+
+    def pause_all(self) -> float:
+        """Stop generation in place (running requests keep their KV); returns the wall-clock of the stop."""
+        start_s = time.time()
+        everyone = len(self.engine_urls)
+        self.call_servers("/pause_generation", [{"mode": "in_place"}] * everyone, "pause before a weight push")
+        self.call_servers("/begin_weight_update", [{}] * everyone, "begin of a weight push")
+        return start_s
+
+    def resume_all(self) -> None:
+        everyone = len(self.engine_urls)
+        self.call_servers("/end_weight_update", [{}] * everyone, "end of a weight push")
+        self.call_servers("/continue_generation", [{}] * everyone, "resume after a weight push")
+
+    def sync_spans(self, start_s: float, end_s: float) -> tuple[Span, ...]:
+        return tuple(Span(f"rollout/{i}", "sync", start_s, end_s, "weights") for i in range(len(self.engine_urls)))
+
+
+def post(session: requests.Session, url: str, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+    """POST to a server; its refusal, in HTTP status or in `success: false`, raises WeightSyncError with its words."""
+    try:
+        reply = session.post(url + path, json=body, timeout=timeout_s)
+    except requests.Timeout:
+        raise WaitTimeoutError(f"the learner waited {timeout_s:.0f} s for {url}{path}") from None
+    except requests.RequestException as error:
+        raise WeightSyncError(f"{url}{path}: {type(error).__name__}: is the rollout server still alive?") from error
+    if reply.status_code != 200:
+        raise WeightSyncError(f"{url}{path} answered {reply.status_code}: {reply.text[:300]}")
+    try:
+        answer = reply.json()
+    except ValueError:
+        return {}
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise WeightSyncError(f"{url}{path} refused: {answer.get('message', '')[:300]}")
+    return answer
+
+
+def serving_dtype(config: Config, device_type: str) -> torch.dtype:
+    """What servers hold: `model.dtype`, where auto means bfloat16 on GPUs and float32 on CPU."""
+    name = config.model.dtype
+    if name == "auto":
+        name = "float32" if device_type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

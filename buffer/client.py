@@ -1,0 +1,198 @@
+"""The two sides that talk to the buffer: the learner (blocking) and a rollout worker (asyncio).
+
+A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
+timeouts.wire_s the wait ends with an error that says who waited for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import secrets
+import time
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from async_rl.codec import encode_group
+from async_rl.config import TimeoutsConfig
+from async_rl.errors import AsyncRLError, WaitTimeoutError, WireError
+from async_rl.types import Batch, RolloutGroup, Slot
+from buffer.wire import LONG_POLL_S, MAX_CAUSE_CHARS, Reply, decode_batch, pack_request, read_reply, read_slots
+
+ATTEMPTS = 4
+"""Times a request is sent within timeouts.wire_s."""
+
+
+class LearnerClient:
+    """The learner's side. Blocking; for one thread."""
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        self._address = address
+        self._timeouts = timeouts
+        self._ids = _request_ids()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    def take(self, version: int) -> Batch:
+        """Batch number `version`, see take_raw."""
+        return decode_batch(self.take_raw(version))
+
+    def take_raw(self, version: int) -> list[bytes]:
+        """The frames of batch number `version`, for `decode_batch` here or on another rank.
+
+        Raises:
+            WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
+            WireError: the learner is at another version.
+        """
+        start_s = time.monotonic()
+        while True:
+            left_s = self._timeouts.batch_s - (time.monotonic() - start_s)
+            reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
+            if reply.frames:
+                return reply.frames
+            waited_s = time.monotonic() - start_s
+            if waited_s >= self._timeouts.batch_s:
+                raise WaitTimeoutError(f"learner waited {waited_s:.0f} s for batch {version}: {reply.result['state']}")
+
+    def trained(self, version: int) -> None:
+        """The batch taken last was trained on and yielded `version`; tokens of that version are legal from now on."""
+        self._call("trained", version=version)
+
+    def served(self, version: int) -> None:
+        """Every live server serves `version`: admission goes on with it. `served(0)` opens the buffer."""
+        self._call("served", version=version)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _call(self, op: str, wait_s: float = 0.0, **fields: Any) -> Reply:
+        request_id = next(self._ids)
+        if op == "take":
+            fields["wait_s"] = wait_s
+        message = pack_request(op, request_id, **fields)
+        start_s = time.monotonic()
+        end_s = start_s + wait_s + self._timeouts.wire_s
+        while (now_s := time.monotonic()) < end_s:
+            self._socket.send(message)
+            retry_s = min(end_s, now_s + wait_s + self._timeouts.wire_s / ATTEMPTS)
+            while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
+                reply = read_reply(self._socket.recv_multipart())
+                if reply.id == request_id:
+                    return _accepted(reply)
+        raise _unanswered("learner", f"`{op}` ({fields})", self._address, time.monotonic() - start_s)
+
+
+class WorkerClient:
+    """A rollout worker's side; any number of coroutines of one event loop may use it at once.
+
+    Args:
+        worker: name of the worker, unique in the run; its slots are granted to this name.
+    """
+
+    def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig) -> None:
+        self._address = address
+        self._worker = worker
+        self._wire_s = timeouts.wire_s
+        self._ids = _request_ids()
+        self._pending: dict[int, asyncio.Future[Reply]] = {}
+        self._open_admit: int | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    async def admit(self, max_groups: int) -> list[Slot]:
+        """Slots for up to `max_groups` groups, in group id order, as soon as there are any; none after a few seconds.
+
+        One call at a time. After a cancelled call the next one continues it, so that no granted slot is lost: it may
+        return as many as the cancelled one asked for.
+        """
+        if self._open_admit is None:
+            self._open_admit = next(self._ids)
+        reply = await self._call(self._open_admit, "admit", "slots", max_groups=max_groups, wait_s=LONG_POLL_S)
+        self._open_admit = None
+        return read_slots(reply.result)
+
+    async def put(self, group: RolloutGroup) -> bool:
+        """Delivers a finished group. False if it makes no difference: it was there already, or was given up.
+
+        Raises:
+            WireError: the buffer refused it; names the field and the value. The slot is still held: see `fail`.
+            WaitTimeoutError: no acknowledgement within timeouts.wire_s.
+        """
+        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
+        return bool(reply.result["stored"])
+
+    async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
+        """Gives up a running group: counted as failed, its slot is free. `requeue`: its prompt is granted again."""
+        await self._call(
+            next(self._ids), "fail", f"the failure of group {group_id}",
+            group_id=group_id, cause=reason[:MAX_CAUSE_CHARS], requeue=requeue,
+        )
+
+    async def close(self) -> None:
+        """Ends the connection. Calls still waiting get no answer any more: cancel them."""
+        if self._receiver:
+            self._receiver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._receiver
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _call(self, request_id: int, op: str, subject: str, *payload: bytes, **fields: Any) -> Reply:
+        if self._receiver is None:
+            self._receiver = asyncio.create_task(self._receive())
+        message = [pack_request(op, request_id, worker=self._worker, **fields), *payload]
+        wait_s = fields.get("wait_s", 0.0)
+        future = self._pending[request_id] = asyncio.get_running_loop().create_future()
+        start_s = time.monotonic()
+        try:
+            for _ in range(ATTEMPTS):
+                if self._socket.closed:
+                    raise AsyncRLError(f"{self._worker}: the connection was closed before the answer to {op} {subject}")
+                await asyncio.wait_for(self._socket.send_multipart(message, copy=False), self._wire_s)
+                await asyncio.wait((future,), timeout=wait_s + self._wire_s / ATTEMPTS)
+                if future.done():
+                    return _accepted(future.result())
+        except TimeoutError:
+            pass
+        finally:
+            del self._pending[request_id]
+        raise _unanswered(self._worker, f"`{op}` ({subject})", self._address, time.monotonic() - start_s)
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                reply = read_reply(await self._socket.recv_multipart())
+            except WireError as error:
+                for future in self._pending.values():
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            waiting = self._pending.get(reply.id)  # none: the second answer to a repeated request
+            if waiting and not waiting.done():
+                waiting.set_result(reply)
+
+
+def _request_ids() -> itertools.count[int]:
+    """From a random start: the buffer tells the requests of a restarted client from those before."""
+    return itertools.count(secrets.randbits(61))
+
+
+def _accepted(reply: Reply) -> Reply:
+    if reply.error:
+        raise WireError(f"the buffer refused a message: {reply.error}")
+    return reply
+
+
+def _unanswered(who: str, request: str, address: str, waited_s: float) -> WaitTimeoutError:
+    return WaitTimeoutError(
+        f"{who} waited {waited_s:.0f} s (timeouts.wire_s) for the buffer at {address} to answer {request}, "
+        f"sent {ATTEMPTS} times"
+    )

@@ -1,0 +1,252 @@
+"""The buffer's socket: one thread, one ROUTER, one poll loop around the store.
+
+    operation   asked by   answered
+    admit       worker     with slots as soon as there are some, empty after its wait_s
+    put, fail   worker     at once
+    take        learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
+    trained     learner    at once
+    served      learner    at once; parked admits are answered next
+
+What arrives is checked before it touches the store. A refused message changes nothing but `buffer/refused`; its sender
+gets the reason.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from async_rl.codec import Limits, decode_group
+from async_rl.config import Config
+from async_rl.errors import WaitTimeoutError, WireError
+from async_rl.types import RolloutGroup, Slot
+from buffer.store import Store
+from buffer.wire import (
+    MAX_CAUSE_CHARS,
+    Request,
+    batch_frames,
+    pack_reply,
+    pack_slots,
+    read_request,
+    read_request_id,
+)
+
+STOP_CHECK_S = 0.2
+"""How long the loop sleeps at most, as no message announces that `stop` was set."""
+MESSAGES_A_TURN = 256
+"""Handled before parked requests get their turn."""
+MAX_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A long-poll that is waiting for its answer."""
+
+    identity: bytes
+    request: Request
+    amount: int
+    """max_groups of an admit, version of a take."""
+    until_s: float
+
+
+class BufferServer:
+    """The staleness-bounded buffer of one run, on a free loopback port.
+
+    Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
+    once, so that the first to come does not get all slots. All methods but `serve` may be called from other threads.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._limits = Limits.from_config(config)
+        self._num_workers = config.placement.rollout.servers
+        self._shutdown_s = config.timeouts.shutdown_s
+        self._store = Store(config.staleness.max, config.learner.prompts_per_step)
+        self._lock = threading.Lock()
+        self._serving = threading.Lock()
+        self._refused = 0
+        self._seen_workers: set[str] = set()
+        self._admits: dict[str, Parked] = {}
+        self._take: Parked | None = None
+        self._last_grant: dict[str, tuple[int, bytes]] = {}  # by worker: request id and reply, should it get lost
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
+        self._router.setsockopt(zmq.MAXMSGSIZE, 2**20 + 4 * self._limits.max_group_bytes)
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    def serve(self, stop: threading.Event) -> None:
+        """Answers until `stop` is set; blocks.
+
+        Raises:
+            StalenessError: the bound would have been broken: a bug.
+        """
+        with self._serving:
+            while not stop.is_set():
+                if self._router.poll(self._sleep_ms()):
+                    self._receive()
+                with self._lock:
+                    self._answer_parked(time.monotonic())
+
+    def counters(self) -> dict[str, float]:
+        with self._lock:
+            return self._counters()
+
+    def abandon(self, worker: str) -> int:
+        """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
+        with self._lock:
+            self._admits.pop(worker, None)
+            return self._store.abandon(worker)
+
+    def close(self) -> dict[str, float]:
+        """Ends the account once `serve` has returned: drops what is left as `shutdown`. Returns the last counters.
+
+        Raises:
+            StalenessError: groups are unaccounted for.
+            WaitTimeoutError: `serve` goes on; its `stop` must be set first.
+        """
+        if not self._serving.acquire(timeout=self._shutdown_s):
+            raise WaitTimeoutError(
+                f"buffer: close waited {self._shutdown_s:.0f} s (timeouts.shutdown_s) for serve to return"
+            )
+        with self._lock:
+            self._router.close(linger=0)
+            self._context.term()
+            self._store.close()
+            return self._counters()
+
+    def _counters(self) -> dict[str, float]:
+        return {**self._store.counters(), "buffer/refused": float(self._refused)}
+
+    def _sleep_ms(self) -> int:
+        parked = [*self._admits.values(), *([self._take] if self._take else [])]
+        until_s = min((p.until_s for p in parked), default=float("inf"))
+        return round(1000 * min(STOP_CHECK_S, max(0.0, until_s - time.monotonic()))) + 1
+
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            with self._lock:
+                try:
+                    reply = self._handle(identity, frames)
+                except WireError as error:
+                    self._refused += 1
+                    reply = pack_reply(read_request_id(frames), {}, str(error))
+            if reply is not None:
+                self._router.send_multipart([identity, reply])
+
+    def _handle(self, identity: bytes, frames: list[bytes]) -> bytes | None:
+        """The reply to one message; None if it is parked."""
+        request = read_request(frames)
+        fields = request.fields
+        match request.op:
+            case "admit":
+                return self._park_admit(identity, request)
+            case "take":
+                self._park_take(identity, request)
+                return None
+            case "put":
+                return pack_reply(request.id, {"stored": self._put(fields.text("worker"), request.payload[0])})
+            case "fail":
+                worker, group_id = fields.text("worker"), fields.integer("group_id", 0)
+                cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
+                if self._store.running_slot(group_id, worker):
+                    self._store.fail(group_id, cause, requeue)
+            case "trained":
+                self._store.trained(fields.integer("version", 0))
+            case "served":
+                self._store.served(fields.integer("version", 0))
+        return pack_reply(request.id, {})
+
+    def _park_admit(self, identity: bytes, request: Request) -> bytes | None:
+        worker, max_groups = request.fields.text("worker"), request.fields.integer("max_groups", 1, 2**20)
+        until_s = self._until_s(request)
+        last_id, last_reply = self._last_grant.get(worker, (-1, b""))
+        if request.id == last_id:
+            return last_reply
+        self._seen_workers.add(worker)
+        self._admits[worker] = Parked(identity, request, max_groups, until_s)
+        return None
+
+    def _park_take(self, identity: bytes, request: Request) -> None:
+        version = request.fields.integer("version", 0)
+        self._store.check_takeable(version)
+        self._take = Parked(identity, request, version, self._until_s(request))
+
+    def _until_s(self, request: Request) -> float:
+        wait_s = request.fields.number("wait_s", 0.0)
+        return time.monotonic() + min(wait_s, MAX_WAIT_S)
+
+    def _put(self, worker: str, payload: bytes) -> bool:
+        """Whether the group was stored now: not if it had been before, or was given up."""
+        group = decode_group(payload, self._limits)
+        slot = self._store.running_slot(group.group_id, worker)
+        if slot is None:
+            return False
+        self._check_slot(group, slot)
+        self._store.finish(group.group_id, payload)
+        return True
+
+    def _check_slot(self, group: RolloutGroup, slot: Slot) -> None:
+        for field in ("prompt_index", "start_version"):
+            got, granted = getattr(group, field), getattr(slot, field)
+            if got != granted:
+                raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
+        if group.newest_version > self._store.version:
+            raise WireError(
+                f"versions: got {group.newest_version}, allowed at most {self._store.version}, the newest announced"
+            )
+
+    def _answer_parked(self, now_s: float) -> None:
+        if self._take:
+            self._answer_take(self._take, now_s)
+        shares: Mapping[str, int] = {}
+        if self._admits and len(self._seen_workers) >= self._num_workers and (capacity := self._store.capacity()):
+            asked = {worker: parked.amount for worker, parked in self._admits.items()}
+            shares = fair_shares(capacity, asked, self._store.running_by_worker())
+        for worker, parked in list(self._admits.items()):
+            if shares.get(worker) or parked.until_s <= now_s:
+                slots = self._store.admit(worker, shares.get(worker, 0), now_s)
+                reply = pack_reply(parked.request.id, pack_slots(slots))
+                self._last_grant[worker] = (parked.request.id, reply)
+                del self._admits[worker]
+                self._router.send_multipart([parked.identity, reply])
+
+    def _answer_take(self, parked: Parked, now_s: float) -> None:
+        taken = self._store.take(parked.amount)
+        if taken is None and now_s < parked.until_s:
+            return
+        frames = batch_frames(taken, self._counters(), self._limits) if taken else []
+        result: dict[str, Any] = {} if taken else {"state": self._describe(now_s)}
+        self._take = None
+        self._router.send_multipart([parked.identity, pack_reply(parked.request.id, result), *frames], copy=False)
+
+    def _describe(self, now_s: float) -> str:
+        missing = self._num_workers - len(self._seen_workers)
+        if missing > 0:
+            return f"{missing} of {self._num_workers} rollout workers have not asked for prompts yet"
+        return self._store.describe(now_s)
+
+
+def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
+    """How many groups each worker is granted: one at a time to whom has the fewest running, up to what it asked for."""
+    shares = dict.fromkeys(asked, 0)
+    order = {worker: position for position, worker in enumerate(asked)}
+    queue = [(running.get(worker, 0), order[worker], worker) for worker in asked]
+    heapq.heapify(queue)
+    for _ in range(min(capacity, sum(asked.values()))):
+        load, position, worker = heapq.heappop(queue)
+        shares[worker] += 1
+        if shares[worker] < asked[worker]:
+            heapq.heappush(queue, (load + 1, position, worker))
+    return shares

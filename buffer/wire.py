@@ -1,0 +1,139 @@
+"""The messages between the buffer and its clients: a msgpack header frame, then raw frames.
+
+    request   {schema, op, id, ...}              put: 1 frame, the group
+    reply     {schema, id, error, result}        take: the frames of a batch, or none while it has to wait
+
+A request is repeated with the same id until its reply arrives; the buffer makes the second one harmless.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.codec import MAX_INT, SCHEMA_VERSION, Fields, Limits, decode_group, pack, refusal, unpack
+from async_rl.errors import WireError
+from async_rl.types import Batch, Slot
+from buffer.store import Taken
+
+LONG_POLL_S = 5.0
+"""An `admit` or `take` that nothing can be given to is answered empty after this long, and asked again."""
+MAX_CAUSE_CHARS = 2000
+
+_OPERATIONS = {
+    "admit": ("worker", "max_groups", "wait_s"),
+    "put": ("worker",),
+    "fail": ("worker", "group_id", "cause", "requeue"),
+    "take": ("version", "wait_s"),
+    "trained": ("version",),
+    "served": ("version",),
+}
+_MAX_VERSION = 2**31 - 1
+_MAX_BATCH = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    op: str
+    id: int
+    fields: Fields
+    payload: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    id: int
+    error: str
+    """Empty, or why the request was refused."""
+    result: dict[str, Any]
+    frames: list[bytes]
+
+
+def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
+    return pack({"schema": SCHEMA_VERSION, "op": op, "id": request_id, **fields})
+
+
+def read_request(frames: Sequence[bytes]) -> Request:
+    """
+    Raises:
+        WireError: not a request; names the field and the value.
+    """
+    if not frames:
+        raise WireError("message: 0 frames, allowed a header and its payload")
+    header = unpack(frames[0])
+    op = header.get("op") if isinstance(header, dict) else None
+    if not isinstance(op, str) or op not in _OPERATIONS:
+        raise refusal("op", op if isinstance(header, dict) else header, f"one of {', '.join(_OPERATIONS)}")
+    fields = Fields(header, ("schema", "op", "id", *_OPERATIONS[op]))
+    fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
+    num_payload = 1 if op == "put" else 0
+    if len(frames) != 1 + num_payload:
+        raise WireError(f"message: {len(frames)} frames, allowed {1 + num_payload} for {op}")
+    return Request(op, fields.integer("id", 0), fields, list(frames[1:]))
+
+
+def read_request_id(frames: Sequence[bytes]) -> int:
+    """Of a message that may be broken, so that its refusal finds its sender's wait; 0 if there is none."""
+    try:
+        header = unpack(frames[0]) if frames else None
+    except WireError:
+        return 0
+    request_id = header.get("id") if isinstance(header, dict) else None
+    return request_id if type(request_id) is int and 0 <= request_id <= MAX_INT else 0
+
+
+def pack_reply(request_id: int, result: dict[str, Any], error: str = "") -> bytes:
+    return pack({"schema": SCHEMA_VERSION, "id": request_id, "error": error, "result": result})
+
+
+def read_reply(frames: list[bytes]) -> Reply:
+    """
+    Raises:
+        WireError: not a reply.
+    """
+    fields = Fields(unpack(frames[0]), ("schema", "id", "error", "result"), "reply ")
+    fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
+    error = fields.text("error", max_chars=10_000)
+    return Reply(fields.integer("id", 0), error, fields.nested("result"), frames[1:])
+
+
+def pack_slots(slots: Sequence[Slot]) -> dict[str, Any]:
+    return {"slots": [[slot.group_id, slot.prompt_index, slot.start_version] for slot in slots]}
+
+
+def read_slots(result: dict[str, Any]) -> list[Slot]:
+    return [Slot(group_id=g, prompt_index=p, start_version=s) for g, p, s in result["slots"]]
+
+
+def batch_frames(taken: Taken, counters: dict[str, float], limits: Limits) -> list[bytes]:
+    """The batch as it travels to the learner, and from its rank 0 to the others: nothing else is needed to decode it."""
+    header = {
+        "version": taken.version,
+        "finished_versions": [group.finished_version for group in taken.groups],
+        "counters": counters,
+        "limits": dataclasses.asdict(limits),
+    }
+    return [pack(header), *(group.payload for group in taken.groups)]
+
+
+def decode_batch(frames: Sequence[bytes]) -> Batch:
+    """The batch of `LearnerClient.take_raw`'s frames.
+
+    Raises:
+        WireError: names the field and the value.
+    """
+    fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
+    sizes = fields.nested("limits")
+    size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
+    limits = Limits(**{name: size_fields.integer(name, 1) for name in sizes})
+    finished = fields.items("finished_versions", 0, _MAX_BATCH)
+    if len(finished) != len(frames) - 1:
+        raise WireError(f"batch: {len(frames) - 1} groups, allowed {len(finished)} as its header says")
+    return Batch(
+        version=fields.integer("version", 0, _MAX_VERSION),
+        groups=tuple(decode_group(data, limits) for data in frames[1:]),
+        finished_versions=tuple(finished),
+        counters=fields.nested("counters"),
+    )

@@ -1,0 +1,89 @@
+"""One network's AdamW with warm-up and clipping; it refuses to step on numbers that aren't finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from async_rl.config import LearnerConfig
+from async_rl.errors import AsyncRLError
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one step did; the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+    """Of the whole gradient over all ranks, before clipping."""
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """Steps a sharded network.
+
+    Args:
+        network: `policy` or `critic`, for the error message.
+        lr: after warm-up; the k-th step (from 1) uses lr * min(1, k / warmup_steps).
+    """
+
+    def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
+        self._network = network
+        self._parameters = list(module.parameters())
+        self._adamw = torch.optim.AdamW(
+            self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self._lr = lr
+        self._warmup_steps = config.warmup_steps
+        self._grad_clip = config.grad_clip
+        self._steps = 0
+        self._skipped_in_a_row = 0
+
+    def step(self, loss: Tensor) -> OptimizerStep:
+        """Clip, step and clear the gradients; collective.
+
+        Args:
+            loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
+
+        Raises:
+            AsyncRLError: the third step in a row had to be skipped.
+        """
+        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        squared = torch.nn.utils.get_total_norm(gradients).double().square()
+        totals = torch.stack([squared, loss.detach().double()])
+        dist.all_reduce(totals)
+        squared_norm, total_loss = totals.tolist()
+        grad_norm = squared_norm**0.5
+        lr = self._lr * min(1.0, (self._steps + 1) / max(1, self._warmup_steps))
+        finite = bool(torch.isfinite(totals).all())
+        if finite:
+            scale = self._grad_clip / (grad_norm + 1e-6)
+            if scale < 1:
+                torch._foreach_mul_(gradients, scale)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self._steps += 1
+        self._adamw.zero_grad(set_to_none=True)
+        self._count_skipped(finite, total_loss, grad_norm)
+        return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
+
+    def _count_skipped(self, finite: bool, loss: float, grad_norm: float) -> None:
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise AsyncRLError(
+                f"{self._network}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had no finite loss and "
+                f"gradient (loss {loss}, gradient norm {grad_norm}). Lower the learning rate, or use "
+                "model.dtype: float32."
+            )
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,51 @@
+"""How the learner's ranks find each other and share what only rank 0 receives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+
+
+def init_distributed(
+    config: Config, rank: int, world_size: int, master_address: str, master_port: int
+) -> torch.device:
+    """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPU's); returns the device.
+
+    The group's timeout covers the longest that ranks wait for rank 0: a batch, then a push.
+    """
+    timeouts = config.timeouts
+    if master_address.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{master_address}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeouts.join_s + timeouts.batch_s + timeouts.push_s),
+    )
+    return device
+
+
+def broadcast_frames(frames: Sequence[bytes | memoryview], device: torch.device) -> list[bytes]:
+    """Rank 0's frames on every rank; the other ranks pass an empty list. Collective."""
+    count = torch.tensor([len(frames)], device=device)
+    dist.broadcast(count, 0)
+    sizes = torch.zeros(int(count), dtype=torch.int64, device=device)
+    if frames:
+        sizes = torch.tensor([len(frame) for frame in frames], device=device)
+    dist.broadcast(sizes, 0)
+    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=device)
+    if frames:
+        data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8).to(device)
+    dist.broadcast(data, 0)
+    return [part.cpu().numpy().tobytes() for part in data.split(sizes.tolist())]

@@ -1,0 +1,147 @@
+"""Supervised fine-tuning on (prompt, answer) pairs: the warm start before RL, in one process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.metrics import Metric, Report
+from async_rl.model_folder import load_tokenizer
+from learner.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Prompt tokens and answer tokens, the final eos among the latter."""
+_REPORT_EVERY_STEPS = 20
+_RECENT_STEPS = 10
+"""Steps whose mean loss is reported and compared with the target."""
+_WARMUP_FRACTION = 0.05
+_IGNORED = -100
+"""Label of the positions that carry no loss."""
+
+
+def base_tokenizer(config: Config) -> Any:
+    """The tokenizer of `sft.base`: tokenize the pairs with it."""
+    return character_tokenizer() if config.sft.base in TINY_MODELS else load_tokenizer(config.sft.base)
+
+
+def train_sft(
+    config: Config, pairs: Sequence[Pair], out_dir: Path, target_loss: float = 0.0
+) -> Iterator[Report]:
+    """Trains `sft.base` and saves model and tokenizer as a Hugging Face folder at the end.
+
+    AdamW with linear warm-up, then cosine decay to zero over `sft.steps`; the loss is the mean over a batch's
+    answer tokens. Each epoch visits the pairs in an order of its own. The same seed gives the same model. Yields
+    a Report every 20 steps and at the end, `step` being the SFT step.
+
+    Args:
+        target_loss: in nats a token; training ends early once the mean loss of the last 10 steps is below. A
+            sampled answer of n tokens is then right with a probability of about exp(-n * target_loss): that, not
+            a number of steps, is how to leave a small model with room for RL.
+    """
+    if not pairs:
+        raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = _base_model(config).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
+    indices = _batches(len(pairs), config.sft.batch_size, config.run.seed)
+    started_s, losses = time.monotonic(), []
+    for step in range(1, config.sft.steps + 1):
+        losses.append(_backward(model, [pairs[i] for i in next(indices)], config.learner.max_tokens_per_microbatch))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.grad_clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        recent = losses[-_RECENT_STEPS:]
+        is_last = step == config.sft.steps or (step >= _RECENT_STEPS and sum(recent) / len(recent) < target_loss)
+        if step % _REPORT_EVERY_STEPS == 0 or is_last:
+            yield Report(step=step, metrics=(
+                Metric("sft/loss", sum(recent) / len(recent)),
+                Metric("sft/lr", schedule.get_last_lr()[0], "last"),
+                Metric("time/elapsed_s", time.monotonic() - started_s, "last"),
+            ))
+        if is_last:
+            break
+    model.save_pretrained(out_dir)
+    base_tokenizer(config).save_pretrained(out_dir)
+
+
+def _base_model(config: Config) -> PreTrainedModel:
+    if config.sft.base in TINY_MODELS:
+        return tiny_model(config.sft.base, config.run.seed)
+    return AutoModelForCausalLM.from_pretrained(
+        config.sft.base, dtype=torch.float32, attn_implementation=config.model.attn_implementation
+    )
+
+
+def _lr_factor(done: int, steps: int) -> float:
+    """Share of the peak learning rate after `done` of `steps` steps."""
+    warmup = max(1, math.ceil(_WARMUP_FRACTION * steps))
+    if done < warmup:
+        return (done + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))
+
+
+def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of indices; the order of each epoch follows from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_size:
+            waiting += torch.randperm(num_pairs, generator=generator).tolist()
+        yield waiting[:batch_size]
+        del waiting[:batch_size]
+
+
+def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) -> float:
+    """Gradients of the mean loss over the batch's answer tokens, accumulated over micro-batches; returns that
+    loss.
+    """
+    num_answer_tokens = sum(len(answer) for _, answer in batch)
+    by_length = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
+    total = 0.0
+    while by_length:
+        longest = len(by_length[0][0]) + len(by_length[0][1])
+        count = max(1, max_tokens // longest)
+        rows, by_length = by_length[:count], by_length[count:]
+        tokens, labels = _padded(rows, longest)
+        loss = _loss_sum(model, tokens.to(model.device), labels.to(model.device)) / num_answer_tokens
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _padded(rows: Sequence[Pair], width: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, padded on the right; a label is the token at its own position. [B, S], [B, S]"""
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), _IGNORED)
+    for i, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        tokens[i, :end] = torch.tensor([*prompt, *answer])
+        labels[i, len(prompt) : end] = torch.tensor(answer)
+    return tokens, labels
+
+
+def _loss_sum(
+    model: PreTrainedModel,
+    tokens: Tensor,  # [B, S]
+    labels: Tensor,  # [B, S]
+) -> Tensor:
+    """Cross-entropy summed over the labelled positions. The padding is at the right, where causality hides
+    it.
+    """
+    first = int((labels != _IGNORED).any(dim=0).nonzero()[0]) - 1  # logits before the first answer are not needed
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
+        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens.shape[1] - first).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), labels[:, first + 1 :].flatten(), ignore_index=_IGNORED, reduction="sum"
+    )

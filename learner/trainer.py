@@ -1,0 +1,184 @@
+"""The learner's loop: take a batch, train on it, publish the new version, release its slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+from async_rl.errors import StalenessError
+from async_rl.metrics import Metric, Report
+from async_rl.timeline import Span, Timeline
+from async_rl.types import Batch
+from async_rl.weights import open_publisher
+from async_rl.weights.publisher import serving_dtype
+from buffer.client import LearnerClient
+from buffer.wire import decode_batch
+from learner.model import full_parameters, save_policy
+from learner.ranks import broadcast_frames, init_distributed
+from learner.update import Updater
+
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest difference of a logprob between server and learner at equal weights, by compute type."""
+VERIFY_TOKENS = 32
+
+
+class Learner:
+    """One rank of the learner. Rank 0 alone talks to the buffer and to the servers.
+
+    Args:
+        master_address, master_port: where rank 0 serves the rendezvous of all ranks.
+        buffer_address: of the buffer's socket.
+        engine_urls: of the rollout servers, in the order of their pools.
+
+    Raises:
+        ConfigError: the model can't be trained here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        buffer_address: str,
+        engine_urls: list[str],
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.version = 0
+        self._device = init_distributed(config, rank, world_size, master_address, master_port)
+        self._updater = Updater(config, self._device)
+        self._timeline = Timeline(f"learner/{rank}")
+        self._publisher = open_publisher(config, engine_urls, rank, self._device)
+        self._client = LearnerClient(buffer_address, config.timeouts) if rank == 0 else None
+        self._push_dtype = serving_dtype(config, self._device.type)
+        self._verified = not config.weight_sync.verify
+
+    def run(self) -> Iterator[Report]:
+        """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
+
+        Yields one Report per step, for the version it produced; metrics are on rank 0's, spans on all. At the
+        end the policy is saved in run_dir/model.
+
+        Raises:
+            StalenessError: a batch breaks the bound; nothing of it was trained on.
+            AsyncRLError: a wait ran out, a push failed, or the numbers stopped being finite.
+        """
+        self._publisher.connect()
+        if self._client:
+            self._client.served(0)  # the servers loaded the same folder
+        while self.version < self.config.run.steps:
+            start_s = time.time()
+            with self._timeline.span("wait_data"):
+                batch = self._take()
+            taken_s = time.time()
+            with self._timeline.span("busy", "update"):
+                check_bound(batch, self.version, self.config.staleness.max)
+                metrics = self._updater.update(batch)
+            self.version += 1
+            if self._client:
+                self._client.trained(self.version)
+            trained_s = time.time()
+            push_metrics, spans = self._push(batch) if self._is_push_due() else ([], ())
+            end_s = time.time()
+            metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
+            if self.version == self.config.run.steps:
+                self._save()
+            yield Report(
+                step=self.version,
+                metrics=tuple(metrics) if self.rank == 0 else (),
+                spans=self._timeline.drain() + spans,
+            )
+        self._close()
+
+    def _take(self) -> Batch:
+        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them."""
+        frames = self._client.take_raw(self.version) if self._client else []
+        return decode_batch(broadcast_frames(frames, self._device))
+
+    def _is_push_due(self) -> bool:
+        return (
+            self.version % self.config.weight_sync.every_steps == 0 or self.version == self.config.run.steps
+        )
+
+    def _push(self, batch: Batch) -> tuple[list[Metric], tuple[Span, ...]]:
+        """Make every server serve the current version, then open admission for it."""
+        with self._timeline.span("sync", "push"):
+            report = self._publisher.push(
+                full_parameters(self._updater.policy, self._push_dtype), self.version
+            )
+            if not self._verified:
+                self._verify(batch)
+                self._verified = True
+            if self._client:
+                self._client.served(self.version)
+        metrics = [
+            Metric("time/push_s", report.seconds),
+            Metric("push/bytes", float(report.num_bytes), "sum"),
+            Metric("push/pause_s", report.pause_s),
+        ]
+        return metrics, report.spans
+
+    def _verify(self, batch: Batch) -> None:
+        """Compare servers and learner on a prompt of the batch with one of its answers."""
+        group = batch.groups[0]
+        tokens = [*group.prompt_tokens.tolist(), *group.rollouts[0].tokens.tolist()][:VERIFY_TOKENS]
+        logprobs = self._updater.probe_logprobs(tokens)
+        if self.rank == 0:
+            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._push_dtype])
+
+    def _save(self) -> None:
+        with self._timeline.span("checkpoint", "save"):
+            save_policy(
+                self._updater.policy,
+                Path(self.config.model.path),
+                self.config.run_dir / "model",
+                self.rank == 0,
+            )
+
+    def _close(self) -> None:
+        if self._client:
+            self._client.close()
+        self._publisher.close()
+        dist.destroy_process_group()
+
+
+def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
+    """The bound, for every token of the batch.
+
+    Raises:
+        StalenessError: the batch is for another version, or a token is too old or from the future.
+    """
+    if batch.version != version:
+        raise StalenessError(
+            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}"
+        )
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            oldest, newest = int(rollout.versions.min()), int(rollout.versions.max())
+            if version - oldest > max_staleness or newest > version:
+                bad = oldest if version - oldest > max_staleness else newest
+                raise StalenessError(
+                    f"group {group.group_id} has a token of version {bad}, but the learner is at version "
+                    f"{version} and staleness.max is {max_staleness}: only tokens of versions "
+                    f"{max(0, version - max_staleness)}..{version} may be trained on."
+                )
+
+
+def _time_metrics(
+    batch: Batch, start_s: float, taken_s: float, trained_s: float, end_s: float
+) -> list[Metric]:
+    trained_tokens = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
+    return [
+        Metric("time/step_s", end_s - start_s),
+        Metric("time/wait_data_s", taken_s - start_s),
+        Metric("time/train_s", trained_s - taken_s),
+        Metric("time/sync_s", end_s - trained_s),
+        Metric("throughput/trained_tokens_per_s", trained_tokens / max(end_s - start_s, 1e-9)),
+    ]

@@ -1,0 +1,222 @@
+"""One batch becomes one new policy version: advantages, micro-batches, forward, backward, optimizer steps.
+
+proximal logprobs  The policy at step start. With one optimizer step per batch its forward pass is the
+                   gradient's, so no other is run; with several, a pass without gradient comes first.
+values             The critic at step start, in the same way.
+loss               Sum over trained tokens of correction * clipped loss, divided by the trained tokens of the
+                   minibatch on all ranks: any split into ranks and micro-batches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_rl.config import Config
+from async_rl.metrics import Metric
+from async_rl.types import Batch
+from async_rl.weights.publisher import serving_dtype
+from learner.advantages import group_advantages
+from learner.corrections import importance_weights, token_tis
+from learner.critic import load_critic, micro_batch_gae
+from learner.diagnostics import (
+    Tally,
+    batch_metrics,
+    explained_variance,
+    offpolicy_metrics,
+    policy_metrics,
+    tally_critic,
+    tally_offpolicy,
+    tally_policy,
+)
+from learner.losses import ppo_clip_loss, value_loss
+from learner.microbatches import (
+    MicroBatch,
+    MiniBatch,
+    collate,
+    make_rows,
+    plan_microbatches,
+    split_minibatches,
+)
+from learner.model import can_share_prompts, load_policy, shard
+from learner.optimizer import Optimizer, OptimizerStep
+
+
+class Updater:
+    """The networks of one learner rank and their optimizers; torch.distributed's default group is up before.
+
+    Every rank gets the same batch and trains its share of the rows.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        torch.manual_seed(config.run.seed)
+        dtype = serving_dtype(config, device.type)
+        mesh = init_device_mesh(device.type, (self.world_size,))
+        self.policy = load_policy(config.model, device, dtype)
+        shard(self.policy, self.policy.lm, mesh, dtype)
+        self._optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
+        self._shares_prompts = can_share_prompts(self.policy.lm)
+        self.critic = None
+        if config.algorithm.advantage == "gae":
+            self.critic = load_critic(config, device, dtype)
+            shard(self.critic, self.critic.lm, mesh, dtype)
+            self._shares_prompts &= can_share_prompts(self.critic.lm)
+            self._critic_optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
+
+    def update(self, batch: Batch) -> list[Metric]:
+        """Train on `batch`; returns the metrics of all ranks together. Collective.
+
+        Raises:
+            AsyncRLError: three optimizer steps in a row without finite numbers.
+        """
+        algorithm = self.config.algorithm
+        moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
+        minibatches = self._plan(batch)
+        if algorithm.epochs * algorithm.minibatches > 1:
+            for minibatch in minibatches:
+                self._remember_step_start(minibatch)
+        tally = Tally()
+        steps: dict[str, list[OptimizerStep]] = {"policy": [], "critic": []}
+        for epoch in range(algorithm.epochs):
+            for minibatch in minibatches:
+                policy_loss, critic_loss = self._accumulate(
+                    minibatch, tally, moves_policy, is_first_epoch=epoch == 0
+                )
+                if self.critic is not None:
+                    steps["critic"].append(self._critic_optimizer.step(critic_loss))
+                if moves_policy:
+                    steps["policy"].append(self._optimizer.step(policy_loss))
+        totals = tally.reduce()
+        metrics = [*batch_metrics(batch), *offpolicy_metrics(totals), *policy_metrics(totals)]
+        metrics += [metric for network, taken in steps.items() for metric in _step_metrics(network, taken)]
+        if self.critic is not None:
+            metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
+        return metrics
+
+    @torch.no_grad()
+    def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
+        ids = torch.tensor([tokens], device=self.device)
+        nothing = torch.zeros(len(tokens) - 1, device=self.device)
+        micro = MicroBatch(
+            tokens=ids,
+            segments=None,
+            positions=None,
+            where=torch.arange(len(tokens) - 1, device=self.device),
+            targets=ids[0, 1:],
+            temperature=torch.ones_like(nothing),
+            behaviour=nothing,
+            trained=nothing.bool(),
+            comparable=nothing.bool(),
+            rewards=nothing[:1],
+            advantages=nothing,
+            lengths=(len(tokens) - 1,),
+        )
+        logprobs: list[float] = self.policy(micro)[0].tolist()
+        return logprobs
+
+    def _plan(self, batch: Batch) -> list[MiniBatch]:
+        """This rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks."""
+        config = self.config
+        advantages = [
+            group_advantages(torch.tensor([r.reward for r in group.rollouts])).tolist()
+            if self.critic is None
+            else [0.0] * len(group.rollouts)
+            for group in batch.groups
+        ]
+        rng = np.random.default_rng((config.run.seed, batch.version))
+        sizes = [len(group.rollouts) for group in batch.groups]
+        budget = config.learner.max_tokens_per_microbatch
+        minibatches = []
+        for pairs in split_minibatches(sizes, config.algorithm.minibatches, rng):
+            max_answers = -(-len(pairs) // self.world_size) if self._shares_prompts else 1
+            rows = make_rows(batch.groups, pairs, budget, max_answers)
+            cuts = plan_microbatches(rows, self.world_size, budget)[self.rank]
+            num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
+            micro_batches = tuple(collate(batch, cut, advantages, self.device) for cut in cuts)
+            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens)))
+        return minibatches
+
+    @torch.no_grad()
+    def _remember_step_start(self, minibatch: MiniBatch) -> None:
+        for micro in minibatch.micro_batches:
+            micro.proximal = self.policy(micro)[0]
+            if self.critic is not None:
+                micro.values = self.critic(micro)
+
+    def _accumulate(
+        self, minibatch: MiniBatch, tally: Tally, moves_policy: bool, is_first_epoch: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of one optimizer step; returns this rank's part of (policy loss, critic loss)."""
+        policy_loss = torch.zeros((), device=self.device)
+        critic_loss = torch.zeros((), device=self.device)
+        scale = self.world_size / minibatch.num_tokens  # FSDP averages gradients over ranks
+        for micro in minibatch.micro_batches:
+            advantages = micro.advantages
+            if self.critic is not None:
+                loss, advantages = self._critic_loss(micro, tally)
+                (loss * scale).backward()
+                critic_loss += loss.detach() / minibatch.num_tokens
+            with torch.set_grad_enabled(moves_policy):
+                loss = self._policy_loss(micro, advantages, tally, is_first_epoch)
+            if moves_policy:
+                (loss * scale).backward()
+            policy_loss += loss.detach() / minibatch.num_tokens
+        return policy_loss, critic_loss
+
+    def _critic_loss(self, micro: MicroBatch, tally: Tally) -> tuple[Tensor, Tensor]:
+        """(value loss summed over trained tokens, advantages [N] of the critic at step start)."""
+        assert self.critic is not None
+        algorithm = self.config.algorithm
+        values = self.critic(micro)
+        old_values = values.detach() if micro.values is None else micro.values
+        advantages, returns = micro_batch_gae(micro, old_values, algorithm.gamma, algorithm.lam)
+        tally_critic(tally, old_values, returns, micro.trained)
+        loss = value_loss(values, old_values, returns, self.config.critic.value_clip)
+        return (loss * micro.trained).sum(), advantages
+
+    def _policy_loss(
+        self,
+        micro: MicroBatch,
+        advantages: Tensor,  # [N]
+        tally: Tally,
+        is_first_epoch: bool,
+    ) -> Tensor:
+        """Corrected and clipped loss, summed over trained tokens."""
+        clip, correction = self.config.algorithm.clip, self.config.algorithm.correction
+        logprobs, entropy = self.policy(micro)
+        proximal = logprobs.detach() if micro.proximal is None else micro.proximal
+        loss, clipped = ppo_clip_loss(logprobs, proximal, advantages, clip.low, clip.high, clip.dual)
+        weights = importance_weights(proximal, micro.behaviour)
+        if self.config.correction_kind == "token_tis":
+            loss = loss * token_tis(weights, correction.cap)
+        tally_policy(tally, entropy, advantages, clipped, micro.trained)
+        if is_first_epoch:
+            tally_offpolicy(
+                tally, proximal, micro.behaviour, weights, micro.trained, micro.comparable, correction.cap
+            )
+        return (loss * micro.trained).sum()
+
+
+def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:
+    """Means over the optimizer steps of a batch; non-finite ones count as skipped and not in the means."""
+    if not steps:
+        return []
+    done = [step for step in steps if not step.skipped]
+    metrics = [
+        Metric(f"{network}/lr", steps[-1].lr, "last"),
+        Metric(f"{network}/skipped_steps", float(len(steps) - len(done)), "sum"),
+    ]
+    if done:
+        metrics.append(Metric(f"{network}/loss", sum(step.loss for step in done) / len(done)))
+        metrics.append(Metric(f"{network}/grad_norm", sum(step.grad_norm for step in done) / len(done)))
+    return metrics

@@ -1,0 +1,73 @@
+"""What generates: one interface over SGLang and the in-process transformers engine; `rollout.engine` chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from async_rl.config import Config
+from async_rl.types import FloatArray, IntArray, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """`n` answers to one prompt."""
+
+    group_id: int
+    """Unique among the engine's running requests; negative for evaluations."""
+    prompt: Prompt
+    start_version: int
+    """Served version when the group was admitted; no token of it may be older."""
+    seed: int
+    n: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer. The three arrays have the length T >= 1; the final end-of-text token is included if it was
+    sampled.
+    """
+
+    tokens: IntArray  # [T]
+    logprobs: FloatArray  # [T] of log_softmax(logits / temperature), before top_p
+    versions: IntArray  # [T] weight version that sampled the token
+    finish_reason: str
+    """`stop` (the model ended the answer) or `length` (it ran into max_tokens)."""
+
+
+class Engine(Protocol):
+    """Serves one policy. It starts at weight version 0; `url` answers the weight-update requests of SGLang's
+    HTTP API.
+    """
+
+    url: str
+    """Base URL of the weight-update endpoints, e.g. http://127.0.0.1:41234. Valid after `start`."""
+    vocab_size: int
+    """Token ids are below this. Valid after `start`."""
+
+    async def start(self) -> None:
+        """Up and serving version 0, or an error that says why not, with the last lines of its log."""
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """`n` completions. Call it concurrently, once per group: the engine batches inside."""
+
+    async def aclose(self) -> None:
+        """Ends the engine and everything it started within `timeouts.shutdown_s`."""
+
+
+def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
+    """The engine `rollout.engine` names, not yet started, for rollout server number `index`. Only it is
+    imported.
+    """
+    if config.rollout.engine == "hf":
+        from rollout_server import hf_engine
+
+        return hf_engine.open_engine(config, index, log_dir)
+    from rollout_server import sglang_engine
+
+    return sglang_engine.open_engine(config, index, log_dir)

@@ -1,0 +1,291 @@
+"""Continuous batching over a plain transformers model: rows come and go at token boundaries, the KV cache
+stays packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.hf_sampling import sample_tokens, uniforms
+
+PREFILL_TOKENS = 16_384
+"""Padded prompt tokens of one prefill forward: bounds its activations."""
+_GROWTH = 64
+"""Columns added when the cache is full: rare copies, little unused memory."""
+_COMPACT_FRACTION = 0.125
+"""Finished rows leave the cache once they are this share of it; moving the others costs more than a few idle
+rows.
+"""
+
+
+class WindowLayer(CacheLayerMixin):
+    """One layer's keys and values, right-aligned: every row's newest token is in column `end - 1`."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, width = key_states.shape
+        self.keys = key_states.new_zeros(rows, heads, 0, width)
+        self.values = value_states.new_zeros(rows, heads, 0, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.end + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            spare = end + _GROWTH - self.keys.shape[2]
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, spare))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, spare))
+        self.keys[:, :, self.end : end] = key_states
+        self.values[:, :, self.end : end] = value_states
+        self.end = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.end + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.end
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def take(self, rows: Tensor, width: int) -> WindowLayer:
+        """The last `width` columns of these rows (repeats allowed), copied."""
+        layer = WindowLayer()
+        layer.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
+        layer.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
+        layer.end, layer.is_initialized = width, True
+        return layer
+
+    def join(self, other: WindowLayer) -> WindowLayer:
+        """Rows of both, the narrower one padded with zeros on the left."""
+        layer = WindowLayer()
+        layer.end, layer.is_initialized = max(self.end, other.end), True
+        layer.keys = torch.cat([_right_aligned(part.keys[:, :, : part.end], layer.end) for part in (self, other)])
+        layer.values = torch.cat([_right_aligned(part.values[:, :, : part.end], layer.end) for part in (self, other)])
+        return layer
+
+
+def _right_aligned(
+    states: Tensor,  # [B, H, S, D]
+    width: int,
+) -> Tensor:
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One request and its answers as they grow."""
+
+    request: GenerationRequest
+    completions: list[Completion | None] = field(default_factory=list)
+    cancelled: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(completion is not None for completion in self.completions)
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One answer in the making."""
+
+    group: Group
+    sample: int
+    uniforms: npt.NDArray[np.float64]  # [max_tokens]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are cached: all but the newest."""
+        return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
+
+
+class DecodingBatch:
+    """Rows that advance together, one token a step. Groups join between steps and are handed back when
+    complete.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_tokens: frozenset[int]) -> None:
+        self._model = model
+        self._eos_tokens = eos_tokens
+        self._rows: list[_Row] = []
+        self._cache: list[WindowLayer] = []
+        self._settings: tuple[Tensor, Tensor | None] | None = None
+        """Temperature and top_p of the rows [B, 1]; None when rows have changed."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, groups: list[Group], version: int) -> list[Group]:
+        """Prefills the prompts (once for all samples) and samples the first tokens; returns groups already
+        complete.
+        """
+        complete: list[Group] = []
+        for chunk in _chunks(groups):
+            cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
+            source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
+            rows = [_Row(group, sample, _stream(group.request, sample))
+                    for group in chunk for sample in range(group.request.n)]
+            complete += self._record(rows, logits[source], version, _settings(rows, logits.device))
+            keep = [i for i, row in enumerate(rows) if not row.done]
+            if keep:
+                rows, source = [rows[i] for i in keep], [source[i] for i in keep]
+                self._join(rows, _take(cache, source, max(row.length for row in rows)))
+        return complete
+
+    def step(self, version: int) -> list[Group]:
+        """One token for every row; returns the groups completed by it."""
+        device = self._model.device
+        self._compact()
+        if not self._rows:
+            return []
+        lengths = torch.tensor([row.length for row in self._rows], device=device)
+        newest = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
+        width = self._cache[0].end + 1
+        logits = self._forward(newest, lengths[:, None], self._cache, _mask(lengths + 1, width))
+        if self._settings is None:
+            self._settings = _settings(self._rows, device)
+        return self._record(self._rows, logits, version, self._settings)
+
+    def drain(self) -> list[Group]:
+        """Empties the batch; returns the groups that were in it."""
+        groups = list(dict.fromkeys(row.group for row in self._rows))
+        self._rows, self._cache, self._settings = [], [], None
+        return groups
+
+    def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
+        """Caches of width P and next-token logits. [B, V]"""
+        device = self._model.device
+        width = max(len(prompt) for prompt in prompts)
+        padded = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[width - len(prompt) :] = prompt
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        positions = (torch.arange(width, device=device) - (width - lengths)[:, None]).clamp(min=0)
+        cache = [WindowLayer() for _ in range(self._model.config.get_text_config().num_hidden_layers)]
+        return cache, self._forward(torch.from_numpy(padded).to(device), positions, cache, _mask(lengths, width))
+
+    def _forward(
+        self,
+        tokens: Tensor,  # [B, S]
+        positions: Tensor,  # [B, S]
+        cache: list[WindowLayer],
+        mask: Tensor | None,  # [B, cached + S]
+    ) -> Tensor:
+        """Logits after the last column. [B, V]"""
+        output = self._model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=Cache(layers=cache),
+            use_cache=True, logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _record(
+        self,
+        rows: list[_Row],
+        logits: Tensor,  # [B, V]
+        version: int,
+        settings: tuple[Tensor, Tensor | None],
+    ) -> list[Group]:
+        """Samples one token for each row; returns the groups whose last row ended."""
+        drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
+        tokens, logprobs = sample_tokens(logits, *settings, torch.from_numpy(drawn).to(logits.device))
+        complete = []
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.done:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            stopped = token in self._eos_tokens
+            if stopped or len(row.tokens) >= row.group.request.max_tokens:
+                row.done = True
+                row.group.completions[row.sample] = _completion(row, "stop" if stopped else "length")
+                if row.group.finished:
+                    complete.append(row.group)
+        return complete
+
+    def _join(self, rows: list[_Row], cache: list[WindowLayer]) -> None:
+        self._cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)] if self._rows else cache
+        self._rows = self._rows + rows
+        self._settings = None
+
+    def _compact(self) -> None:
+        """Drops finished and cancelled rows, and the columns no row needs any more, when that pays."""
+        keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
+        idle = len(self._rows) - len(keep)
+        if not keep:
+            self.drain()
+        elif idle > _COMPACT_FRACTION * len(self._rows):
+            self._rows = [self._rows[i] for i in keep]
+            self._cache = _take(self._cache, keep, max(row.length for row in self._rows))
+            self._settings = None
+
+
+def _stream(request: GenerationRequest, sample: int) -> npt.NDArray[np.float64]:
+    return uniforms(request.seed, request.prompt.index, sample, request.max_tokens)
+
+
+def _settings(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Temperature [B, 1] and top_p [B, 1]; no top_p where none narrows the choice."""
+    requests = [row.group.request for row in rows]
+    top_p = torch.tensor([[request.top_p] for request in requests], device=device)
+    temperature = torch.tensor([[request.temperature] for request in requests], device=device)
+    return temperature, top_p if bool((top_p < 1).any()) else None
+
+
+def _mask(
+    lengths: Tensor,  # [B] valid columns, at the right end
+    width: int,
+) -> Tensor | None:
+    """True where a column belongs to the row; None when all do. [B, width]"""
+    if bool((lengths == width).all()):
+        return None
+    return torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]
+
+
+def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowLayer]:
+    index = torch.tensor(rows, device=cache[0].keys.device)
+    return [layer.take(index, width) for layer in cache]
+
+
+def _chunks(groups: list[Group]) -> list[list[Group]]:
+    """Consecutive groups whose padded prompts hold at most PREFILL_TOKENS together (or one group)."""
+    chunks: list[list[Group]] = []
+    longest = 0
+    for group in groups:
+        length = len(group.request.prompt.tokens)
+        if chunks and max(longest, length) * (len(chunks[-1]) + 1) <= PREFILL_TOKENS:
+            longest = max(longest, length)
+            chunks[-1].append(group)
+        else:
+            longest = length
+            chunks.append([group])
+    return chunks
+
+
+def _completion(row: _Row, finish_reason: str) -> Completion:
+    return Completion(
+        tokens=np.array(row.tokens, dtype=np.int32),
+        logprobs=np.array(row.logprobs, dtype=np.float32),
+        versions=np.array(row.versions, dtype=np.int32),
+        finish_reason=finish_reason,
+    )

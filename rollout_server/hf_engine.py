@@ -1,0 +1,270 @@
+"""The in-process engine: a batched sampling loop over a plain transformers model. The reference, and the
+fallback.
+
+One thread owns the model and advances all rows by one token at a time. Everything else that touches the model
+(a weight update, the logprobs of a probe) is a job which that thread runs between two tokens, so a token is
+sampled either wholly before or wholly after an update, and its version tag is exact. Running answers keep
+their KV cache over an update (`weight_sync.on_update: in_place`).
+
+Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
+requested in the same turn of the event loop enter the batch together. Evaluations have a batch of their own,
+so that the moment at which one starts does not change the shapes, and with them the rounding, of the training
+answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
+from async_rl.model_folder import load_tokenizer
+from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.hf_batch import DecodingBatch, Group
+from rollout_server.hf_weights import WeightEndpoints
+
+Result = TypeVar("Result")
+
+
+class HFEngine:
+    """Implements `Engine`."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        self.url = ""
+        self.vocab_size = 0
+        self.version = 0
+        self._config = config
+        self._name = f"hf engine rollout/{index}"
+        self._changed = threading.Condition()
+        # The next four are guarded by _changed.
+        self._arrivals: list[Group] = []
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._paused = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._collected: list[Group] = []
+        """Requests of the current turn of the event loop."""
+        self._futures: dict[object, asyncio.Future[Any]] = {}
+        """Of the requests and jobs that wait, by group and by job."""
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.model, eos_tokens = await asyncio.to_thread(_load, self._config)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self._training, self._evaluation = (DecodingBatch(self.model, eos_tokens) for _ in range(2))
+        self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
+        self._thread.start()
+        self._endpoints = WeightEndpoints(self, self._config.timeouts)
+        self.url = await self._endpoints.start()
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """Raises ProcessDiedError when the engine has failed or is closed, ValueError on a token it does not
+        have.
+        """
+        if len(request.prompt.tokens) == 0 or not 0 <= int(request.prompt.tokens.min()) <= int(
+            request.prompt.tokens.max()
+        ) < self.vocab_size:
+            raise ValueError(
+                f"prompt {request.prompt.index} must be one or more tokens in 0..{self.vocab_size - 1}, "
+                f"got {request.prompt.tokens.tolist()[:20]}"
+            )
+        self._check_alive()
+        group = Group(request, [None] * request.n)
+        future = self._futures[group] = self._loop.create_future()
+        if not self._collected:
+            self._loop.call_soon(self._hand_over)
+        self._collected.append(group)
+        try:
+            return await future
+        finally:
+            group.cancelled = True  # of no effect once complete
+            self._futures.pop(group, None)
+
+    async def aclose(self) -> None:
+        if not self.url:
+            return
+        await self._endpoints.aclose()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, self._config.timeouts.shutdown_s)
+        if self._thread.is_alive():
+            raise WaitTimeoutError(
+                f"waited {self._config.timeouts.shutdown_s:.0f} s for the decode thread of {self._name} to end"
+            )
+
+    async def pause(self) -> None:
+        """Returns once no token is being sampled; running answers stay as they are until `resume`."""
+        with self._changed:
+            self._paused = True
+        await self.between_tokens(lambda: None)
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+        """Copies the tensors into the model and sets the version, between two tokens."""
+        await self.between_tokens(lambda: self._load_weights(tensors, version))
+
+    async def set_version(self, version: int) -> None:
+        await self.load_weights({}, version)
+
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`."""
+        return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
+
+    async def between_tokens(self, job: Callable[[], Result]) -> Result:
+        """Runs `job` in the thread that owns the model, also while paused; its result or exception is the
+        caller's.
+        """
+        future: asyncio.Future[Result] = self._loop.create_future()
+        self._futures[job] = future
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                self._loop.call_soon_threadsafe(_succeed, future, result)
+
+        timeout_s = self._config.timeouts.push_s
+        try:
+            with self._changed:
+                self._check_alive()
+                self._jobs.append(run)
+                self._changed.notify()
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise WaitTimeoutError(f"a weight request waited {timeout_s:.0f} s for {self._name}") from None
+        finally:
+            del self._futures[job]
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise ProcessDiedError(
+                f"{self._name} failed: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        if self._stopping:
+            raise ProcessDiedError(f"{self._name} is closed")
+
+    def _hand_over(self) -> None:
+        groups, self._collected = self._collected, []
+        with self._changed:
+            self._arrivals += groups
+            self._changed.notify()
+
+    def _decode(self) -> None:
+        """The thread that owns the model.
+
+        Consumes requests and jobs; produces completed groups. Waits for either, or for the end of a pause.
+        """
+        try:
+            with torch.inference_mode():
+                while self._advance():
+                    pass
+        except Exception as error:
+            self._failure = error
+        with self._changed:
+            self._stopping = True
+        self._loop.call_soon_threadsafe(self._refuse_all)
+
+    def _advance(self) -> bool:
+        """One round: jobs, then new groups, then a token for every row. False when told to stop."""
+        with self._changed:
+            while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
+                self._changed.wait()
+            if self._stopping:
+                return False
+            jobs, self._jobs = self._jobs, deque()
+            arrivals: list[Group] = []
+            paused = self._paused
+            if not paused:
+                arrivals, self._arrivals = self._arrivals, []
+        for job in jobs:
+            job()
+        if paused:
+            return True
+        for batch, is_evaluation in ((self._training, False), (self._evaluation, True)):
+            new = [g for g in arrivals if (g.request.group_id < 0) == is_evaluation and not g.cancelled]
+            for group in [*batch.add(new, self.version), *batch.step(self.version)]:
+                self._loop.call_soon_threadsafe(self._complete, group)
+        return True
+
+    def _has_work(self) -> bool:
+        return bool(self._arrivals or len(self._training) or len(self._evaluation))
+
+    def _complete(self, group: Group) -> None:
+        if group in self._futures:
+            _succeed(self._futures[group], group.completions)
+
+    def _refuse_all(self) -> None:
+        """After the thread's end: nothing will complete any more."""
+        try:
+            self._check_alive()
+        except ProcessDiedError as error:
+            for future in self._futures.values():
+                _fail(future, error)
+
+    def _load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+        state = self.model.state_dict()
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
+        if version is not None:
+            self.version = version
+
+    def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        ids = torch.tensor([tokens], device=self.model.device)
+        logprobs = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+        return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
+
+
+def open_engine(config: Config, index: int, log_dir: Path) -> HFEngine:
+    """Runs in this process, whose log it shares: `log_dir` gets nothing of its own."""
+    return HFEngine(config, index)
+
+
+def _load(config: Config) -> tuple[PreTrainedModel, frozenset[int]]:
+    """The model in its serving dtype on the first GPU or the CPU, and the tokens that end an answer."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    name = config.model.dtype if config.model.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=getattr(torch, name), attn_implementation=config.model.attn_implementation
+    )
+    longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > positions:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the positions of the "
+            f"model {config.model.path}, got {longest}. Lower one of them."
+        )
+    return model.to(device).eval(), _eos_tokens(model, load_tokenizer(config.model.path))
+
+
+def _eos_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """All that model and tokenizer call end of text: chat models name several, in different places."""
+    named: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        named.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(named)
+
+
+def _succeed(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

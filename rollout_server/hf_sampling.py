@@ -1,0 +1,53 @@
+"""Sampling as a pure function of logits and counter-based uniforms, so that timing never changes an answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_WORD = 2**64
+
+
+def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
+    """The first `count` numbers in [0, 1) of the stream that belongs to (seed, prompt, sample). [count]
+
+    Number t decides token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a
+    function of key and counter: streams of different keys or samples never overlap (the sample is the
+    counter's highest word), and neither `count` nor other streams change a number.
+    """
+    bits = np.random.Philox(key=(seed % _WORD) | (prompt_index % _WORD) << 64, counter=(sample % _WORD) << 192)
+    return np.random.Generator(bits).random(count)
+
+
+def sample_tokens(
+    logits: Tensor,  # [B, V]
+    temperature: Tensor,  # [B, 1] float32
+    top_p: Tensor | None,  # [B, 1] float32; None: full support
+    uniform: Tensor,  # [B, 1] float64 in [0, 1)
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their logprobs. [B], [B]
+
+    By inversion: the token whose interval of the cumulative distribution holds `uniform`. The logprob is that
+    of log_softmax(logits / temperature), also under top_p, which only narrows the choice (as SGLang reports
+    it).
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    probabilities = logprobs.exp()
+    if top_p is not None:
+        probabilities = _nucleus(probabilities, top_p)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def _nucleus(
+    probabilities: Tensor,  # [B, V]
+    top_p: Tensor,  # [B, 1]
+) -> Tensor:
+    """The smallest set of most probable tokens that holds `top_p` of the mass; the others get 0. [B, V]"""
+    descending, order = probabilities.sort(dim=-1, descending=True)
+    before = descending.cumsum(dim=-1) - descending  # mass of the tokens above
+    return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(before >= top_p, 0.0))

@@ -1,0 +1,184 @@
+"""The part of SGLang's HTTP API that weight pushes and their verification use, in front of the hf engine.
+
+Tensors are gathered between /begin_weight_update and /end_weight_update and loaded at the end in one step
+between two tokens: a push that breaks off changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from async_rl.config import TimeoutsConfig
+from async_rl.weights.nccl_gloo import Receiver
+
+_MAX_BODY_BYTES = 64 * 2**20
+"""Of a request: it names tensors, it does not carry them."""
+
+
+class Updatable(Protocol):
+    """What the endpoints need of an engine."""
+
+    model: PreTrainedModel
+
+    async def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None: ...
+    async def set_version(self, version: int) -> None: ...
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]: ...
+
+
+class WeightEndpoints:
+    """An HTTP server on a free loopback port. A refused request is answered 400 with `success: false` and
+    why.
+    """
+
+    def __init__(self, engine: Updatable, timeouts: TimeoutsConfig) -> None:
+        self._engine = engine
+        self._timeouts = timeouts
+        self._receiver = Receiver()
+        self._staged: dict[str, Tensor] | None = None
+        """What the current update has brought; None outside an update."""
+        self._staged_version: int | None = None
+
+    async def start(self) -> str:
+        """Listens; returns the base URL."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_get("/ready", self._ready)
+        for path, handler in self._handlers().items():
+            app.router.add_post(path, _answering(handler))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def aclose(self) -> None:
+        await self._runner.cleanup()
+
+    def _handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
+        return {
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/pause_generation": self._pause,
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_distributed": self._receive,
+            "/update_weights_from_disk": self._read,
+            "/end_weight_update": self._end,
+            "/continue_generation": self._resume,
+            "/update_weight_version": self._set_version,
+            "/generate": self._probe,
+        }
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ready"})
+
+    async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        arguments = {name: body[name] for name in names}
+        await asyncio.to_thread(self._receiver.join, **arguments, timeout_s=self._timeouts.join_s)
+        return {}
+
+    async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.to_thread(self._receiver.leave, body["group_name"])
+        return {}
+
+    async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("mode") != "in_place":
+            raise ValueError(f"mode must be 'in_place', got {body.get('mode')!r}")
+        await self._engine.pause()
+        return {}
+
+    async def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._staged = self._staged_version = None
+        self._engine.resume()
+        return {}
+
+    async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._staged, self._staged_version = {}, None
+        return {}
+
+    async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("load_format") != "flattened_bucket":
+            raise ValueError(f"load_format must be 'flattened_bucket', got {body.get('load_format')!r}")
+        group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
+        # Received whatever it is: the sender broadcasts at the same time and would hang on a refusal.
+        device = self._engine.model.device
+        tensors = await asyncio.to_thread(self._receiver.receive, group, names, dtypes, shapes, device)
+        self._stage(tensors, body.get("weight_version"))
+        return {}
+
+    async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._stage(await asyncio.to_thread(_read_folder, Path(body["model_path"])), body.get("weight_version"))
+        return {}
+
+    def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
+        if self._staged is None:
+            raise ValueError("weights outside of /begin_weight_update .. /end_weight_update")
+        expected = self._engine.model.state_dict()
+        for name, tensor in tensors:
+            if name not in expected:
+                raise ValueError(f"the model has no tensor {name!r}")
+            if tensor.shape != expected[name].shape:
+                raise ValueError(f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}")
+            self._staged[name] = tensor
+        if version is not None:
+            self._staged_version = int(version)
+
+    async def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        staged, version = self._staged, self._staged_version
+        if staged is None:
+            raise ValueError("/end_weight_update without /begin_weight_update")
+        if version is not None:
+            _check_whole(self._engine.model, staged)
+        await self._engine.load_weights(staged, version)
+        self._staged = self._staged_version = None
+        return {}
+
+    async def _set_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self._engine.set_version(int(body["new_version"]))
+        return {}
+
+    async def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Logprobs of the given tokens: what a verification after a push asks for. Samples nothing."""
+        tokens = body["input_ids"]
+        logprobs = await self._engine.prompt_logprobs(tokens)
+        entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
+        return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}
+
+
+def _answering(
+    handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            reply = await handler(await request.json())
+        except Exception as error:
+            return web.json_response({"success": False, "message": f"{type(error).__name__}: {error}"}, status=400)
+        return web.json_response({"success": True, "message": "", **reply})
+
+    return answer
+
+
+def _read_folder(folder: Path) -> list[tuple[str, Tensor]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    return [item for file in files for item in load_file(file).items()]
+
+
+def _check_whole(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """A labelled version must replace every parameter; one name is enough for weights that are tied."""
+    state = model.state_dict()
+    covered = {state[name].data_ptr() for name in tensors}
+    missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]
+    if missing:
+        raise ValueError(f"the update lacks {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+

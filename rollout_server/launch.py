@@ -1,0 +1,58 @@
+"""The stock SGLang server, also on hosts without a GPU: python -m rollout_server.launch <SGLang's own flags>
+
+What stands outside `main` runs in SGLang's child processes too: spawn imports this file in each of them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from rollout_server import shims
+
+PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
+"""Process id of the parent, set by one who wants the server to end with him."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, even by SIGKILL. A server started by hand lives on."""
+    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+    if parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # what this process spawns ends with it
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The process that runs the model: SGLang's own, with this project's attention for CPUs."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from rollout_server import cpu_attention
+
+    cpu_attention.install()
+    run_scheduler_process(*args, **kwargs)
+
+
+def main() -> None:
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        server_args = prepare_server_args(sys.argv[1:])
+        server_args.resolve_once()
+        launch_server(server_args, run_scheduler_process_func=run_scheduler)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+die_with_parent()
+shims.install()
+
+if __name__ == "__main__":
+    main()

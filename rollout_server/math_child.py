@@ -1,0 +1,38 @@
+"""Child process of `math_checker`: one JSON line {gold, response, timeout_s} in, `true` or `false` out.
+
+A check that runs too long ends the process by SIGALRM's default action, which also interrupts big-integer
+arithmetic inside C. Imports nothing of this project: it is run by its path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+from math_verify import parse, verify
+
+_MEMORY_BYTES = 4 * 2**30
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end: it closes stdin
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
+        try:
+            gold = parse(f"\\boxed{{{request['gold']}}}", parsing_timeout=None)
+            response = parse(request["response"], parsing_timeout=None)
+            is_equal = bool(verify(gold, response, timeout_seconds=None))
+        except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError):
+            is_equal = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(is_equal), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Generated tasks of the reasoning_gym package (https://github.com/open-thought/reasoning-gym) by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from rollout_server.tasks import Question, Task
+
+_MAX_DRAWS = 50
+"""Replacements drawn for a question that is too long or held out before the task counts as exhausted."""
+_EVAL_CHUNK = 1000
+"""Held-out questions generated with one seed."""
+_TRAIN, _HELD_OUT = 0, 1
+_TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGymTask(Task):
+    """Questions are generated when first asked for: some datasets need 30 ms each.
+
+    The held-out set comes from seeds of its own that do not depend on run.seed, so that a model warm-started
+    under one seed was not taught what another seed's run is tested on. Any training question whose text is in
+    it is replaced.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self._name = config.task.name.removeprefix("reasoning_gym/")
+        self._eval_size = config.eval.size
+        self.num_prompts = config.task.size
+        _check_params(self._name, config.task.params)
+        self._datasets: dict[tuple[int, int], Any] = {}
+        self._questions: dict[int, Question] = {}
+        self._dataset(_TRAIN, 0)
+
+    def train_question(self, position: int) -> Question:
+        if position not in self._questions:
+            self._questions[position] = self._draw(position)
+        return self._questions[position]
+
+    def eval_questions(self, size: int) -> list[Question]:
+        held_out = self._held_out if size <= self._eval_size else self._generate_held_out(size)
+        return list(held_out.values())[:size]
+
+    def verify(self, question: Question, response: str) -> float:
+        """The dataset's own score of the answer: the last <answer>...</answer> if there is one, else all of
+        it.
+        """
+        tagged = _TAGGED_ANSWER.findall(response)
+        answer = (tagged[-1] if tagged else response).strip()
+        text = question.messages[-1]["content"]
+        entry = {"question": text, "answer": question.answer, "metadata": question.extra}
+        return float(self._dataset(_TRAIN, 0).score_answer(answer=answer, entry=entry))
+
+    def _draw(self, position: int) -> Question:
+        for draw in range(_MAX_DRAWS):
+            question = self._question(_TRAIN, draw, position)
+            if question.messages[0]["content"] not in self._held_out and self.is_short_enough(question):
+                return question
+        raise ConfigError(
+            f"{self._config.name} with task.params {self._config.params} has nothing left to train on: {_MAX_DRAWS} "
+            f"questions drawn one after the other were held out or longer than task.max_prompt_tokens = "
+            f"{self._config.max_prompt_tokens}. Lower eval.size (now {self._eval_size}), raise max_prompt_tokens, or "
+            "widen task.params."
+        )
+
+    @cached_property
+    def _held_out(self) -> dict[str, Question]:
+        """By the question's text."""
+        return self._generate_held_out(self._eval_size)
+
+    def _generate_held_out(self, size: int) -> dict[str, Question]:
+        found: dict[str, Question] = {}
+        num_draws = max(_MAX_DRAWS, 20 * size)
+        for number in range(num_draws):
+            if len(found) == size:
+                return found
+            question = self._question(_HELD_OUT, *divmod(number, _EVAL_CHUNK))
+            if self.is_short_enough(question):
+                found.setdefault(question.messages[0]["content"], question)
+        raise ConfigError(
+            f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different questions "
+            f"of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for eval.size = {size}. "
+            f"Set eval.size to at most {len(found) // 4}, or widen task.params."
+        )
+
+    def _question(self, kind: int, draw: int, position: int) -> Question:
+        item = self._dataset(kind, draw)[position]
+        return Question(
+            messages=({"role": "user", "content": item["question"]},), answer=item["answer"], extra=item["metadata"],
+            source=self._config.name,
+        )
+
+    def _dataset(self, kind: int, draw: int) -> Any:
+        if (kind, draw) not in self._datasets:
+            run_seed = self._seed if kind == _TRAIN else 0
+            # Item i of a dataset is seeded with seed + i: neighbouring seeds would give shifted copies of each other.
+            seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
+            size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
+            try:
+                dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._config.params)
+            except (AssertionError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"task.params {self._config.params} do not suit {self._config.name}: {type(error).__name__}: {error}"
+                ) from error
+            self._datasets[kind, draw] = dataset
+        return self._datasets[kind, draw]
+
+
+def _check_params(name: str, params: dict[str, Any]) -> None:
+    if name not in DATASETS:
+        raise ConfigError(f"task.name: reasoning_gym has no dataset {name!r}.{_nearest(name, DATASETS)}")
+    allowed = {f.name for f in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    for key in params:
+        if key in ("seed", "size"):
+            raise ConfigError(f"task.params.{key} can't be set there: use run.seed and task.size")
+        if key not in allowed:
+            raise ConfigError(
+                f"task.params: reasoning_gym/{name} has no parameter {key!r}.{_nearest(key, allowed)} "
+                f"It has: {', '.join(sorted(allowed))}"
+            )
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(matches)}?" if matches else ""

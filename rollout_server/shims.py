@@ -1,0 +1,160 @@
+"""Import stand-ins that let the stock SGLang serve text on a host without triton, sgl_kernel or torchvision.
+
+SGLang imports these packages at module level, also where serving text on a CPU never uses them. A stand-in lets such
+code be imported: its names can be passed around (annotations, base classes, decorators, default values), and calling
+one raises MissingKernelError. It never computes anything, so it never computes a wrong number.
+
+A real package always wins: `install` makes a stand-in only where importing the real one fails (not installed, or
+built for a GPU this host lacks). Stand-ins live in the server's processes only; `rollout_server.launch` installs them
+at its top, which multiprocessing's spawn runs again in each child of the server before anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("triton", "sgl_kernel", "torchvision")
+
+_CURES = {
+    "triton": "It runs on GPUs only: use --device cpu with a text model SGLang serves natively in torch",
+    "sgl_kernel": "On a GPU host install sglang-kernel; on CPU use --attention-backend torch_native and no quantization",
+    "torchvision": "Only image models need it: install the torchvision that fits the installed torch",
+}
+
+
+class MissingKernelError(NotImplementedError):
+    """Something called a function of a package that is not on this host."""
+
+
+class Absent:
+    """A name from an absent package: may be mentioned anywhere, can't be called, indexed or instantiated."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __getattr__(self, attribute: str) -> Absent:
+        if attribute.startswith("__"):
+            raise AttributeError(f"{self.__name__} (absent package) has no {attribute}")
+        return Absent(f"{self.__name__}.{attribute}")
+
+    def __call__(self, *_args: object, **_kwargs: object) -> Any:
+        package = self.__name__.partition(".")[0]
+        raise MissingKernelError(
+            f"{self.__name__} was called, but {package} can't be imported here. {_CURES.get(package, '')}."
+        )
+
+    def __getitem__(self, _grid: object) -> Any:  # kernel[grid](...): the launch of a triton kernel
+        return self()
+
+    def __mro_entries__(self, _bases: tuple[object, ...]) -> tuple[type, ...]:
+        return ()  # class Foo(absent.Base): ...
+
+    def __instancecheck__(self, _instance: object) -> bool:
+        return False
+
+    def __or__(self, _other: object) -> Absent:  # annotations: absent.Type | None
+        return self
+
+    __ror__ = __or__
+
+
+def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
+    """@triton.jit, bare or with options: the body may only run as a compiled kernel, so nothing of it is kept."""
+    if function is None:
+        return _kernel
+    if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
+        return function
+    return Absent(f"triton.jit({function.__module__}.{function.__qualname__})")
+
+
+class _Constant:
+    """tl.constexpr: modules define named constants with it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class _Config:
+    """triton.Config: modules list the candidates of an autotuner."""
+
+    def __init__(self, kwargs: dict[str, object], **_options: object) -> None:
+        self.kwargs = kwargs
+
+
+_REAL: dict[str, Any] = {  # names that importing modules do call, with what they mean
+    "triton.jit": _kernel,
+    "triton.autotune": lambda *_args, **_kwargs: _kernel,
+    "triton.heuristics": lambda *_args, **_kwargs: _kernel,
+    "triton.Config": _Config,
+    "triton.language.constexpr": _Constant,
+    "triton.cdiv": lambda a, b: -(a // -b),
+    "triton.next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 0,
+}
+
+
+class _AbsentModule(ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        name = f"{self.__name__}.{attribute}"
+        value = _REAL[name] if name in _REAL else Absent(name)
+        setattr(self, attribute, value)
+        return value
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, submodule = fullname.partition(".")
+        if package not in self.packages or fullname == "triton.knobs" or (package == "sgl_kernel" and submodule):
+            return None  # SGLang asks for these in try/except and does well without
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: the names come into being when asked for."""
+
+
+def _is_usable(package: str) -> bool:
+    if importlib.util.find_spec(package) is None:
+        return False
+    if package == "triton":
+        return True  # pure Python until a kernel is compiled; importing it takes seconds
+    try:
+        importlib.import_module(package)
+    except Exception:  # a library built for a GPU raises anything from ImportError to RuntimeError here
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        return False
+    return True
+
+
+def install(packages: Sequence[str] = PACKAGES) -> tuple[str, ...]:
+    """Make stand-ins for those `packages` that can't be imported here; return their names. Call before sglang."""
+    missing = tuple(package for package in packages if not _is_usable(package))
+    if "sgl_kernel" in missing:
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if "triton" in missing:  # torch asks once and remembers: it must not take the stand-in for a compiler
+        from torch.utils._triton import has_triton_package
+
+        has_triton_package()
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile's back end would look into triton
+    if missing:
+        sys.meta_path.append(_Finder(missing))
+    return missing

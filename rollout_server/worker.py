@@ -1,0 +1,219 @@
+"""The rollout worker: slots in, scored rollout groups out, hundreds of them at once in one event loop.
+
+    loop     consumes            produces         waits for                unblocked by
+    admit    slots, prompts      one task a slot  a free slot              the buffer's served version
+    group    one slot            a RolloutGroup   the engine, the rewards  their threads
+    report   what the others do  a Report         REPORT_INTERVAL_S        the clock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
+from async_rl.metrics import Metric, Report
+from async_rl.types import IntArray, Prompt, Rollout, RolloutGroup, Slot
+from buffer.client import WorkerClient
+from rollout_server.activity import Activity
+from rollout_server.engine import Completion, Engine, GenerationRequest
+from rollout_server.evaluation import Evaluation
+from rollout_server.reward_threads import RewardThreads
+from rollout_server.rewards import Reward
+from rollout_server.tasks import Task
+
+REPORT_INTERVAL_S = 0.5
+
+
+class Worker:
+    """Keeps one engine busy. Create it in the event loop it runs in."""
+
+    def __init__(
+        self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any,
+        buffer_address: str,
+    ) -> None:
+        self._config = config
+        self._name = f"rollout/{index}"
+        self._engine = engine
+        self._task = task
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._client = WorkerClient(buffer_address, self._name, config.timeouts)
+        self._threads = RewardThreads(config.timeouts.reward_s)
+        self._activity = Activity(self._name)
+        self._evaluation = Evaluation(config, self._answers, task, self._activity)
+        # Evaluations of the servers would be equal; the first server's is enough.
+        self._eval_every = config.eval.every_steps if index == 0 else 0
+        self._counts: Counter[str] = Counter()
+        self._version = 0
+        self._failures_in_a_row = 0
+        self._group_finished = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._admitting: asyncio.Task[None] | None = None
+        self._eval_reports: list[Report] = []
+        if config.rollout.top_p < 1:
+            warnings.warn(
+                f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while behaviour logprobs "
+                "are those of the full one: importance ratios are biased. 1.0 is exact.",
+                stacklevel=2,
+            )
+
+    async def run(self) -> AsyncIterator[Report]:
+        """Rolls out until `stop`; yields what happened twice a second, and each evaluation as it ends.
+
+        Raises:
+            RewardError: task.max_failures groups in a row failed; names the last cause.
+            AsyncRLError: the engine or the buffer is gone.
+        """
+        self._admitting = asyncio.create_task(self._admit())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                await asyncio.wait(
+                    (self._admitting, stopping), timeout=REPORT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._admitting.done() and not self._admitting.cancelled():
+                    self._admitting.result()
+                while self._eval_reports:
+                    yield self._eval_reports.pop(0)
+                yield self._report()
+        finally:
+            stopping.cancel()
+            await self._end_groups()
+
+    async def evaluate(self, version: int) -> Report:
+        """Held-out accuracy with the weights the engine serves now, said to be `version`."""
+        return await self._evaluation.run(version)
+
+    async def stop(self) -> None:
+        """Ends `run`; groups in flight are given up."""
+        self._stopping.set()
+        await self._end_groups()
+        await self._client.close()
+        self._threads.close()
+
+    async def _end_groups(self) -> None:
+        if self._admitting is not None:
+            self._admitting.cancel()
+            await asyncio.gather(self._admitting, return_exceptions=True)
+
+    async def _admit(self) -> None:
+        """One task a slot, as many as rollout.concurrency; the first that crashes ends them all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    while (room := self._config.rollout.concurrency - self._activity.in_flight) <= 0:
+                        self._group_finished.clear()
+                        await self._group_finished.wait()
+                    slots = await self._client.admit(room)
+                    granted_s = time.monotonic()
+                    # All before the first starts: groups granted together reach the engine together, so runs repeat.
+                    prompts = await asyncio.to_thread(self._prompts, slots)
+                    for slot, prompt in zip(slots, prompts, strict=True):
+                        self._activity.enter()
+                        tasks.create_task(self._run_group(slot, prompt, granted_s))
+                    self._see_version(max((slot.start_version for slot in slots), default=0), tasks)
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    def _prompts(self, slots: list[Slot]) -> list[Prompt]:
+        return [self._task.prompt(slot.prompt_index) for slot in slots]
+
+    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+        try:
+            request = GenerationRequest(
+                group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
+                seed=self._config.run.seed, n=self._config.rollout.group_size,
+                max_tokens=self._config.rollout.max_response_tokens,
+                temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
+            )
+            try:
+                completions, rewards = await self._answers(request)
+            except RewardError as error:
+                await self._fail(slot, error)
+                return
+            group = RolloutGroup(
+                group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
+                temperature=request.temperature, prompt_tokens=prompt.tokens,
+                rollouts=tuple(map(_rollout, completions, rewards)),
+                duration_s=time.monotonic() - granted_s, worker=self._name,
+            )
+            await self._client.put(group)
+            self._failures_in_a_row = 0
+            self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
+        finally:
+            self._activity.leave()
+            self._group_finished.set()
+
+    async def _answers(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
+        """The engine's completions and their rewards; each of the two has its timeout."""
+        timeout_s = self._config.timeouts.generate_s
+        try:
+            completions = await asyncio.wait_for(self._engine.generate(request), timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, AsyncRLError):
+                raise
+            raise WaitTimeoutError(
+                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the {self._config.rollout.engine} "
+                f"engine to answer group {request.group_id}"
+            ) from None
+        calls = [partial(self._score, request.prompt, completion.tokens) for completion in completions]
+        return completions, await self._threads.run(calls)
+
+    def _score(self, prompt: Prompt, tokens: IntArray) -> float:
+        return self._reward(prompt, self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    async def _fail(self, slot: Slot, error: RewardError) -> None:
+        self._counts["failed"] += 1
+        self._failures_in_a_row += 1
+        limit = self._config.task.max_failures
+        if self._failures_in_a_row >= limit:
+            raise RewardError(f"{limit} groups in a row failed (task.max_failures), the last with: {error}") from error
+        # Not granted again: the same prompt would most likely fail the same way.
+        await self._client.fail(slot.group_id, str(error), requeue=False)
+
+    def _see_version(self, version: int, tasks: asyncio.TaskGroup) -> None:
+        """Starts the evaluation that a newly served version calls for; the driver does the first and the
+        last.
+        """
+        before, self._version = self._version, max(self._version, version)
+        if not self._eval_every or self._version >= self._config.run.steps:
+            return
+        if before // self._eval_every < self._version // self._eval_every:
+            tasks.create_task(self._evaluate_beside(self._version))
+
+    async def _evaluate_beside(self, version: int) -> None:
+        self._eval_reports.append(await self._evaluation.run(version))
+
+    def _report(self) -> Report:
+        """What happened since the last one."""
+        counts, self._counts = self._counts, Counter()
+        metrics = [
+            *(Metric(f"rollout/{key}", counts[key], "sum") for key in ("groups", "rollouts", "tokens", "failed")),
+            Metric("rollout/in_flight", self._activity.in_flight),
+            Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
+        ]
+        return Report(step=self._version + 1, metrics=tuple(metrics), spans=self._activity.drain())
+
+
+def _rollout(completion: Completion, reward: float) -> Rollout:
+    return Rollout(
+        tokens=completion.tokens, logprobs=completion.logprobs, versions=completion.versions,
+        mask=np.ones(len(completion.tokens), dtype=np.bool_), reward=reward, finish_reason=completion.finish_reason,
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception that is not a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Makes or updates the virtual environment: the CUDA set where nvidia-smi works, else the CPU set. pip alone is enough.
+# A second run sees by a hash of its inputs that nothing changed and returns at once.
+#   ASYNC_RL_VENV  folder of the environment (.venv)      ASYNC_RL_SET  cpu | cuda instead of detection
+#   PYTHON         interpreter to make it with (the first of python3, python3.13, ... that is 3.11 or newer)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${ASYNC_RL_VENV:-.venv}
+set=${ASYNC_RL_SET:-}
+if [ -z "$set" ]; then
+    if nvidia-smi >/dev/null 2>&1; then set=cuda; else set=cpu; fi
+fi
+constraints=constraints/$set.txt
+[ -f "$constraints" ] || { echo "setup: ASYNC_RL_SET must be cpu or cuda, got '$set'" >&2; exit 1; }
+
+stamp=$venv/.async-rl-inputs
+inputs=$({ echo "$set ${PYTHON:-}"; cat scripts/setup.sh pyproject.toml "$constraints" requirements/*.txt; } | sha256sum)
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
+    exit 0
+fi
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+if [ ! -x "$venv/bin/python" ] || ! is_new_enough "$venv/bin/python"; then
+    python=
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if is_new_enough "$candidate"; then python=$candidate; break; fi
+    done
+    if [ -z "$python" ]; then
+        echo "setup: needs Python 3.11 or newer (looked for ${PYTHON:-python3, python3.13, python3.12, python3.11})" >&2
+        exit 1
+    fi
+    if ! "$python" -m venv --clear "$venv"; then
+        echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
+fi
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+install() { pip install --quiet --constraint "$constraints" "$@"; }
+torch=$(sed -n 's/^torch==//p' "$constraints")
+
+echo "setup: installing the $set set into $venv (minutes the first time)"
+if [ "$set" = cuda ]; then
+    install --editable '.[dev,sglang-gpu]'
+else
+    install "torch==$torch+cpu" 2>/dev/null || {
+        echo "setup: no CPU-only build of torch $torch here, taking the default one (larger, works the same)"
+        install "torch==$torch"
+    }
+    install --requirement requirements/sglang-cpu.txt --editable '.[dev]'
+    install --no-deps --requirement requirements/sglang-cpu-nodeps.txt
+fi
+echo "$inputs" > "$stamp"
+echo "setup: done"

@@ -1,0 +1,87 @@
+"""Groups, configs and a running buffer for the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import (
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutConfig,
+    RolloutPlacement,
+    StalenessConfig,
+    TaskConfig,
+    TimeoutsConfig,
+)
+from async_rl.types import Rollout, RolloutGroup, Slot
+from buffer.server import BufferServer
+
+
+def make_config(
+    max_staleness: int = 0, prompts_per_step: int = 4, group_size: int = 2, workers: int = 1, **timeouts: float
+) -> Config:
+    return Config(
+        model=ModelConfig(path="none"),
+        task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=16),
+        rollout=RolloutConfig(group_size=group_size, max_response_tokens=32),
+        staleness=StalenessConfig(max=max_staleness),
+        learner=LearnerConfig(prompts_per_step=prompts_per_step),
+        placement=PlacementConfig(rollout=RolloutPlacement(servers=workers)),
+        timeouts=TimeoutsConfig(**{"wire_s": 5.0, "batch_s": 20.0, "shutdown_s": 5.0, **timeouts}),
+    )
+
+
+def make_rollout(length: int = 3, version: int = 0, **changes: Any) -> Rollout:
+    fields: dict[str, Any] = {
+        "tokens": np.arange(length, dtype=np.int32),
+        "logprobs": np.linspace(-2.0, -0.5, length, dtype=np.float32),
+        "versions": np.full(length, version, np.int32),
+        "mask": np.ones(length, np.bool_),
+        "reward": 0.5,
+        "finish_reason": "stop",
+    }
+    return Rollout(**{**fields, **changes})
+
+
+def make_group(slot: Slot, group_size: int = 2, **changes: Any) -> RolloutGroup:
+    fields: dict[str, Any] = {
+        "group_id": slot.group_id,
+        "prompt_index": slot.prompt_index,
+        "start_version": slot.start_version,
+        "temperature": 1.0,
+        "prompt_tokens": np.array([7, 8], np.int32),
+        "rollouts": tuple(make_rollout(3 + i, slot.start_version) for i in range(group_size)),
+        "duration_s": 1.5,
+        "worker": "rollout/0",
+    }
+    return RolloutGroup(**{**fields, **changes})
+
+
+@contextlib.contextmanager
+def serving(config: Config) -> Iterator[BufferServer]:
+    """A buffer with its loop in a thread; closing it checks the account."""
+    server = BufferServer(config)
+    stop, crashes = threading.Event(), []
+
+    def serve() -> None:
+        try:
+            server.serve(stop)
+        except BaseException as error:
+            crashes.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        stop.set()
+        thread.join(10)
+        server.close()
+        assert not crashes, crashes

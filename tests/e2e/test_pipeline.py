@@ -1,0 +1,68 @@
+"""The pipeline whole: real SGLang server, real ZMQ, real torch.distributed, real Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.configfile import load_config
+from async_rl.pipeline import run
+from tests.e2e.conftest import save_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [r for r in records(run_dir) if "staleness/max" in r]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "bound"),
+    [
+        ("grpo-sync", [], 0),
+        ("grpo-async", ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"], 2),
+        ("ppo-async", ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"], 2),
+    ],
+)
+def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
+    smoke_yaml: Path, name: str, overrides: list[str], bound: int
+) -> None:
+    config = load_config(smoke_yaml, [f"run.name={name}", f"staleness.max={bound}", *overrides])
+    summary = run(config)
+    assert summary["steps"] == 4
+    assert summary["staleness_max"] <= bound
+    counters = summary["buffer"]
+    assert counters["buffer/trained"] == 4 * config.learner.prompts_per_step
+    assert counters["buffer/admitted"] == counters["buffer/trained"] + sum(
+        value for key, value in counters.items() if key.startswith("buffer/dropped_")
+    )
+    logged = steps(config.run_dir)
+    assert [record["step"] for record in logged] == [1, 2, 3, 4]
+    for record in logged:
+        assert record["mismatch/mean_abs"] < 1e-4
+        assert record["push/bytes"] > 0
+    for file in ("config.yaml", "timeline.json", "summary.json", "learning_curve.png", "model/model.safetensors"):
+        assert (config.run_dir / file).stat().st_size > 0, file
+
+
+def test_a_llama_from_a_folder_trains_over_the_disk_transport_and_two_servers_of_the_hf_engine(
+    smoke_yaml: Path, tmp_path: Path
+) -> None:
+    save_tiny_model("tiny-llama", tmp_path / "llama")
+    config = load_config(
+        smoke_yaml,
+        [
+            f"model.path={tmp_path / 'llama'}", f"run.dir={tmp_path / 'runs'}", "rollout.engine=hf",
+            "placement.rollout.servers=2", "weight_sync.transport=disk", "staleness.max=1", "weight_sync.every_steps=2",
+        ],
+    )
+    summary = run(config)
+    assert summary["staleness_max"] <= 1
+    assert summary["buffer"]["buffer/trained"] == 16

@@ -1,0 +1,70 @@
+"""Starting, interrupting and crashing runs as a person would meet them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Command, wait_until
+
+pytestmark = pytest.mark.e2e
+
+Start = Callable[..., Command]
+
+
+def metrics_lines(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_ctrl_c_in_mid_run_leaves_no_process_behind(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
+    run_dir = tmp_path / "interrupted"
+    command = start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=interrupted", "run.steps=10000")
+    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
+    assert len(command.processes()) > 5
+    command.interrupt()
+    assert command.wait(60) == 130
+    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
+
+
+def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
+    commands = [
+        start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=twin", "rollout.engine=hf")
+        for _ in range(2)
+    ]
+    assert [command.wait(240) for command in commands] == [0, 0], [c.log.read_text()[-2000:] for c in commands]
+    assert (tmp_path / "twin" / "summary.json").exists()
+    assert (tmp_path / "twin-2" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("victim", "expected"), [("sglang", "rollout"), ("learner", "learner/0"), ("buffer", "buffer")]
+)
+def test_the_first_crash_ends_the_run_and_is_named(
+    smoke_yaml: Path, tmp_path: Path, start: Start, victim: str, expected: str
+) -> None:
+    engine = "sglang" if victim == "sglang" else "hf"
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=crash", "run.steps=10000",
+        f"rollout.engine={engine}",
+    )
+    wait_until(lambda: metrics_lines(tmp_path / "crash") > 2, 180, "two steps")
+    find_victim(command, victim).send_signal(signal.SIGKILL)
+    assert command.wait(60) == 1
+    text = command.log.read_text()
+    assert "async-rl: error:" in text
+    assert expected in text.split("async-rl: error:")[1]
+    assert "Traceback" not in text
+    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
+
+
+def find_victim(command: Command, victim: str) -> psutil.Process:
+    words = {"sglang": "sglang::scheduler", "learner": "LearnerProcess", "buffer": "BufferProcess"}[victim]
+    for process in command.processes():
+        if words in " ".join(process.cmdline()) or words in process.name():
+            return process
+    raise AssertionError(f"no {words} among {[' '.join(p.cmdline())[:80] for p in command.processes()]}")

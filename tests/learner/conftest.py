@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import settings
+
+from tests.learner.handmade import save_tiny_model
+from tests.learner.rank_process import rank_main
+
+torch.set_num_threads(1)
+settings.register_profile("learner", deadline=None)  # the machine may be busy
+settings.load_profile("learner")
+
+
+@pytest.fixture(scope="session")
+def vectors() -> dict[str, Any]:
+    return json.loads((Path(__file__).parents[1] / "vectors.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("learner") / "model")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `rank_main` wrote on each of two ranks, for budgets of 26 and 24 tokens a micro-batch."""
+    out = tmp_path_factory.mktemp("two_ranks")
+    arguments = (2, str(out / "store"), str(tiny_model_path), [26, 24], str(out))
+    mp.start_processes(rank_main, arguments, nprocs=2, start_method="spawn")
+    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(2)]

@@ -1,0 +1,117 @@
+"""Tiny models, configurations and batches made by hand, importable by the processes that tests start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from async_rl.config import (
+    AlgorithmConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StalenessConfig,
+    TaskConfig,
+)
+from async_rl.types import Batch, Rollout, RolloutGroup
+
+VOCAB = 23
+
+
+def save_tiny_model(path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_config(path: Path, /, **overrides: Any) -> Config:
+    """Overrides are whole components, by name."""
+    components: dict[str, Any] = {
+        "model": ModelConfig(path=str(path)),
+        "task": TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=12),
+        "rollout": RolloutConfig(group_size=4, max_response_tokens=9),
+        "algorithm": AlgorithmConfig(),
+        "learner": LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=4096),
+        "staleness": StalenessConfig(max=2),
+        "run": RunConfig(steps=2, dir=str(path.parent / "runs")),
+    }
+    return Config(**components | overrides)
+
+
+def make_rollout(
+    tokens: Sequence[int], logprobs: Sequence[float], reward: float, version: int = 0
+) -> Rollout:
+    length = len(tokens)
+    return Rollout(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        versions=np.full(length, version, np.int32),
+        mask=np.ones(length, bool),
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def make_batch(
+    seed: int = 0, version: int = 0, groups: int = 3, answers: int = 4, temperature: float = 0.8
+) -> Batch:
+    """Random prompts of 2..12 and answers of 1..9 tokens; behaviour logprobs near a uniform policy's."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(groups):
+        rollouts = []
+        for _ in range(answers):
+            length = int(rng.integers(1, 10))
+            rollout = make_rollout(
+                rng.integers(3, VOCAB, length).tolist(),
+                rng.normal(-3, 0.7, length).tolist(),
+                float(rng.random()),
+                version,
+            )
+            rollout.mask[rng.random(length) < 0.2] = False
+            rollouts.append(rollout)
+        made.append(
+            make_group(
+                index,
+                rng.integers(3, VOCAB, int(rng.integers(2, 13))).tolist(),
+                rollouts,
+                version=version,
+                temperature=temperature,
+            )
+        )
+    return Batch(version=version, groups=tuple(made), finished_versions=(version,) * groups)
+
+
+def make_group(
+    index: int, prompt: Sequence[int], rollouts: Sequence[Rollout], version: int = 0, temperature: float = 1.0
+) -> RolloutGroup:
+    return RolloutGroup(
+        group_id=index,
+        prompt_index=index,
+        start_version=version,
+        temperature=temperature,
+        prompt_tokens=np.array(prompt, np.int32),
+        rollouts=tuple(rollouts),
+        duration_s=1.0,
+    )

@@ -1,0 +1,55 @@
+"""What a learner rank of a test does, in a process of its own or in the test's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from async_rl.config import AlgorithmConfig, LearnerConfig
+from learner.diagnostics import Tally
+from learner.ranks import broadcast_frames
+from learner.update import Updater
+from tests.learner.handmade import make_batch, make_config
+
+
+def rank_main(rank: int, ranks: int, store_file: str, model: str, budgets: list[int], out: str) -> None:
+    """Each rank writes what `measure` gives for each token budget, and rank 0's frames, to `out`."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
+    results = {budget: measure(Path(model), budget) for budget in budgets}
+    frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
+    torch.save({"frames": [frame.decode() for frame in frames], "results": results}, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measure(model: Path, max_tokens: int) -> dict[str, Any]:
+    """Loss and gradients of PPO on a batch, trained tokens [rank][micro-batch], metrics of an update."""
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens)
+    config = make_config(model, algorithm=AlgorithmConfig(advantage="gae"), learner=learner)
+    updater = Updater(config, torch.device("cpu"))
+    assert updater.critic is not None
+    head = updater.critic.lm.score.weight
+    torch.nn.init.constant_(head.to_local(), 0.1)
+    batch = make_batch()
+    (minibatch,) = updater._plan(batch)
+    loss, _ = updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
+    dist.all_reduce(loss)
+    result: dict[str, Any] = {"loss": float(loss)}
+    for name, module in (("policy", updater.policy.lm), ("critic", updater.critic.lm)):
+        result[name] = {}
+        for key, parameter in module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            result[name][key] = parameter.grad.full_tensor()
+            parameter.grad = None
+    result["num_trained"] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        result["num_trained"], [int(micro.trained.sum()) for micro in minibatch.micro_batches]
+    )
+    result["metrics"] = {metric.key: metric.value for metric in updater.update(batch)}
+    return result

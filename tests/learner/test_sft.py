@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import Config, LearnerConfig, ModelConfig, SftConfig, TaskConfig
+from async_rl.errors import ConfigError
+from learner.sft import _backward, _lr_factor, base_tokenizer, train_sft
+from learner.tiny_model import character_tokenizer, save_tiny_model, tiny_model
+
+
+def config_of(base: str = "tiny-qwen2", **sft: int | float) -> Config:
+    return Config(
+        model=ModelConfig(path="m"),
+        task=TaskConfig(name="reasoning_gym/chain_sum"),
+        sft=SftConfig(base=base, **{"steps": 40, "batch_size": 16, "lr": 3e-3, **sft}),
+    )
+
+
+def copy_pairs() -> list[tuple[list[int], list[int]]]:
+    """Repeat the letter before the separator."""
+    tokenizer = character_tokenizer()
+    return [
+        (tokenizer(f"{letter}<sep>")["input_ids"], tokenizer(f"{letter}<eos>")["input_ids"])
+        for letter in "abcdefgh"
+    ]
+
+
+def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
+    reports = list(train_sft(config_of(steps=80), copy_pairs(), tmp_path))
+    assert [report.step for report in reports] == [20, 40, 60, 80]
+    losses = [next(m.value for m in report.metrics if m.key == "sft/loss") for report in reports]
+    assert losses[0] > 1 and losses[-1] < 0.1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for prompt, answer in copy_pairs():
+        predicted = model(input_ids=torch.tensor([prompt + answer])).logits[0].argmax(-1)
+        assert predicted[len(prompt) - 1 : -1].tolist() == answer
+    assert (
+        base_tokenizer(config_of(str(tmp_path)))("ab")["input_ids"]
+        == character_tokenizer()("ab")["input_ids"]
+    )
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        list(train_sft(config_of(steps=5), copy_pairs(), tmp_path / name))
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+def test_a_folder_can_be_the_base(tmp_path: Path) -> None:
+    save_tiny_model("tiny-llama", tmp_path / "base", seed=0)
+    list(train_sft(config_of(str(tmp_path / "base"), steps=2), copy_pairs(), tmp_path / "out"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+
+
+def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_padding_and_the_micro_batches() -> None:
+    pairs = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([5, 6, 7, 8, 9, 10], [2])]
+    model = tiny_model("tiny-qwen2", 0)
+    total = torch.zeros(())
+    for prompt, answer in pairs:  # by hand: one sequence at a time, no padding
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([prompt + answer])).logits[0], dim=-1)
+        for i, token in enumerate(answer):
+            total = total - logprobs[len(prompt) + i - 1, token]
+    expected = total / 6
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    for max_tokens in (1, 14, 1000):
+        model.zero_grad()
+        assert _backward(model, pairs, max_tokens) == pytest.approx(expected.item(), abs=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_the_learning_rate_warms_up_linearly_and_decays_as_a_cosine() -> None:
+    # 100 steps: 5 of warm-up, then half a cosine over 95.
+    assert [_lr_factor(i, 100) for i in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert _lr_factor(5 + 95 / 2, 100) == pytest.approx(0.5)
+    assert _lr_factor(100, 100) == pytest.approx(0.0)
+    assert _lr_factor(0, 1) == 1.0
+
+
+def test_no_pairs_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no .prompt, answer. pairs"):
+        next(train_sft(config_of(), [], tmp_path))
+
+
+def test_large_batches_are_split_by_the_learners_token_budget(tmp_path: Path) -> None:
+    config = config_of(steps=2)
+    small = Config(
+        model=config.model,
+        task=config.task,
+        sft=config.sft,
+        learner=LearnerConfig(max_tokens_per_microbatch=768),
+    )
+    for name, variant in (("whole", config), ("split", small)):
+        list(train_sft(variant, [(list(range(5, 95)), [7, 8, 2])] * 16, tmp_path / name))
+    whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
+    for a, b in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import (
+    Config,
+    RolloutConfig,
+    RunConfig,
+    StalenessConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+from async_rl.errors import StalenessError
+from async_rl.timeline import Span
+from async_rl.types import Batch
+from async_rl.weights import PushReport
+from buffer.client import WorkerClient
+from buffer.server import BufferServer
+from learner import trainer
+from learner.trainer import Learner, check_bound
+from tests.learner.handmade import make_batch, make_config, make_group, make_rollout
+
+METRICS = {
+    "batch/rollouts",
+    "batch/response_tokens",
+    "reward/mean",
+    "reward/std",
+    "staleness/mean",
+    "staleness/max",
+    "staleness/in_flight",
+    "staleness/in_queue",
+    "offpolicy/is_weight_mean",
+    "offpolicy/is_weight_var",
+    "offpolicy/is_weight_max",
+    "offpolicy/ess",
+    "offpolicy/truncated_fraction",
+    "offpolicy/kl_behaviour_proximal",
+    "offpolicy/kl_behaviour_proximal_k3",
+    "offpolicy/clip_fraction_positive",
+    "offpolicy/clip_fraction_negative",
+    "mismatch/mean_abs",
+    "policy/loss",
+    "policy/entropy",
+    "policy/grad_norm",
+    "policy/lr",
+    "policy/skipped_steps",
+    "response/length_mean",
+    "response/length_max",
+    "response/truncated_fraction",
+    "time/step_s",
+    "time/wait_data_s",
+    "time/train_s",
+    "time/sync_s",
+    "throughput/trained_tokens_per_s",
+    "buffer/depth",
+}
+
+
+class FakeClient:
+    """Hands out one random batch per version and writes down every call."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        self.calls = []
+
+    def take_raw(self, version: int) -> list[bytes]:
+        self.calls.append(("take", version))
+        return [bytes([version])]
+
+    def trained(self, version: int) -> None:
+        self.calls.append(("trained", version))
+
+    def served(self, version: int) -> None:
+        self.calls.append(("served", version))
+
+    def close(self) -> None:
+        self.calls.append(("close", -1))
+
+
+class FakePublisher:
+    """Keeps what was pushed last and joins the client's list of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.weights: dict[str, Tensor] = {}
+        self.verified: list[tuple[list[int], list[float]]] = []
+
+    def connect(self) -> None:
+        self.calls.append(("connect", -1))
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        self.calls.append(("push", version))
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+        return PushReport(
+            seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
+        )
+
+    def verify(self, tokens: list[int], logprobs: list[float], tolerance: float) -> float:
+        self.verified.append((tokens, logprobs))
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
+    fake = FakePublisher()
+    monkeypatch.setattr(trainer, "open_publisher", lambda *_: fake)
+    return fake
+
+
+@pytest.fixture
+def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LearnerClient", FakeClient)
+
+    def decode(frames: list[bytes]) -> Batch:
+        version = frames[0][0]
+        return dataclasses.replace(make_batch(seed=version, version=version), counters={"buffer/depth": 1.0})
+
+    monkeypatch.setattr(trainer, "decode_batch", decode)
+
+
+def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return Learner(make_config(path, **overrides), 0, 1, "127.0.0.1", port, buffer_address, ["http://x"])
+
+
+def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path,
+        run=RunConfig(steps=3, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(every_steps=2),
+    )
+    assert isinstance(learner._client, FakeClient)
+    learner._client.calls = publisher.calls
+    reports = list(learner.run())
+    assert publisher.calls == [
+        ("connect", -1),
+        ("served", 0),
+        ("take", 0),
+        ("trained", 1),
+        ("take", 1),
+        ("trained", 2),
+        ("push", 2),
+        ("served", 2),
+        ("take", 2),
+        ("trained", 3),
+        ("push", 3),
+        ("served", 3),
+        ("close", -1),
+    ]
+    assert [report.step for report in reports] == [1, 2, 3]
+    keys = [{metric.key for metric in report.metrics} for report in reports]
+    assert keys[0] == METRICS
+    assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s"}
+    assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}
+    assert {span.pool for span in reports[2].spans} == {"learner/0", "rollout/0"}
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    assert set(publisher.weights) == {name for name, _ in saved.named_parameters()}
+    assert "lm_head.weight" not in publisher.weights
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter.detach(), publisher.weights[name])
+        assert not torch.equal(parameter, before.get_parameter(name))
+    for file in tiny_model_path.iterdir():
+        assert (tmp_path / "run" / "model" / file.name).exists()
+
+    ((tokens, logprobs),) = publisher.verified  # after the first push only, with the weights of that push
+    assert len(tokens) == len(logprobs) + 1
+
+
+def test_verification_compares_the_logprobs_of_the_pushed_weights(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    list(open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path))).run())
+    ((tokens, logprobs),) = publisher.verified
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    expected = lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_two_runs_with_one_seed_give_the_same_weights(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    weights = []
+    for name in ("a", "b"):
+        list(open_learner(tiny_model_path, run=RunConfig(name=name, steps=2, dir=str(tmp_path))).run())
+        weights.append(publisher.weights)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
+    tiny_model_path: Path,
+    tmp_path: Path,
+    publisher: FakePublisher,
+    fake_buffer: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = open_learner(
+        tiny_model_path, staleness=StalenessConfig(max=1), run=RunConfig(dir=str(tmp_path))
+    )
+    old = make_batch(version=0)
+    monkeypatch.setattr(trainer, "decode_batch", lambda _: dataclasses.replace(old, version=2))
+    learner.version = 2
+    with pytest.raises(
+        StalenessError, match="group 0 has a token of version 0, but the learner is at version 2"
+    ):
+        list(learner.run())
+    assert not publisher.weights
+    torch.distributed.destroy_process_group()
+
+
+async def feed(address: str, timeouts: TimeoutsConfig) -> None:
+    """A rollout worker that answers every slot at once with tokens of its start version, until cancelled."""
+    client = WorkerClient(address, "rollout/0", timeouts)
+    try:
+        while True:
+            for slot in await client.admit(8):
+                group = make_batch(seed=slot.group_id, version=slot.start_version, groups=1).groups[0]
+                await client.put(
+                    dataclasses.replace(group, group_id=slot.group_id, prompt_index=slot.prompt_index)
+                )
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def fed_buffer() -> Iterator[Callable[[Config], BufferServer]]:
+    """Starts a real buffer with a worker that feeds it; the end checks that every group is accounted for."""
+    stop, loop = threading.Event(), asyncio.new_event_loop()
+    servers: list[BufferServer] = []
+    tasks: list[asyncio.Task[None]] = []
+    threads: list[threading.Thread] = []
+
+    def start(config: Config) -> BufferServer:
+        servers.append(BufferServer(config))
+        tasks.append(loop.create_task(feed(servers[0].address, config.timeouts)))
+        threads.append(threading.Thread(target=servers[0].serve, args=(stop,), daemon=True))
+        threads.append(threading.Thread(target=loop.run_forever, daemon=True))
+        for thread in threads:
+            thread.start()
+        return servers[0]
+
+    async def end() -> None:
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+
+    yield start
+    asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=20)
+    loop.call_soon_threadsafe(loop.stop)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=20)
+    loop.close()
+    servers[0].close()
+
+
+def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
+    tiny_model_path: Path,
+    tmp_path: Path,
+    publisher: FakePublisher,
+    fed_buffer: Callable[[Config], BufferServer],
+) -> None:
+    overrides: dict[str, Any] = {
+        "staleness": StalenessConfig(max=1),
+        "run": RunConfig(steps=3, dir=str(tmp_path)),
+        "rollout": RolloutConfig(group_size=4, max_response_tokens=9, temperature=0.8),
+    }
+    server = fed_buffer(make_config(tiny_model_path, **overrides))
+    reports = list(open_learner(tiny_model_path, server.address, **overrides).run())
+    staleness = [{m.key: m.value for m in report.metrics}["staleness/max"] for report in reports]
+    assert staleness[0] == 0 and max(staleness) == 1
+    assert "buffer/depth" in {metric.key for metric in reports[0].metrics}
+
+
+def batch_with_versions(versions: list[int], version: int) -> Batch:
+    rollout = make_rollout([5] * len(versions), [-1.0] * len(versions), 1.0)
+    rollout.versions[:] = np.array(versions)
+    return Batch(
+        version=version, groups=(make_group(7, [3], [rollout], versions[0]),), finished_versions=(version,)
+    )
+
+
+@pytest.mark.parametrize("versions", [[3, 4, 5], [5], [3]])
+def test_tokens_within_the_bound_pass(versions: list[int]) -> None:
+    check_bound(batch_with_versions(versions, 5), 5, 2)
+
+
+def test_one_token_too_old_is_enough_and_the_error_names_group_versions_and_bound() -> None:
+    with pytest.raises(StalenessError) as error:
+        check_bound(batch_with_versions([2, 5, 5, 5], 5), 5, 2)
+    for part in ("group 7", "version 2,", "version 5", "staleness.max is 2"):
+        assert part in str(error.value)
+
+
+def test_a_token_from_the_future_and_a_batch_for_another_version_are_refused() -> None:
+    with pytest.raises(StalenessError, match="token of version 6"):
+        check_bound(batch_with_versions([5, 6], 5), 5, 2)
+    with pytest.raises(StalenessError, match="version 5 to a learner of version 4"):
+        check_bound(batch_with_versions([4], 5), 4, 2)
+
+
+def test_every_rank_gets_the_frames_of_rank_zero(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["frames"] for rank in two_ranks] == [["header", "", "frame two"]] * 2
+
+
+def test_gloo_stays_on_loopback_when_the_ranks_meet_there(
+    tiny_model_path: Path,
+    tmp_path: Path,
+    publisher: FakePublisher,
+    fake_buffer: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    open_learner(tiny_model_path, run=RunConfig(dir=str(tmp_path)))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    torch.distributed.destroy_process_group()

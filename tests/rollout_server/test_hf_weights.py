@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from rollout_server.hf_engine import HFEngine
+from tests.rollout_server.hf_cases import (
+    config_for,
+    recomputed_logprobs,
+    request_for,
+    save_sharp_model,
+    sharp_model,
+    with_engine,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sharp_model(tmp_path_factory.mktemp("model"))
+
+
+async def post(engine: HFEngine, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as reply:
+        return reply.status, json.loads(await reply.text())
+
+
+def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine], Awaitable[list[float]]]:
+    """Publishes other weights while answers run; returns the largest logprob errors of later answers."""
+
+    async def push(engine: HFEngine) -> list[float]:
+        running = asyncio.create_task(_keep_generating(engine))
+        arguments = ("-m", "tests.rollout_server.hf_publisher", transport, engine.url, str(folder), str(run_dir))
+        publisher = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=asyncio.subprocess.PIPE)
+        _, errors = await publisher.communicate()
+        assert publisher.returncode == 0, errors.decode()
+        versions = await running
+        assert any(set(v.tolist()) == {0, 3} for v in versions)
+        assert all(np.all(np.diff(v) >= 0) for v in versions)
+        new = sharp_model("tiny-qwen2", 5).eval()
+        completions = await engine.generate(request_for(4))
+        assert all(set(c.versions.tolist()) == {3} for c in completions)
+        return [float(np.abs(c.logprobs - recomputed_logprobs(new, request_for(4), c)).max()) for c in completions]
+
+    return push
+
+
+async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
+    """Token versions of answers asked for one after the other until one is all new."""
+    versions: list[np.ndarray] = []
+    while not versions or versions[-1][0] == 0:
+        versions += [c.versions for c in await engine.generate(request_for(3, n=6, max_tokens=300))]
+    return versions
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_the_learners_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
+    assert max(with_engine(config_for(folder), push_by(transport, folder, tmp_path))) < 1e-4
+
+
+def test_a_push_that_breaks_off_leaves_the_old_version_serving(folder: Path, tmp_path: Path) -> None:
+    other = save_sharp_model(tmp_path / "other", seed=9)
+    old = sharp_model("tiny-qwen2", 0).eval()
+
+    async def break_off(engine: HFEngine) -> None:
+        await post(engine, "/pause_generation", {"mode": "in_place"})
+        await post(engine, "/begin_weight_update", {})
+        status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), "weight_version": "1"})
+        assert status == 200
+        await post(engine, "/continue_generation", {})  # without /end_weight_update
+        for completion in await engine.generate(request_for(1)):
+            assert set(completion.versions.tolist()) == {0}
+            expected = recomputed_logprobs(old, request_for(1), completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+    with_engine(config_for(folder), break_off)
+
+
+def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.ones(96)}, partial / "a.safetensors")
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    save_file({"model.norm.weight": torch.ones(95)}, wrong / "a.safetensors")
+
+    async def refused(engine: HFEngine) -> list[tuple[int, str]]:
+        replies = [
+            await post(engine, "/update_weights_from_disk", {"model_path": str(partial)}),
+            await post(engine, "/pause_generation", {"mode": "abort"}),
+            await post(engine, "/begin_weight_update", {}),
+            await post(engine, "/update_weights_from_disk", {"model_path": str(wrong)}),
+            await post(engine, "/update_weights_from_disk", {"model_path": str(tmp_path)}),
+            await post(engine, "/update_weights_from_disk", {"model_path": str(partial), "weight_version": "1"}),
+            await post(engine, "/end_weight_update", {}),
+        ]
+        return [(status, reply["message"]) for status, reply in replies]
+
+    outside, mode, begin, shape, empty, one_tensor, whole = with_engine(config_for(folder), refused)
+    assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
+    assert mode[0] == 400 and "'abort'" in mode[1]
+    assert begin[0] == 200 and one_tensor[0] == 200
+    assert shape[0] == 400 and "[96], got [95]" in shape[1]
+    assert empty[0] == 400 and "no *.safetensors" in empty[1]
+    assert whole[0] == 400 and "lacks" in whole[1]
+
+
+def test_the_version_can_be_set_without_new_weights(folder: Path) -> None:
+    async def relabel(engine: HFEngine) -> None:
+        assert (await post(engine, "/update_weight_version", {"new_version": "4"}))[0] == 200
+        assert {int(v) for c in await engine.generate(request_for(0)) for v in c.versions} == {4}
+
+    with_engine(config_for(folder), relabel)
+
+
+def test_ready_answers(folder: Path) -> None:
+    async def ready(engine: HFEngine) -> int:
+        async with aiohttp.ClientSession() as session, session.get(engine.url + "/ready") as reply:
+            return reply.status
+
+    assert with_engine(config_for(folder), ready) == 200

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config, EvalConfig, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig
+from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
+from async_rl.metrics import Report, reduce_metrics
+from async_rl.timeline import shares
+from async_rl.types import Batch, Prompt
+from buffer.client import LearnerClient
+from buffer.server import BufferServer
+from learner.tiny_model import character_tokenizer, save_tiny_model
+from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.hf_engine import HFEngine
+from rollout_server.tasks import open_task
+from rollout_server.worker import Worker
+
+TOKENIZER = character_tokenizer()
+SCORED = 0.25
+
+
+def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **changes: Any) -> Config:
+    config = Config(
+        model=ModelConfig(path=path),
+        task=TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, max_failures=5),
+        rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
+        learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
+        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, batch_s=20, shutdown_s=5),
+    )
+    config = replace(
+        config, staleness=replace(config.staleness, max=staleness), run=replace(config.run, steps=steps)
+    )
+    return replace(config, **changes)
+
+
+class EchoEngine:
+    """Answers every request with the reference answer, labelled with the request's start version."""
+
+    url, vocab_size = "", len(TOKENIZER)
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        self.requests.append(request)
+        await asyncio.sleep(0.002)
+        tokens = TOKENIZER(request.prompt.reference.answer + "<eos>")["input_ids"][: request.max_tokens]
+        length = len(tokens)
+        return [
+            Completion(
+                tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
+                versions=np.full(length, request.start_version, np.int32), finish_reason="stop",
+            )
+        ] * request.n
+
+
+@contextlib.contextmanager
+def running_buffer(config: Config) -> Iterator[BufferServer]:
+    server, stop = BufferServer(config), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        stop.set()
+        thread.join()
+        server.close()
+
+
+def rolled_out(
+    config: Config, engine: Any, reward: Callable[[Prompt, str], float], steps: int = 1,
+    beside: Callable[[Worker], Awaitable[Any]] | None = None,
+) -> tuple[list[Batch], list[Report], BufferServer, Any]:
+    """A worker and a learner that only counts versions, for `steps` batches."""
+
+    async def run(server: BufferServer) -> tuple[list[Batch], list[Report], Any]:
+        await engine.start()
+        worker = Worker(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER, server.address)
+        reports: list[Report] = []
+
+        async def collect() -> None:
+            async for report in worker.run():
+                reports.append(report)
+
+        collecting = asyncio.create_task(collect())
+        loop = asyncio.get_running_loop()
+
+        def push(version: int) -> None:
+            if isinstance(engine, HFEngine):
+                asyncio.run_coroutine_threadsafe(engine.set_version(version), loop).result(5)
+
+        learning = asyncio.create_task(asyncio.to_thread(learn, server.address, config, steps, push))
+        try:
+            await asyncio.wait((collecting, learning), return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+            extra = await beside(worker) if beside else None
+            batches = await learning
+        finally:
+            await worker.stop()
+            await asyncio.gather(collecting, return_exceptions=True)
+            await engine.aclose()
+        return batches, reports, extra
+
+    with running_buffer(config) as server:
+        batches, reports, extra = asyncio.run(asyncio.wait_for(run(server), 60))
+    return batches, reports, server, extra
+
+
+def learn(address: str, config: Config, steps: int, push: Callable[[int], None]) -> list[Batch]:
+    client = LearnerClient(address, config.timeouts)
+    try:
+        client.served(0)
+        batches = []
+        for version in range(steps):
+            batches.append(client.take(version))
+            client.trained(version + 1)
+            push(version + 1)
+            client.served(version + 1)
+        return batches
+    finally:
+        client.close()
+
+
+def metric_values(reports: list[Report]) -> dict[str, float]:
+    return reduce_metrics(metric for report in reports for metric in report.metrics)
+
+
+def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:
+    config = config_of()
+    task = open_task(config, TOKENIZER)
+    reward = lambda prompt, text: SCORED if text == prompt.reference.answer else 0.0  # noqa: E731
+    batches, reports, _, _ = rolled_out(config, EchoEngine(), reward, steps=3)
+    for version, batch in enumerate(batches):
+        assert [group.group_id for group in batch.groups] == list(range(4 * version, 4 * version + 4))
+        for group in batch.groups:
+            assert group.start_version == version and group.worker == "rollout/0"
+            prompt = task.prompt(group.prompt_index)
+            assert np.array_equal(group.prompt_tokens, prompt.tokens)
+            assert len(group.rollouts) == 3 and group.duration_s > 0
+            for rollout in group.rollouts:
+                expected = (prompt.reference.answer + "<eos>") if len(prompt.reference.answer) < 8 else None
+                if expected:
+                    assert TOKENIZER.decode(rollout.tokens) == expected
+                    assert rollout.reward == SCORED
+                assert rollout.mask.all() and len(rollout.mask) == len(rollout.tokens)
+    values = metric_values(reports)
+    assert values["rollout/groups"] >= 12
+    assert values["rollout/rollouts"] == 3 * values["rollout/groups"]
+    assert values["rollout/failed"] == 0
+
+
+def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_path: Path) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path, seed=0)
+    config = config_of(str(tmp_path))
+
+    def run_once() -> list[tuple[Any, ...]]:
+        batches, _, _, _ = rolled_out(config, HFEngine(config, 0), lambda prompt, text: float(len(text)), steps=3)
+        return [
+            (group.group_id, rollout.reward, rollout.tokens.tolist(), rollout.logprobs.tolist())
+            for batch in batches for group in batch.groups for rollout in group.rollouts
+        ]
+
+    assert run_once() == run_once()
+
+
+def test_a_failing_reward_fails_its_group_with_a_count_and_the_batch_is_filled_by_others() -> None:
+    calls: list[int] = []
+
+    def reward(prompt: Prompt, text: str) -> float:
+        calls.append(prompt.index)
+        if prompt.index % 5 == 2:
+            raise KeyError("no unit")
+        return 1.0
+
+    batches, reports, server, _ = rolled_out(config_of(), EchoEngine(), reward, steps=3)
+    trained = [group.prompt_index for batch in batches for group in batch.groups]
+    assert not [index for index in trained if index % 5 == 2]
+    failed = len({index for index in calls if index % 5 == 2})
+    assert failed >= 3
+    assert server.counters()["buffer/dropped_failed"] == failed
+    assert metric_values(reports)["rollout/failed"] <= failed
+
+
+def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> None:
+    def reward(prompt: Prompt, text: str) -> float:
+        raise KeyError("no unit")
+
+    with pytest.raises(RewardError, match=r"5 groups in a row failed \(task.max_failures\), the last with: KeyError: 'no unit'"):
+        rolled_out(config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=3, shutdown_s=5)), EchoEngine(), reward)
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_words() -> None:
+    class DyingEngine(EchoEngine):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            raise ProcessDiedError("rollout/0: the server ended with code -9")
+
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=3, shutdown_s=5))
+    with pytest.raises(ProcessDiedError, match="code -9"):
+        rolled_out(config, DyingEngine(), lambda prompt, text: 1.0)
+
+
+def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
+    class SilentEngine(EchoEngine):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            await asyncio.sleep(60)
+            return []
+
+    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, batch_s=3, shutdown_s=5))
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts.generate_s\) for the hf engine"):
+        rolled_out(config, SilentEngine(), lambda prompt, text: 1.0)
+
+
+def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
+    class CountingEngine(EchoEngine):
+        running = most = 0
+
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                return await super().generate(request)
+            finally:
+                self.running -= 1
+
+    config = config_of(staleness=3)
+    engine = CountingEngine()
+    rolled_out(replace(config, rollout=replace(config.rollout, concurrency=3)), engine, lambda p, t: 1.0, steps=4)
+    assert engine.most == 3
+
+
+def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
+    config = config_of(staleness=1)
+    held_out = open_task(config, TOKENIZER).eval_prompts(6)
+    accurate = {prompt.text for prompt in held_out[:4]}
+    broken = held_out[5].text
+
+    def reward(prompt: Prompt, text: str) -> float:
+        if prompt.text == broken:
+            raise ValueError("broken")
+        return 1.0 if prompt.text in accurate else 0.5
+
+    engine = EchoEngine()
+    _, _, _, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9))
+    values = reduce_metrics(report.metrics)
+    # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
+    assert values["eval/accuracy"] == pytest.approx(8 / 12)
+    assert values["eval/reward"] == pytest.approx(9 / 12)
+    assert (values["eval/failed"], values["eval/version"], report.step) == (2, 9, 9)
+    asked = [request for request in engine.requests if request.group_id < 0]
+    assert [request.prompt.text for request in asked] == [prompt.text for prompt in held_out]
+    assert {request.n for request in asked} == {2}
+    assert len({request.group_id for request in asked}) == 6
+
+
+def test_evaluations_run_beside_training_at_their_versions() -> None:
+    config = config_of(eval=EvalConfig(size=4, every_steps=2), steps=7)
+    _, reports, _, _ = rolled_out(config, EchoEngine(), lambda prompt, text: 1.0, steps=7)
+    found = [report for report in reports if any(m.key == "eval/accuracy" for m in report.metrics)]
+    assert [report.step for report in found] == [2, 4, 6]
+    assert all(reduce_metrics(report.metrics)["eval/accuracy"] == 1 for report in found)
+
+
+def test_the_workers_spans_leave_no_gap() -> None:
+    _, reports, _, _ = rolled_out(config_of(), EchoEngine(), lambda prompt, text: 1.0, steps=2)
+    spans = [span for report in reports for span in report.spans]
+    assert {span.pool for span in spans} == {"rollout/0"}
+    start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
+    parts = shares(spans, "rollout/0", start_s, end_s)
+    assert parts["other"] < 1e-6
+    assert parts["busy"] > 0 and parts["wait_weights"] > 0
+    assert sum(parts.values()) == pytest.approx(1)
+
+
+def test_a_narrowed_sampling_distribution_is_warned_about_once() -> None:
+    config = config_of(rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8, top_p=0.9))
+
+    async def make() -> None:
+        worker = Worker(config, 0, EchoEngine(), None, None, TOKENIZER, "tcp://127.0.0.1:9")
+        await worker.stop()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(make())
+    assert len([w for w in caught if "importance ratios are biased" in str(w.message)]) == 1

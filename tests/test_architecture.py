@@ -1,0 +1,94 @@
+"""Sizes, import direction and cleanliness: the code stays as readable as it began. `make check` runs this."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("async_rl", "buffer", "learner", "rollout_server", "benchmarks")
+FOLDERS = (*PACKAGES, "tests")
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+MAX_MAIN_LOOP_LINES = 100
+MAIN_LOOPS: set[str] = set()
+"""`folder/file.py:function`: read top-down, these may be as long as MAX_MAIN_LOOP_LINES."""
+
+LIGHT_MODULES = (
+    "async_rl.config",
+    "async_rl.types",
+    "async_rl.errors",
+    "async_rl.codec",
+    "async_rl.metrics",
+    "async_rl.timeline",
+    "async_rl.configfile",
+    "async_rl.cli",
+    "buffer.staleness",
+    "buffer.server",
+    "buffer.client",
+)
+HEAVY = ("torch", "ray", "sglang", "transformers")
+
+
+def python_files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_no_file_is_longer_than_the_limit() -> None:
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in python_files()}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_the_limit() -> None:
+    too_long = {}
+    for file in python_files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{file.relative_to(ROOT)}:{node.name}"
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                limit = MAX_MAIN_LOOP_LINES if name in MAIN_LOOPS else MAX_FUNCTION_LINES
+                if lines > limit:
+                    too_long[name] = lines
+    assert too_long == {}
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    vague = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [str(file) for file in python_files() if vague & {file.stem, file.parent.name}] == []
+
+
+def test_every_file_of_the_packages_says_what_it_is_for() -> None:
+    files = [file for file in python_files() if file.relative_to(ROOT).parts[0] in PACKAGES]
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    assert [name for name, text in texts.items() if text and ast.get_docstring(ast.parse(text)) is None] == []
+
+
+def test_imports_point_down() -> None:
+    run_tool("-c", "import importlinter.cli, sys; sys.exit(importlinter.cli.lint_imports_command())")
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_importing_a_light_module_brings_nothing_heavy(module: str) -> None:
+    code = f"import {module}, sys; print(*(set({HEAVY!r}) & set(sys.modules)))"
+    assert run_tool("-c", code).strip() == ""
+
+
+def test_ruff_finds_nothing() -> None:
+    run_tool("-m", "ruff", "check", "--no-fix", ".")
+
+
+def test_mypy_finds_nothing() -> None:
+    run_tool("-m", "mypy")
+
+
+def run_tool(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}{done.stderr}"
+    return done.stdout

@@ -1,0 +1,136 @@
+"""The command line: what it accepts, its exit codes, and no stack trace for what the user can mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from async_rl import pipeline
+from async_rl.cli import format_summary, main
+from async_rl.config import Config
+from async_rl.errors import ProcessDiedError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({
+        "run": {"dir": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model")},
+        "task": {"name": "reasoning_gym/spell_backward", "params": {"min_word_len": 3, "max_word_len": 3}},
+        "sft": {"steps": 2, "batch_size": 4},
+    }))  # fmt: skip
+    return file
+
+
+def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "none.yaml")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"async-rl: error: config file {tmp_path}/none.yaml can't be read: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["sft", "-h"], ["doctor", "-h"]])
+def test_help_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 0
+    assert "usage: async-rl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["fly"], ["train"], ["train", "c", "--fast"], ["prepare", "gsm8k", "a", "b", "c=d"]]
+)
+def test_a_wrong_command_line_ends_with_code_2(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2
+    assert "async-rl" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_before_and_behind_options(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(pipeline, "dry_run", lambda config: seen.append(config) or "")
+    assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
+    assert (seen[0].run.steps, seen[0].staleness.max) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ProcessDiedError("learner/0 died"), 1, "async-rl: error: learner/0 died"),
+        (KeyboardInterrupt(), 130, "async-rl: interrupted"),
+    ],
+)
+def test_the_end_of_a_run_has_its_exit_code(
+    error: BaseException, code: int, message: str,
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def run(config: Config) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "run", run)
+    assert main(["train", str(config_file)]) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "run", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", str(config_file)])
+
+
+def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file), "--dry-run"]) == 2
+    assert "async-rl sft CONFIG" in capsys.readouterr().err
+    assert main(["sft", str(config_file)]) == 0
+    assert "sft step 2/2" in capsys.readouterr().out
+    assert main(["train", str(config_file), "--dry-run"]) == 0
+    assert "rollouts per step" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+    assert main(["sft", str(config_file)]) == 0
+
+
+def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_text("precious")
+    assert main(["sft", str(config_file)]) == 2
+    assert "will not be overwritten" in capsys.readouterr().err
+    assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
+
+
+def test_prepare_converts_the_original_gsm8k_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source.write_text('{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n')
+    assert main(["prepare", "gsm8k", str(source), str(target)]) == 0
+    assert capsys.readouterr().out == f"1 rows written to {target}\n"
+    assert target.is_file()
+
+
+def test_the_summary_is_a_table_of_what_was_measured() -> None:
+    text = format_summary({"accuracy_end": 0.8124, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6})
+    assert text.splitlines() == [
+        "",
+        "held-out accuracy, end   0.812",
+        "staleness, max               2",
+        "tokens/s                12,346",
+    ]

@@ -1,0 +1,87 @@
+"""The doctor tells what is broken and how to mend it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl import doctor
+from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig
+from async_rl.doctor import Check, examine, print_table
+
+
+def config(tmp_path: Path, engine: Any = "hf") -> Config:
+    return Config(
+        model=ModelConfig(path=str(tmp_path / "model")),
+        task=TaskConfig(name="reasoning_gym/spell_backward"),
+        run=RunConfig(dir=str(tmp_path)),
+        rollout=RolloutConfig(engine=engine),
+    )
+
+
+@pytest.fixture
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.metadata.version
+
+    def version(name: str) -> str:
+        if name == "sglang":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_machine_that_runs_these_tests_is_healthy_but_the_missing_model_is_broken(tmp_path: Path) -> None:
+    checks = {check.what: check for check in examine(config(tmp_path))}
+    assert [what for what, check in checks.items() if check.state == "broken"] == ["model and tokenizer"]
+    assert "async-rl sft CONFIG" in checks["model and tokenizer"].found
+    assert checks["loopback ports"].state == "ok"
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_missing_sglang_is_broken_only_where_the_config_wants_it(tmp_path: Path) -> None:
+    states = {engine: doctor._sglang(engine) for engine in ("", "hf", "sglang")}
+    assert {engine: check.state for engine, check in states.items()} == {
+        "": "warn",
+        "hf": "warn",
+        "sglang": "broken",
+    }
+    assert "rollout.engine=hf" in states["sglang"].mend
+
+
+def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise OSError("libcudart.so.13: cannot open shared object file\nmore")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    check = doctor._package("torch")
+    assert (check.state, check.found) == (
+        "broken", "can't be imported: libcudart.so.13: cannot open shared object file"
+    )  # fmt: skip
+
+
+def test_a_blocked_loopback_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert doctor._loopback().state == "broken"
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    assert doctor._memory() == Check("memory", "warn", "1.0 GiB free", doctor._memory().mend)
+
+
+def test_the_table_lists_all_and_explains_what_is_not_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([Check("torch", "ok", "2.13"), Check("disk", "broken", "0 GiB", "free some")])
+    assert capsys.readouterr().out == (
+        "ok      torch  2.13\nbroken  disk   0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"
+    )

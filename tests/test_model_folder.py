@@ -1,0 +1,122 @@
+"""A model folder that can't work is refused before anything starts, with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from async_rl import model_folder
+from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.errors import ConfigError
+from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
+from learner.tiny_model import character_tokenizer, tiny_model
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("tiny-qwen2", seed=0).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit_json(name: str, **changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        content.update(changes)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return edit
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
+    check_model_folder(good, longest_tokens=1024)
+    tokenizer = load_tokenizer(good)
+    assert tokenizer.decode(tokenizer.encode("ab c", add_special_tokens=False)) == "ab c"
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (remove("config.json"), "no config.json. Found: chat_template.jinja"),
+        (write("config.json", "{"), "config.json is not valid JSON"),
+        (
+            edit_json("config.json", architectures=["BertForMaskedLM"]),
+            "a causal language model, got BertForMaskedLM",
+        ),
+        (remove("model.safetensors"), "holds no *.safetensors weights"),
+        (
+            write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'),
+            "part-2.safetensors",
+        ),
+        (write("model.safetensors.index.json", "[]"), "is not a safetensors index"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer"),
+        (write("tokenizer.json", "{}"), "can't be loaded"),
+        (edit_json("config.json", vocab_size=50), "the model's vocab_size is 50"),
+        (edit_json("tokenizer_config.json", eos_token=None), "has no end-of-text token"),
+    ],
+)
+def test_a_broken_folder_is_named_with_what_is_wrong(
+    good: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(good, folder)
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        check_model_folder(folder)
+    assert part in str(caught.value)
+
+
+def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be at most 1024, the positions of the model .* got 1025"):
+        check_model_folder(good, longest_tokens=1025)
+
+
+def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
+        check_model_folder(tmp_path / "runs" / "sft" / "model")
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"):
+        check_model_folder("Qwen/Qwen2.5-0.5B")
+
+
+def config(run_dir: Path, model: Path) -> Config:
+    return Config(
+        model=ModelConfig(path=str(model)),
+        task=TaskConfig(name="reasoning_gym/spell_backward"),
+        run=RunConfig(dir=str(run_dir)),
+    )
+
+
+def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_disk(config(tmp_path / "not" / "yet", good))
+    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
+        check_disk(config(tmp_path / "not" / "yet", good))
+
+
+def test_a_run_dir_without_permission_is_refused(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ConfigError, match="no permission to write in"):
+        check_disk(config(tmp_path / "runs", good))

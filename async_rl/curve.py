@@ -47,7 +47,7 @@ def draw_learning_curve(run_dir: str | Path) -> Path | None:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        axes.margins(x=0.02)
+        axes.margins(x=0.03)
     bottom.set_xlabel("step (policy version)")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     path = run_dir / "learning_curve.png"
@@ -81,12 +81,13 @@ def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> Non
             color=ORANGE,
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
+    axes.margins(y=0.12)
     axes.set_ylabel("reward, accuracy")
 
 
 def _draw_staleness(axes: Axes, records: Records, span: int) -> None:
     maximum, mean = _series(records, "staleness/max"), _series(records, "staleness/mean")
-    axes.plot(*maximum, color=ORANGE, linestyle="none", marker=".", markersize=4, label="max")
+    axes.plot(*maximum, color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
     _draw_line(axes, mean, span, BLUE, "-", "mean over rollouts")
     axes.set_ylabel("staleness, versions")
     axes.set_ylim(bottom=-0.1, top=max([1.0, *maximum[1], *mean[1]]) * 1.15)

@@ -104,7 +104,8 @@ class Store:
             WireError: never granted, or granted to another worker.
         """
         if group_id >= self._next_group_id:
-            raise WireError(f"group_id: got {group_id}, allowed one that was granted (0..{self._next_group_id - 1})")
+            granted = f"one that was granted ({self._next_group_id} so far)"
+            raise WireError(f"group_id: got {group_id}, allowed {granted}")
         running = self._running.get(group_id)
         if running is None:
             return None
@@ -242,7 +243,7 @@ class Store:
         served = "no version served yet" if self.served_version is None else f"served version {self.served_version}"
         parts.append(served)
         if self._last_failure:
-            parts.append(f"{self._dropped['failed']} failed, the last one: {self._last_failure}")
+            parts.append(f"{self._dropped['failed']} failed so far, the last one: {self._last_failure}")
         return ", ".join(parts)
 
     def _expiring(self) -> str:

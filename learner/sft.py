@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
 """Steps whose mean loss is reported and compared with the target."""
-_WARMUP_FRACTION = 0.05
+_MAX_WARMUP_STEPS = 150
 _IGNORED = -100
 """Label of the positions that carry no loss."""
 
@@ -38,35 +37,38 @@ def train_sft(
 ) -> Iterator[Report]:
     """Trains `sft.base` and saves model and tokenizer as a Hugging Face folder at the end.
 
-    AdamW with linear warm-up, then cosine decay to zero over `sft.steps`; the loss is the mean over a batch's
-    answer tokens. Each epoch visits the pairs in an order of its own. The same seed gives the same model. Yields
-    a Report every 20 steps and at the end, `step` being the SFT step.
+    AdamW; the loss is the mean over a batch's answer tokens. Each epoch visits the pairs in an order of its
+    own. The same seed gives the same model. Yields a Report every 20 steps and at the end, with the SFT step.
 
     Args:
         target_loss: in nats a token; training ends early once the mean loss of the last 10 steps is below. A
-            sampled answer of n tokens is then right with a probability of about exp(-n * target_loss): that, not
-            a number of steps, is how to leave a small model with room for RL.
+            sampled answer of n tokens is then right with a probability of at least about
+            exp(-n * target_loss): a way to leave room for RL that does not depend on luck with the seed.
     """
     if not pairs:
         raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = _base_model(config).to(device).train()
+    model = _base_model(config)
+    model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
     indices = _batches(len(pairs), config.sft.batch_size, config.run.seed)
-    started_s, losses = time.monotonic(), []
+    started_s = time.monotonic()
+    losses: list[float] = []
     for step in range(1, config.sft.steps + 1):
-        losses.append(_backward(model, [pairs[i] for i in next(indices)], config.learner.max_tokens_per_microbatch))
+        batch = [pairs[i] for i in next(indices)]
+        losses.append(_backward(model, batch, config.learner.max_tokens_per_microbatch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.grad_clip)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         recent = losses[-_RECENT_STEPS:]
-        is_last = step == config.sft.steps or (step >= _RECENT_STEPS and sum(recent) / len(recent) < target_loss)
+        loss = sum(recent) / len(recent)
+        is_last = step == config.sft.steps or (step >= _RECENT_STEPS and loss < target_loss)
         if step % _REPORT_EVERY_STEPS == 0 or is_last:
             yield Report(step=step, metrics=(
-                Metric("sft/loss", sum(recent) / len(recent)),
-                Metric("sft/lr", schedule.get_last_lr()[0], "last"),
+                Metric("sft/loss", loss),
+                Metric("sft/lr", float(schedule.get_last_lr()[0]), "last"),
                 Metric("time/elapsed_s", time.monotonic() - started_s, "last"),
             ))
         if is_last:
@@ -84,11 +86,13 @@ def _base_model(config: Config) -> PreTrainedModel:
 
 
 def _lr_factor(done: int, steps: int) -> float:
-    """Share of the peak learning rate after `done` of `steps` steps."""
-    warmup = max(1, math.ceil(_WARMUP_FRACTION * steps))
-    if done < warmup:
-        return (done + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))
+    """Share of the peak learning rate after `done` of `steps` steps.
+
+    Warm-up to the peak over the first half but at most 150 steps, then constant, then down to zero over the
+    last fifth. A short warm-up leaves a tiny model where it does not get out of.
+    """
+    warmup, decay = max(1, min(_MAX_WARMUP_STEPS, steps // 2)), max(1, steps // 5)
+    return min(1.0, (done + 1) / warmup, (steps - done) / decay)
 
 
 def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
@@ -103,9 +107,7 @@ def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 
 def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) -> float:
-    """Gradients of the mean loss over the batch's answer tokens, accumulated over micro-batches; returns that
-    loss.
-    """
+    """Gradients of the mean loss over the answer tokens, summed over micro-batches; returns the loss."""
     num_answer_tokens = sum(len(answer) for _, answer in batch)
     by_length = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
     total = 0.0
@@ -136,12 +138,11 @@ def _loss_sum(
     tokens: Tensor,  # [B, S]
     labels: Tensor,  # [B, S]
 ) -> Tensor:
-    """Cross-entropy summed over the labelled positions. The padding is at the right, where causality hides
-    it.
-    """
-    first = int((labels != _IGNORED).any(dim=0).nonzero()[0]) - 1  # logits before the first answer are not needed
+    """Cross-entropy summed over the labelled positions. Padding is at the right, where causality hides it."""
+    first = int((labels != _IGNORED).any(dim=0).nonzero()[0]) - 1  # earlier logits are not needed
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
         logits = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens.shape[1] - first).logits
     return torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, first + 1 :].flatten(), ignore_index=_IGNORED, reduction="sum"
+        logits[:, :-1].float().flatten(0, 1), labels[:, first + 1 :].flatten(), ignore_index=_IGNORED,
+        reduction="sum",
     )

@@ -22,7 +22,8 @@ MAX_POSITIONS = 1024
 _SPECIAL = ["<pad>", "<unk>", "<eos>", "<sep>"]
 _CHARACTERS = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<sep>{% endif %}"
 )
 
@@ -55,7 +56,8 @@ def tiny_model(name: str, seed: int) -> PreTrainedModel:
         "vocab_size": len(_SPECIAL) + len(_CHARACTERS), "hidden_size": 96, "intermediate_size": 384,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": _SPECIAL.index("<eos>"), "pad_token_id": _SPECIAL.index("<pad>"),
+        "bos_token_id": None, "eos_token_id": _SPECIAL.index("<eos>"),
+        "pad_token_id": _SPECIAL.index("<pad>"),
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,5 +1,4 @@
-"""What generates: one interface over SGLang and the in-process transformers engine; `rollout.engine` chooses.
-"""
+"""What generates: one interface over SGLang and the in-process engine; `rollout.engine` chooses."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One answer. The three arrays have the length T >= 1; the final end-of-text token is included if it was
-    sampled.
-    """
+    """One answer. The arrays have the length T >= 1; the end-of-text token is included if it was sampled."""
 
     tokens: IntArray  # [T]
     logprobs: FloatArray  # [T] of log_softmax(logits / temperature), before top_p
@@ -41,9 +38,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Serves one policy. It starts at weight version 0; `url` answers the weight-update requests of SGLang's
-    HTTP API.
-    """
+    """Serves one policy, from weight version 0 on. `url` answers SGLang's weight-update requests."""
 
     url: str
     """Base URL of the weight-update endpoints, e.g. http://127.0.0.1:41234. Valid after `start`."""
@@ -61,9 +56,7 @@ class Engine(Protocol):
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """The engine `rollout.engine` names, not yet started, for rollout server number `index`. Only it is
-    imported.
-    """
+    """The engine `rollout.engine` names, not yet started, for server number `index`. Imports no other."""
     if config.rollout.engine == "hf":
         from rollout_server import hf_engine
 

@@ -17,9 +17,7 @@ from rollout_server.tasks import Task
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as accurate; verifiers also give partial credit."""
 _SEED_OFFSET = 2**32
-"""Added to run.seed, so that answers here share no random numbers with training; every evaluation uses the
-same.
-"""
+"""Added to run.seed: the random numbers are not those of training, and the same in every evaluation."""
 
 Answers = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
 
@@ -64,12 +62,13 @@ class Evaluation:
         """(reward, tokens) of each answer."""
         rollout = self._config.rollout
         request = GenerationRequest(
-            group_id=next(self._ids), prompt=prompt, start_version=0, seed=self._config.run.seed + _SEED_OFFSET,
-            n=self._config.eval.samples, max_tokens=rollout.max_response_tokens, temperature=rollout.temperature,
-            top_p=rollout.top_p,
+            group_id=next(self._ids), prompt=prompt, start_version=0,
+            seed=self._config.run.seed + _SEED_OFFSET, n=self._config.eval.samples,
+            max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
         try:
             completions, rewards = await self._answers(request)
         except RewardError:
             return [(None, 0)] * request.n
-        return [(reward, len(completion.tokens)) for reward, completion in zip(rewards, completions, strict=True)]
+        lengths = (len(completion.tokens) for completion in completions)
+        return list(zip(rewards, lengths, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 
-INSTRUCTION = "Work it out step by step. Then finish with a last line that reads `#### ` followed by the number alone."
+INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 DATA_SOURCE = "openai/gsm8k"
 
 
@@ -42,7 +42,9 @@ def _row(line: str, index: int, where: str) -> dict[str, Any]:
         item = json.loads(line)
         question, answer = item["question"], item["answer"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: must be a JSON object with question and answer, got {line[:80]!r}") from error
+        raise ConfigError(
+            f"{where}: must be a JSON object with question and answer, got {line[:80]!r}"
+        ) from error
     _, mark, number = answer.rpartition("####")
     if not mark:
         raise ConfigError(f"{where}: the answer has no `#### number`: {answer[-80:]!r}")

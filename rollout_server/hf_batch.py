@@ -1,6 +1,4 @@
-"""Continuous batching over a plain transformers model: rows come and go at token boundaries, the KV cache
-stays packed.
-"""
+"""Continuous batching over a plain transformers model: rows come and go between tokens, the cache packed."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ PREFILL_TOKENS = 16_384
 _GROWTH = 64
 """Columns added when the cache is full: rare copies, little unused memory."""
 _COMPACT_FRACTION = 0.125
-"""Finished rows leave the cache once they are this share of it; moving the others costs more than a few idle
-rows.
-"""
+"""Finished rows leave once they are this share: moving the others costs more than a few idle rows."""
 
 
 class WindowLayer(CacheLayerMixin):
     """One layer's keys and values, right-aligned: every row's newest token is in column `end - 1`."""
 
     is_sliding = False
+    keys: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
+    values: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class WindowLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(rows, heads, 0, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.end + key_states.shape[2]
@@ -76,8 +74,9 @@ class WindowLayer(CacheLayerMixin):
         """Rows of both, the narrower one padded with zeros on the left."""
         layer = WindowLayer()
         layer.end, layer.is_initialized = max(self.end, other.end), True
-        layer.keys = torch.cat([_right_aligned(part.keys[:, :, : part.end], layer.end) for part in (self, other)])
-        layer.values = torch.cat([_right_aligned(part.values[:, :, : part.end], layer.end) for part in (self, other)])
+        both = (self, other)
+        layer.keys = torch.cat([_right_aligned(part.keys[:, :, : part.end], layer.end) for part in both])
+        layer.values = torch.cat([_right_aligned(part.values[:, :, : part.end], layer.end) for part in both])
         return layer
 
 
@@ -93,8 +92,11 @@ class Group:
     """One request and its answers as they grow."""
 
     request: GenerationRequest
-    completions: list[Completion | None] = field(default_factory=list)
+    completions: list[Completion | None] = field(init=False)
     cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.completions = [None] * self.request.n
 
     @property
     def finished(self) -> bool:
@@ -120,9 +122,7 @@ class _Row:
 
 
 class DecodingBatch:
-    """Rows that advance together, one token a step. Groups join between steps and are handed back when
-    complete.
-    """
+    """Rows that advance together, a token a step. Groups join between steps and are handed back complete."""
 
     def __init__(self, model: PreTrainedModel, eos_tokens: frozenset[int]) -> None:
         self._model = model
@@ -136,9 +136,7 @@ class DecodingBatch:
         return len(self._rows)
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Prefills the prompts (once for all samples) and samples the first tokens; returns groups already
-        complete.
-        """
+        """Prefills each prompt once for all samples and samples first tokens; returns complete groups."""
         complete: list[Group] = []
         for chunk in _chunks(groups):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
@@ -158,31 +156,29 @@ class DecodingBatch:
         self._compact()
         if not self._rows:
             return []
-        lengths = torch.tensor([row.length for row in self._rows], device=device)
         newest = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
-        width = self._cache[0].end + 1
-        logits = self._forward(newest, lengths[:, None], self._cache, _mask(lengths + 1, width))
+        positions = torch.tensor([[row.length] for row in self._rows], device=device)
+        mask = _mask([row.length + 1 for row in self._rows], self._cache[0].end + 1, device)
+        logits = self._forward(newest, positions, self._cache, mask)
         if self._settings is None:
             self._settings = _settings(self._rows, device)
         return self._record(self._rows, logits, version, self._settings)
 
-    def drain(self) -> list[Group]:
-        """Empties the batch; returns the groups that were in it."""
-        groups = list(dict.fromkeys(row.group for row in self._rows))
-        self._rows, self._cache, self._settings = [], [], None
-        return groups
-
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
         """Caches of width P and next-token logits. [B, V]"""
         device = self._model.device
-        width = max(len(prompt) for prompt in prompts)
-        padded = np.zeros((len(prompts), width), dtype=np.int64)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[width - len(prompt) :] = prompt
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        positions = (torch.arange(width, device=device) - (width - lengths)[:, None]).clamp(min=0)
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        tokens, positions = np.zeros((2, len(prompts), width), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :] = prompt
+            positions[i, width - len(prompt) :] = np.arange(len(prompt))
         cache = [WindowLayer() for _ in range(self._model.config.get_text_config().num_hidden_layers)]
-        return cache, self._forward(torch.from_numpy(padded).to(device), positions, cache, _mask(lengths, width))
+        logits = self._forward(
+            torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), cache,
+            _mask(lengths, width, device),
+        )
+        return cache, logits
 
     def _forward(
         self,
@@ -193,8 +189,8 @@ class DecodingBatch:
     ) -> Tensor:
         """Logits after the last column. [B, V]"""
         output = self._model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=Cache(layers=cache),
-            use_cache=True, logits_to_keep=1,
+            input_ids=tokens, attention_mask=mask, position_ids=positions,
+            past_key_values=Cache(layers=[*cache]), use_cache=True, logits_to_keep=1,
         )
         return output.logits[:, -1]
 
@@ -206,6 +202,7 @@ class DecodingBatch:
         settings: tuple[Tensor, Tensor | None],
     ) -> list[Group]:
         """Samples one token for each row; returns the groups whose last row ended."""
+        # A finished row that is still in the batch draws too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         tokens, logprobs = sample_tokens(logits, *settings, torch.from_numpy(drawn).to(logits.device))
         complete = []
@@ -224,7 +221,9 @@ class DecodingBatch:
         return complete
 
     def _join(self, rows: list[_Row], cache: list[WindowLayer]) -> None:
-        self._cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)] if self._rows else cache
+        if self._rows:
+            cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)]
+        self._cache = cache
         self._rows = self._rows + rows
         self._settings = None
 
@@ -233,7 +232,7 @@ class DecodingBatch:
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
-            self.drain()
+            self._rows, self._cache, self._settings = [], [], None
         elif idle > _COMPACT_FRACTION * len(self._rows):
             self._rows = [self._rows[i] for i in keep]
             self._cache = _take(self._cache, keep, max(row.length for row in self._rows))
@@ -252,14 +251,12 @@ def _settings(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | 
     return temperature, top_p if bool((top_p < 1).any()) else None
 
 
-def _mask(
-    lengths: Tensor,  # [B] valid columns, at the right end
-    width: int,
-) -> Tensor | None:
-    """True where a column belongs to the row; None when all do. [B, width]"""
-    if bool((lengths == width).all()):
+def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
+    """True where a column belongs to the row, the last `length` ones; None when all do. [B, width]"""
+    if all(length == width for length in lengths):
         return None
-    return torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]
+    first = width - torch.tensor(lengths, device=device)
+    return torch.arange(width, device=device) >= first[:, None]
 
 
 def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowLayer]:

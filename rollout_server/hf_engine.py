@@ -8,8 +8,7 @@ their KV cache over an update (`weight_sync.on_update: in_place`).
 
 Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
 requested in the same turn of the event loop enter the batch together. Evaluations have a batch of their own,
-so that the moment at which one starts does not change the shapes, and with them the rounding, of the training
-answers.
+so that the moment one starts does not change the shapes, and with them the rounding, of training answers.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config
 from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.model_folder import load_tokenizer
+from async_rl.weights.publisher import serving_dtype
 from rollout_server.engine import Completion, GenerationRequest
 from rollout_server.hf_batch import DecodingBatch, Group
 from rollout_server.hf_weights import WeightEndpoints
@@ -67,18 +67,15 @@ class HFEngine:
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Raises ProcessDiedError when the engine has failed or is closed, ValueError on a token it does not
-        have.
-        """
-        if len(request.prompt.tokens) == 0 or not 0 <= int(request.prompt.tokens.min()) <= int(
-            request.prompt.tokens.max()
-        ) < self.vocab_size:
+        """Raises ProcessDiedError once the engine has failed or is closed, ValueError on an unknown token."""
+        tokens = request.prompt.tokens
+        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(
                 f"prompt {request.prompt.index} must be one or more tokens in 0..{self.vocab_size - 1}, "
-                f"got {request.prompt.tokens.tolist()[:20]}"
+                f"got {tokens.tolist()[:20]}"
             )
         self._check_alive()
-        group = Group(request, [None] * request.n)
+        group = Group(request)
         future = self._futures[group] = self._loop.create_future()
         if not self._collected:
             self._loop.call_soon(self._hand_over)
@@ -98,9 +95,8 @@ class HFEngine:
             self._changed.notify()
         await asyncio.to_thread(self._thread.join, self._config.timeouts.shutdown_s)
         if self._thread.is_alive():
-            raise WaitTimeoutError(
-                f"waited {self._config.timeouts.shutdown_s:.0f} s for the decode thread of {self._name} to end"
-            )
+            timeout_s = self._config.timeouts.shutdown_s
+            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for the decode thread of {self._name} to end")
 
     async def pause(self) -> None:
         """Returns once no token is being sampled; running answers stay as they are until `resume`."""
@@ -125,9 +121,7 @@ class HFEngine:
         return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Runs `job` in the thread that owns the model, also while paused; its result or exception is the
-        caller's.
-        """
+        """Runs `job` in the thread that owns the model, also while paused; returns or raises what it does."""
         future: asyncio.Future[Result] = self._loop.create_future()
         self._futures[job] = future
 
@@ -226,7 +220,8 @@ class HFEngine:
 
     def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
         ids = torch.tensor([tokens], device=self.model.device)
-        logprobs = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
         return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
 
 
@@ -238,18 +233,19 @@ def open_engine(config: Config, index: int, log_dir: Path) -> HFEngine:
 def _load(config: Config) -> tuple[PreTrainedModel, frozenset[int]]:
     """The model in its serving dtype on the first GPU or the CPU, and the tokens that end an answer."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    name = config.model.dtype if config.model.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=getattr(torch, name), attn_implementation=config.model.attn_implementation
+        config.model.path, dtype=serving_dtype(config, device.type),
+        attn_implementation=config.model.attn_implementation,
     )
     longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > positions:
         raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the positions of the "
-            f"model {config.model.path}, got {longest}. Lower one of them."
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
+            f"positions of the model {config.model.path}, got {longest}. Lower one of them."
         )
-    return model.to(device).eval(), _eos_tokens(model, load_tokenizer(config.model.path))
+    model.to(device).eval()  # type: ignore[arg-type]
+    return model, _eos_tokens(model, load_tokenizer(config.model.path))
 
 
 def _eos_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

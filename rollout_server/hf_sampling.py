@@ -1,5 +1,4 @@
-"""Sampling as a pure function of logits and counter-based uniforms, so that timing never changes an answer.
-"""
+"""Sampling as a pure function of logits and counter-based uniforms: timing never changes an answer."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArr
     function of key and counter: streams of different keys or samples never overlap (the sample is the
     counter's highest word), and neither `count` nor other streams change a number.
     """
-    bits = np.random.Philox(key=(seed % _WORD) | (prompt_index % _WORD) << 64, counter=(sample % _WORD) << 192)
-    return np.random.Generator(bits).random(count)
+    key = (seed % _WORD) | (prompt_index % _WORD) << 64
+    return np.random.Generator(np.random.Philox(key=key, counter=(sample % _WORD) << 192)).random(count)
 
 
 def sample_tokens(
@@ -31,15 +30,15 @@ def sample_tokens(
     """Tokens and their logprobs. [B], [B]
 
     By inversion: the token whose interval of the cumulative distribution holds `uniform`. The logprob is that
-    of log_softmax(logits / temperature), also under top_p, which only narrows the choice (as SGLang reports
-    it).
+    of log_softmax(logits / temperature), also under top_p, which only narrows the choice, as with SGLang.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     probabilities = logprobs.exp()
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[-1] - 1)  # rounding may lift the product to the total
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 

@@ -36,9 +36,7 @@ class Updatable(Protocol):
 
 
 class WeightEndpoints:
-    """An HTTP server on a free loopback port. A refused request is answered 400 with `success: false` and
-    why.
-    """
+    """An HTTP server on a free loopback port. A refusal is answered 400, with `success: false` and why."""
 
     def __init__(self, engine: Updatable, timeouts: TimeoutsConfig) -> None:
         self._engine = engine
@@ -107,7 +105,7 @@ class WeightEndpoints:
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("load_format") != "flattened_bucket":
-            raise ValueError(f"load_format must be 'flattened_bucket', got {body.get('load_format')!r}")
+            raise ValueError(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
         # Received whatever it is: the sender broadcasts at the same time and would hang on a refusal.
         device = self._engine.model.device
@@ -116,7 +114,8 @@ class WeightEndpoints:
         return {}
 
     async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._stage(await asyncio.to_thread(_read_folder, Path(body["model_path"])), body.get("weight_version"))
+        tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]))
+        self._stage(tensors, body.get("weight_version"))
         return {}
 
     def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
@@ -127,7 +126,8 @@ class WeightEndpoints:
             if name not in expected:
                 raise ValueError(f"the model has no tensor {name!r}")
             if tensor.shape != expected[name].shape:
-                raise ValueError(f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}")
+                shape = list(expected[name].shape)
+                raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
             self._staged[name] = tensor
         if version is not None:
             self._staged_version = int(version)
@@ -161,7 +161,8 @@ def _answering(
         try:
             reply = await handler(await request.json())
         except Exception as error:
-            return web.json_response({"success": False, "message": f"{type(error).__name__}: {error}"}, status=400)
+            message = f"{type(error).__name__}: {error}"
+            return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "", **reply})
 
     return answer

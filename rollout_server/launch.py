@@ -1,6 +1,7 @@
 """The stock SGLang server, also on hosts without a GPU: python -m rollout_server.launch <SGLang's own flags>
 
-What stands outside `main` runs in SGLang's child processes too: spawn imports this file in each of them first.
+What stands outside `main` runs in SGLang's child processes too: spawn imports this file in each of them
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL. A server started by hand lives on."""
+    """Let the kernel kill this process when its parent dies, even by SIGKILL. A server started by hand lives
+    on.
+    """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -32,9 +35,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The process that runs the model: SGLang's own, with this project's attention for CPUs."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from rollout_server import cpu_attention
+    from rollout_server import cpu_backend
 
-    cpu_attention.install()
+    cpu_backend.install()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -51,8 +54,9 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-die_with_parent()
-shims.install()
+if __name__ in ("__main__", "__mp_main__"):  # a process of the server, not one that imports this module
+    die_with_parent()
+    shims.install()
 
 if __name__ == "__main__":
     main()

@@ -21,9 +21,7 @@ CHECK_TIMEOUT_S = 5.0
 
 
 class MathChecker:
-    """Call `is_equal` from any thread. The children start with the first calls and end when this process
-    does.
-    """
+    """Call `is_equal` from any thread. The children start with the first calls and end with this process."""
 
     def __init__(self) -> None:
         self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
@@ -51,7 +49,7 @@ class MathChecker:
             returncode, child = child.wait(), None
             if returncode == -signal.SIGALRM:
                 return False
-            raise RewardError(f"the math-verify process ended with code {returncode}: is math-verify installed?")
+            raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
         finally:
             self._idle.put(child)
 

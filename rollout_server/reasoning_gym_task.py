@@ -29,8 +29,7 @@ class ReasoningGymTask(Task):
     """Questions are generated when first asked for: some datasets need 30 ms each.
 
     The held-out set comes from seeds of its own that do not depend on run.seed, so that a model warm-started
-    under one seed was not taught what another seed's run is tested on. Any training question whose text is in
-    it is replaced.
+    under one seed was not taught what another seed's run is tested on. Training questions in it are replaced.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -53,9 +52,7 @@ class ReasoningGymTask(Task):
         return list(held_out.values())[:size]
 
     def verify(self, question: Question, response: str) -> float:
-        """The dataset's own score of the answer: the last <answer>...</answer> if there is one, else all of
-        it.
-        """
+        """The dataset's own score of the last <answer>...</answer>, or of all text where there is none."""
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
@@ -68,10 +65,10 @@ class ReasoningGymTask(Task):
             if question.messages[0]["content"] not in self._held_out and self.is_short_enough(question):
                 return question
         raise ConfigError(
-            f"{self._config.name} with task.params {self._config.params} has nothing left to train on: {_MAX_DRAWS} "
-            f"questions drawn one after the other were held out or longer than task.max_prompt_tokens = "
-            f"{self._config.max_prompt_tokens}. Lower eval.size (now {self._eval_size}), raise max_prompt_tokens, or "
-            "widen task.params."
+            f"{self._config.name} with task.params {self._config.params} has nothing left to train on: "
+            f"{_MAX_DRAWS} questions drawn one after the other were held out or longer than "
+            f"task.max_prompt_tokens = {self._config.max_prompt_tokens}. Lower eval.size (now "
+            f"{self._eval_size}), raise task.max_prompt_tokens, or widen task.params."
         )
 
     @cached_property
@@ -89,29 +86,30 @@ class ReasoningGymTask(Task):
             if self.is_short_enough(question):
                 found.setdefault(question.messages[0]["content"], question)
         raise ConfigError(
-            f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different questions "
-            f"of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for eval.size = {size}. "
-            f"Set eval.size to at most {len(found) // 4}, or widen task.params."
+            f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
+            f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
+            f"eval.size = {size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
         )
 
     def _question(self, kind: int, draw: int, position: int) -> Question:
         item = self._dataset(kind, draw)[position]
         return Question(
-            messages=({"role": "user", "content": item["question"]},), answer=item["answer"], extra=item["metadata"],
-            source=self._config.name,
+            messages=({"role": "user", "content": item["question"]},), answer=item["answer"],
+            extra=item["metadata"], source=self._config.name,
         )
 
     def _dataset(self, kind: int, draw: int) -> Any:
         if (kind, draw) not in self._datasets:
             run_seed = self._seed if kind == _TRAIN else 0
-            # Item i of a dataset is seeded with seed + i: neighbouring seeds would give shifted copies of each other.
+            # Item i of a dataset is seeded with seed + i: neighbouring seeds give shifted copies.
             seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
             size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
             try:
-                dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._config.params)
+                params = self._config.params
+                dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
             except (AssertionError, ValueError, TypeError) as error:
                 raise ConfigError(
-                    f"task.params {self._config.params} do not suit {self._config.name}: {type(error).__name__}: {error}"
+                    f"task.params {params} do not suit {self._config.name}: {type(error).__name__}: {error}"
                 ) from error
             self._datasets[kind, draw] = dataset
         return self._datasets[kind, draw]

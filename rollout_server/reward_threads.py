@@ -25,9 +25,7 @@ class _Job:
 
 
 class RewardThreads:
-    """Up to 32 daemon threads, one group of calls each at a time. A call that hangs loses its thread, not the
-    run.
-    """
+    """Up to 32 daemon threads, one group of calls at a time each. A call that hangs is left to its thread."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: for each call."""
@@ -40,8 +38,7 @@ class RewardThreads:
         """Runs the calls one after the other in one thread.
 
         Raises:
-            RewardError: a call raised, returned something other than a finite number, or took longer than the
-                timeout.
+            RewardError: a call raised, did not return a finite number, or took longer than the timeout.
         """
         self._num_jobs += 1
         if self._num_jobs > self._num_threads and self._num_threads < MAX_THREADS:
@@ -70,7 +67,8 @@ class RewardThreads:
                 job.result.cancel()
                 self._start_thread()  # in place of the one that hangs
                 raise RewardError(
-                    f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s for one response"
+                    f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s "
+                    "for one response"
                 )
             await asyncio.wait([job.result], timeout=self._timeout_s - elapsed_s)
             if job.result.done():
@@ -84,9 +82,7 @@ class RewardThreads:
                     job.call_started_s = time.monotonic()
                     rewards.append(_checked(call()))
             except Exception as error:
-                failure = error if isinstance(error, RewardError) else RewardError(f"{type(error).__name__}: {error}")
-                failure.__cause__ = error if failure is not error else None
-                self._deliver(job, failure)
+                self._deliver(job, _as_reward_error(error))
             else:
                 self._deliver(job, rewards)
             if job.result.cancelled():
@@ -94,11 +90,23 @@ class RewardThreads:
 
     def _deliver(self, job: _Job, outcome: list[float] | Exception) -> None:
         def deliver() -> None:
-            if not job.result.done():
-                job.result.set_exception(outcome) if isinstance(outcome, Exception) else job.result.set_result(outcome)
+            if job.result.done():
+                return
+            if isinstance(outcome, Exception):
+                job.result.set_exception(outcome)
+            else:
+                job.result.set_result(outcome)
 
         if not job.loop.is_closed():
             job.loop.call_soon_threadsafe(deliver)
+
+
+def _as_reward_error(error: Exception) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
+    wrapped = RewardError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _checked(reward: float) -> float:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from rollout_server.tasks import Question, Task
 
 Reward = Callable[[Prompt, str], float]
-"""(prompt, response text without special tokens) -> reward. Called in threads; may raise, which fails the
-group.
-"""
+"""(prompt, response text without special tokens) -> reward. Runs in threads; raising fails the group."""
 Rule = Callable[[str, Any], float]
 """(response text, reference answer) -> 1.0 or 0.0."""
 
@@ -67,15 +65,13 @@ def rule_for_source(source: str) -> Rule:
     if _MATH_SOURCE.search(source):
         return math_verify
     raise ConfigError(
-        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, or to a "
-        "function of yours: package.module:function"
+        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, or "
+        "to a function of yours: package.module:function"
     )
 
 
 def open_reward(config: Config, task: Task) -> Reward:
-    """The reward that `task.reward` names; empty: the task's own verifier. Raises ConfigError when there is
-    none.
-    """
+    """The reward that `task.reward` names; empty: the task's own verifier. ConfigError when there is none."""
     name = config.task.reward
     if not name:
         return lambda prompt, response: task.verify(prompt.reference, response)
@@ -87,7 +83,8 @@ def open_reward(config: Config, task: Task) -> Reward:
 
 def _call_custom(function: Callable[..., float], prompt: Prompt, response: str) -> float:
     question: Question = prompt.reference
-    return function(prompt.text, response, question.answer, {**question.extra, "data_source": question.source})
+    extra = {**question.extra, "data_source": question.source}
+    return function(prompt.text, response, question.answer, extra)
 
 
 def _import_function(name: str) -> Callable[..., float]:

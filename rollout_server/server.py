@@ -1,7 +1,8 @@
 """One SGLang server as a child process: its flags from the config, its port, its start, its end.
 
-No process outlives its parent: the server has the kernel kill it when the thread that started it dies (so start it
-from a thread that lives as long as the engine, such as the event loop's), and SGLang's own children follow.
+No process outlives its parent: the server has the kernel kill it when the thread that started it dies (so
+start it from a thread that lives as long as the engine, such as the event loop's), and SGLang's own children
+follow.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ Flags = dict[str, Any]
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
     """SGLang's flags but for the port. `model` is the text part of the model's transformers config.
 
-    Raises ConfigError when the configured lengths exceed the model's, or server_args sets what is not the user's.
+    Raises ConfigError when the configured lengths exceed the model's, or server_args sets what is not the
+    user's.
     """
     longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
     positions = getattr(model, "max_position_embeddings", longest)
     if longest > positions:
         raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the positions of the "
-            f"model {config.model.path}, got {longest}. Lower one of them."
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
+            f"positions of the model {config.model.path}, got {longest}. Lower one of them."
         )
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
@@ -74,7 +76,9 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         }
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
     if taken := [key for key in user if key in _SET_HERE]:
-        raise ConfigError(f"rollout.server_args must leave {', '.join(_SET_HERE)} to async-rl, got {', '.join(taken)}")
+        raise ConfigError(
+            f"rollout.server_args must leave {', '.join(_SET_HERE)} to async-rl, got {', '.join(taken)}"
+        )
     return flags | user
 
 
@@ -90,7 +94,9 @@ def _kv_tokens(config: Config, model: Any, longest: int, dtype: str, free_memory
 
 
 def command_line(flags: Flags) -> list[str]:
-    """`--key value ...`; True is a bare flag, False leaves the flag away, a list is several values, a dict is JSON."""
+    """`--key value ...`; True is a bare flag, False leaves the flag away, a list is several values, a dict is
+    JSON.
+    """
     words: list[str] = []
     for key, value in flags.items():
         if value is False:
@@ -104,7 +110,9 @@ def command_line(flags: Flags) -> list[str]:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on now, below the range from which the kernel serves outgoing connections."""
+    """A loopback port nobody listens on now, below the range from which the kernel serves outgoing
+    connections.
+    """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -122,7 +130,8 @@ class ServerProcess:
         self._flags = flags
         self._timeouts = config.timeouts
         self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
-        # A context length is longer than the model's by the tokens SGLang reserves, at most; it refuses without this.
+        # A context length is longer than the model's by the tokens SGLang reserves, at most; it refuses
+        # without this.
         self._environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         self._environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._process: subprocess.Popen[bytes] | None = None
@@ -132,7 +141,8 @@ class ServerProcess:
     async def start(self) -> None:
         """Returns once the server answers. A port that another process took meanwhile is replaced.
 
-        Raises ProcessDiedError with the log's last lines, or WaitTimeoutError after `timeouts.server_start_s`.
+        Raises ProcessDiedError with the log's last lines, or WaitTimeoutError after
+        `timeouts.server_start_s`.
         """
         for attempt in range(1, _START_ATTEMPTS + 1):
             port, identity = free_port(), f"async-rl-{uuid.uuid4().hex}"
@@ -143,7 +153,8 @@ class ServerProcess:
                 self._left_behind = _shared_memory_of(self._process)
                 return
             except BaseException as error:
-                clash = isinstance(error, ProcessDiedError) and "address already in use" in self._log().lower()
+                died = isinstance(error, ProcessDiedError)
+                clash = died and "address already in use" in self._log().lower()
                 await self.aclose()
                 if not clash or attempt == _START_ATTEMPTS:
                     raise
@@ -161,7 +172,9 @@ class ServerProcess:
         return "\n".join("    " + line for line in self._log().splitlines()[-LOG_TAIL_LINES:])
 
     async def aclose(self) -> None:
-        """Ends the server and its children at once; it holds nothing that is worth a polite end (which takes 5 s)."""
+        """Ends the server and its children at once; it holds nothing that is worth a polite end (which takes
+        5 s).
+        """
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(_end_session, process, self._timeouts.shutdown_s)
@@ -179,7 +192,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=self._environment | {"TMPDIR": self._scratch},
                 cwd=Path(__file__).parents[1],
-                start_new_session=True,  # Ctrl-C in the terminal is for the driver, which then ends the server
+                start_new_session=True,  # Ctrl-C is for the driver, which then ends the server
             )
 
     async def _wait_ready(self, identity: str) -> None:
@@ -190,7 +203,8 @@ class ServerProcess:
                     await asyncio.sleep(0.1)  # another program's start gives no event to wait for
         except TimeoutError:
             raise WaitTimeoutError(
-                f"waited {self._timeouts.server_start_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
+                f"waited {self._timeouts.server_start_s:.0f} s (timeouts.server_start_s) for {self.name} "
+                "to start\n"
                 f"last lines of {self.log_file}:\n{self.log_tail()}"
             ) from None
 
@@ -211,7 +225,8 @@ class ServerProcess:
 
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Kill the server; the kernel then ends its children, and Python's resource tracker tidies up after them."""
+    """Kill the server; the kernel then ends its children, and Python's resource tracker tidies up after them.
+    """
     process.kill()
     process.wait(timeout_s)
     deadline_s = time.monotonic() + 1.0
@@ -222,7 +237,8 @@ def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _is_running(session: int) -> bool:
-    """Does any process of the session run? (One that has ended but isn't yet reaped by its parent doesn't.)"""
+    """Does any process of the session run? (One that has ended but isn't yet reaped by its parent doesn't.)
+    """
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
@@ -241,7 +257,8 @@ def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
 
 def threads_per_process(config: Config) -> int:
     """Learner ranks and servers share the cores of a host without GPUs."""
-    return max(1, (os.cpu_count() or 1) // (config.placement.learner.ranks + config.placement.rollout.servers))
+    processes = config.placement.learner.ranks + config.placement.rollout.servers
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def free_memory_bytes() -> int:
@@ -252,10 +269,11 @@ def _hint(log: str) -> str:
     """What most likely helps, from what the server said last."""
     for sign, hint in (
         ("out of memory", "Lower rollout.mem_fraction."),
-        ("Not enough memory", "Lower rollout.concurrency, rollout.max_response_tokens or rollout.group_size."),
+        ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
         ("No module named 'sglang'", "Install SGLang (README), or set rollout.engine=hf."),
         ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
-        ("are not supported for now", "SGLang does not know this model's architecture: set rollout.engine=hf."),
+        ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
+        ("SafetensorError", "A weight file of model.path is damaged or cut off."),
         ("unrecognized arguments", "A key of rollout.server_args is no flag of this SGLang."),
     ):
         if sign in log:

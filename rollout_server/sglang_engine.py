@@ -1,9 +1,9 @@
-"""The SGLang engine: a server process of its own, one HTTP request per rollout group, a version for every token.
+"""The SGLang engine: its own server process, one HTTP request per rollout group, a version for every token.
 
-A group is one request with `n` samples: SGLang computes the prompt once and the samples find it in the prefix cache.
-Each group has a prefix-cache key of its own, so that no request reads the KV cache of a request before it, which may
-come from older weights: an update in place keeps the cache. `seed` is not used: what SGLang samples depends on how it
-batches, so its runs don't repeat exactly (the hf engine's do).
+A group is one request with `n` samples: SGLang computes the prompt once and the samples find it in the prefix
+cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a request before
+it, which may come from older weights: an update in place keeps the cache. `seed` is not used: what SGLang
+samples depends on how it batches, so its runs don't repeat exactly (the hf engine's do).
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class SGLangEngine:
         body = request_body(request, self._eos_tokens, f"group-{next(self._cache_keys)}")
         timeout_s = self._config.timeouts.generate_s
         try:
-            async with asyncio.timeout(timeout_s), self._session.post(f"{self.url}/generate", json=body) as reply:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.post(f"{self.url}/generate", json=body) as reply,
+            ):
                 if reply.status != 200:
                     raise AsyncRLError(
                         f"{self._name} refused group {request.group_id} (HTTP {reply.status}): "
@@ -69,7 +72,7 @@ class SGLangEngine:
         except aiohttp.ClientError as error:
             await asyncio.sleep(0.5)  # a dying server closes its connections before it can be seen dead
             self._server.check_alive()
-            raise ProcessDiedError(f"{self._name} at {self.url} broke off the connection: {error!r}") from error
+            raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
         return [parse_completion(answer) for answer in (answers if isinstance(answers, list) else [answers])]
 
     async def aclose(self) -> None:
@@ -87,12 +90,15 @@ def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:
     """A token the model doesn't have would end the whole server, so it is refused here (ValueError)."""
     if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
-            f"prompt {prompt_index} must be one or more tokens in 0..{vocab_size - 1}, got {tokens.tolist()[:20]}"
+            f"prompt {prompt_index} must be one or more tokens in 0..{vocab_size - 1}, "
+            f"got {tokens.tolist()[:20]}"
         )
 
 
 def request_body(request: GenerationRequest, eos_tokens: list[int], cache_key: str) -> dict[str, Any]:
-    """The JSON of a /generate request. Every parameter that could narrow the support is set, also to its default."""
+    """The JSON of a /generate request. Every parameter that could narrow the support is set, also to its
+    default.
+    """
     return {
         "input_ids": request.prompt.tokens.tolist(),
         "sampling_params": {
@@ -114,7 +120,9 @@ def parse_completion(answer: dict[str, Any]) -> Completion:
         raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     if not tokens or len(logprobs) != len(tokens) or None in logprobs:
-        raise AsyncRLError(f"SGLang sent {len(tokens)} tokens with the logprobs {logprobs[:20]}: not one number for each")
+        raise AsyncRLError(
+            f"SGLang must send one logprob for each token, got {len(tokens)} tokens with {logprobs[:20]}"
+        )
     return Completion(
         tokens=np.array(tokens, dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),
@@ -134,14 +142,16 @@ def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntAr
         versions[span["start"] : covered] = int(span["version"])
     if covered != num_tokens:
         raise AsyncRLError(
-            f"SGLang's weight_versions must cover {num_tokens} tokens with whole-number versions, got {spans}. "
-            "SGLang 0.5.20 or newer reports them."
+            f"SGLang's weight_versions must cover {num_tokens} tokens with whole-number versions, "
+            f"got {spans}. SGLang 0.5.20 or newer reports them."
         )
     return versions
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:
-    """The text part of the model's config, the tokens that end an answer, whether there is a GPU to serve from."""
+    """The text part of the model's config, the tokens that end an answer, whether there is a GPU to serve
+    from.
+    """
     import torch
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

@@ -1,12 +1,14 @@
 """Import stand-ins that let the stock SGLang serve text on a host without triton, sgl_kernel or torchvision.
 
-SGLang imports these packages at module level, also where serving text on a CPU never uses them. A stand-in lets such
-code be imported: its names can be passed around (annotations, base classes, decorators, default values), and calling
-one raises MissingKernelError. It never computes anything, so it never computes a wrong number.
+SGLang imports these packages at module level, also where serving text on a CPU never uses them. A stand-in
+lets such code be imported: its names can be passed around (annotations, base classes, decorators, default
+values), and calling one raises MissingKernelError. It never computes anything, so it never computes a wrong
+number.
 
-A real package always wins: `install` makes a stand-in only where importing the real one fails (not installed, or
-built for a GPU this host lacks). Stand-ins live in the server's processes only; `rollout_server.launch` installs them
-at its top, which multiprocessing's spawn runs again in each child of the server before anything else.
+A real package always wins: `install` makes a stand-in only where importing the real one fails (not installed,
+or built for a GPU this host lacks). Stand-ins live in the server's processes only; `rollout_server.launch`
+installs them at its top, which multiprocessing's spawn runs again in each child of the server before anything
+else.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PACKAGES = ("triton", "sgl_kernel", "torchvision")
 
 _CURES = {
     "triton": "It runs on GPUs only: use --device cpu with a text model SGLang serves natively in torch",
-    "sgl_kernel": "On a GPU host install sglang-kernel; on CPU use --attention-backend torch_native and no quantization",
+    "sgl_kernel": "On a GPU install sglang-kernel; on CPU use --attention-backend torch_native",
     "torchvision": "Only image models need it: install the torchvision that fits the installed torch",
 }
 
@@ -67,7 +69,9 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """@triton.jit, bare or with options: the body may only run as a compiled kernel, so nothing of it is kept."""
+    """@triton.jit, bare or with options: the body may only run as a compiled kernel, so nothing of it is
+    kept.
+    """
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
@@ -120,8 +124,9 @@ class _Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = fullname.partition(".")
-        if package not in self.packages or fullname == "triton.knobs" or (package == "sgl_kernel" and submodule):
-            return None  # SGLang asks for these in try/except and does well without
+        has_fallback = fullname == "triton.knobs" or (package == "sgl_kernel" and submodule)
+        if package not in self.packages or has_fallback:
+            return None  # SGLang asks for those in try/except and does well without
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -146,7 +151,9 @@ def _is_usable(package: str) -> bool:
 
 
 def install(packages: Sequence[str] = PACKAGES) -> tuple[str, ...]:
-    """Make stand-ins for those `packages` that can't be imported here; return their names. Call before sglang."""
+    """Make stand-ins for those `packages` that can't be imported here; return their names. Call before
+    sglang.
+    """
     missing = tuple(package for package in packages if not _is_usable(package))
     if "sgl_kernel" in missing:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")

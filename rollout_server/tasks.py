@@ -1,8 +1,7 @@
 """Where prompts come from. A prompt's index alone determines it, in every process and in every run with the
 seed.
 
-Kinds of task: `reasoning_gym_task` (generated, scored by its own verifier) and `verl_files` (Parquet or
-JSONL).
+Kinds of task: `reasoning_gym_task` (generated, scored by its own verifier), `verl_files` (Parquet or JSONL).
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class Task(ABC):
             answer = question.solution or question.answer
             if not isinstance(answer, str):
                 raise ConfigError(
-                    f"{question.source} has no reference answer to learn from (got {answer!r}): it can't warm-start a "
-                    "model. Use another task for sft."
+                    f"{question.source} has no reference answer to learn from (got {answer!r}): it can't "
+                    "warm-start a model. Use another task for sft."
                 )
             tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
             pairs.append((prompt.tokens.tolist(), [*tokens, eos]))
@@ -98,7 +97,8 @@ class Task(ABC):
         """
         if self._tokenizer.chat_template:
             messages = list(question.messages)
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            template = self._tokenizer.apply_chat_template
+            return str(template(messages, tokenize=False, add_generation_prompt=True))
         return "\n".join(message["content"] for message in question.messages)
 
     def tokens_of(self, text: str) -> IntArray:
@@ -114,15 +114,17 @@ class Task(ABC):
         if self._config.long_prompts == "refuse":
             raise ConfigError(
                 f"a prompt of {question.source} has {length} tokens, task.max_prompt_tokens allows "
-                f"{self._config.max_prompt_tokens}. Raise it, or set task.long_prompts: skip. The prompt begins: "
-                f"{self.text_of(question)[:80]!r}"
+                f"{self._config.max_prompt_tokens}. Raise it, or set task.long_prompts: skip. The prompt "
+                f"begins: {self.text_of(question)[:80]!r}"
             )
         self.skipped_long += 1
         return False
 
     def _encode(self, question: Question, index: int) -> Prompt:
         text = self.text_of(question)
-        return Prompt(index=index, tokens=self.tokens_of(text), text=text, reference=question, source=question.source)
+        return Prompt(
+            index=index, tokens=self.tokens_of(text), text=text, reference=question, source=question.source
+        )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)

@@ -28,9 +28,11 @@ class VerlFilesTask(Task):
         super().__init__(config, tokenizer)
         self._train = self._read(Path(config.task.path))
         self.num_prompts = len(self._train)
-        self._eval = self._read(Path(config.task.eval_path)) if config.task.eval_path and config.eval.size else []
-        if config.eval.size and not config.task.eval_path:
-            warnings.warn("task.eval_path is not set: nothing is held out, no accuracy is measured", stacklevel=2)
+        self._eval: list[Question] = []
+        if config.eval.size and config.task.eval_path:
+            self._eval = self._read(Path(config.task.eval_path))
+        elif config.eval.size:
+            warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
         if not config.task.reward:
             for source in {question.source for question in (*self._train, *self._eval)}:
                 rule_for_source(source)
@@ -48,10 +50,9 @@ class VerlFilesTask(Task):
         rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(_rows(path))]
         questions = [question for question in rows if self.is_short_enough(question)]
         if not questions:
-            reason = "has no rows" if not rows else (
-                f"has {len(rows)} rows, all longer than task.max_prompt_tokens = {self._config.max_prompt_tokens}"
-            )
-            raise ConfigError(f"nothing left to use: {path} {reason}")
+            limit = self._config.max_prompt_tokens
+            reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""
+            raise ConfigError(f"nothing left to use: {path} has {len(rows)} rows{reason}")
         return questions
 
 
@@ -95,17 +96,22 @@ def _check_columns(found: dict[str, Any], where: str) -> None:
     if missing:
         raise ConfigError(
             f"{where}: needs the columns {', '.join(_NEEDED)} (verl's schema), lacks {', '.join(missing)}; "
-            f"found: {', '.join(found) or 'none'}. GSM8K's original files: `async-rl prepare gsm8k IN.jsonl OUT.parquet`"
+            f"found: {', '.join(found) or 'none'}. GSM8K's original files are converted by "
+            "`async-rl prepare gsm8k IN.jsonl OUT.parquet`"
         )
 
 
 def _question(row: dict[str, Any], where: str) -> Question:
     messages = row["prompt"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
+        raise ConfigError(
+            f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}"
+        )
     reward_model = row["reward_model"]
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(reward_model)[:120]}")
+        raise ConfigError(
+            f"{where}: reward_model must be {{style, ground_truth}}, got {str(reward_model)[:120]}"
+        )
     extra = dict(row.get("extra_info") or {})
     solution = extra.get("answer")
     return Question(

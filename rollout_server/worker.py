@@ -31,6 +31,7 @@ from rollout_server.rewards import Reward
 from rollout_server.tasks import Task
 
 REPORT_INTERVAL_S = 0.5
+_COUNTED = ("groups", "rollouts", "tokens", "failed")
 
 
 class Worker:
@@ -61,8 +62,8 @@ class Worker:
         self._eval_reports: list[Report] = []
         if config.rollout.top_p < 1:
             warnings.warn(
-                f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while behaviour logprobs "
-                "are those of the full one: importance ratios are biased. 1.0 is exact.",
+                f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the "
+                "behaviour logprobs are those of the full one: importance ratios are biased. 1.0 is exact.",
                 stacklevel=2,
             )
 
@@ -78,7 +79,8 @@ class Worker:
         try:
             while not self._stopping.is_set():
                 await asyncio.wait(
-                    (self._admitting, stopping), timeout=REPORT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                    (self._admitting, stopping), timeout=REPORT_INTERVAL_S,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
@@ -115,7 +117,7 @@ class Worker:
                         await self._group_finished.wait()
                     slots = await self._client.admit(room)
                     granted_s = time.monotonic()
-                    # All before the first starts: groups granted together reach the engine together, so runs repeat.
+                    # All of them first: groups granted together reach the engine together, so runs repeat.
                     prompts = await asyncio.to_thread(self._prompts, slots)
                     for slot, prompt in zip(slots, prompts, strict=True):
                         self._activity.enter()
@@ -162,8 +164,8 @@ class Worker:
             if isinstance(error, AsyncRLError):
                 raise
             raise WaitTimeoutError(
-                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the {self._config.rollout.engine} "
-                f"engine to answer group {request.group_id}"
+                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
+                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
             ) from None
         calls = [partial(self._score, request.prompt, completion.tokens) for completion in completions]
         return completions, await self._threads.run(calls)
@@ -176,14 +178,14 @@ class Worker:
         self._failures_in_a_row += 1
         limit = self._config.task.max_failures
         if self._failures_in_a_row >= limit:
-            raise RewardError(f"{limit} groups in a row failed (task.max_failures), the last with: {error}") from error
+            raise RewardError(
+                f"{limit} groups in a row failed (task.max_failures), the last with: {error}"
+            ) from error
         # Not granted again: the same prompt would most likely fail the same way.
         await self._client.fail(slot.group_id, str(error), requeue=False)
 
     def _see_version(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Starts the evaluation that a newly served version calls for; the driver does the first and the
-        last.
-        """
+        """Starts the evaluation that a newly served version calls for; the driver does the first and last."""
         before, self._version = self._version, max(self._version, version)
         if not self._eval_every or self._version >= self._config.run.steps:
             return
@@ -197,7 +199,7 @@ class Worker:
         """What happened since the last one."""
         counts, self._counts = self._counts, Counter()
         metrics = [
-            *(Metric(f"rollout/{key}", counts[key], "sum") for key in ("groups", "rollouts", "tokens", "failed")),
+            *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._activity.in_flight),
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
         ]
@@ -207,7 +209,8 @@ class Worker:
 def _rollout(completion: Completion, reward: float) -> Rollout:
     return Rollout(
         tokens=completion.tokens, logprobs=completion.logprobs, versions=completion.versions,
-        mask=np.ones(len(completion.tokens), dtype=np.bool_), reward=reward, finish_reason=completion.finish_reason,
+        mask=np.ones(len(completion.tokens), dtype=np.bool_), reward=reward,
+        finish_reason=completion.finish_reason,
     )
 
 

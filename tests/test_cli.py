@@ -127,7 +127,9 @@ def test_prepare_converts_the_original_gsm8k_file(tmp_path: Path, capsys: pytest
 
 
 def test_the_summary_is_a_table_of_what_was_measured() -> None:
-    text = format_summary({"accuracy_end": 0.8124, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6})
+    text = format_summary(
+        {"accuracy_end": 0.8124, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6}
+    )
     assert text.splitlines() == [
         "",
         "held-out accuracy, end   0.812",

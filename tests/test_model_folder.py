@@ -93,7 +93,9 @@ def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> N
 def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
         check_model_folder(tmp_path / "runs" / "sft" / "model")
-    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"):
+    with pytest.raises(
+        ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"
+    ):
         check_model_folder("Qwen/Qwen2.5-0.5B")
 
 

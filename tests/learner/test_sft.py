@@ -33,7 +33,7 @@ def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path:
     reports = list(train_sft(config_of(steps=80), copy_pairs(), tmp_path))
     assert [report.step for report in reports] == [20, 40, 60, 80]
     losses = [next(m.value for m in report.metrics if m.key == "sft/loss") for report in reports]
-    assert losses[0] > 1 and losses[-1] < 0.1
+    assert losses[-1] < 0.1 < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for prompt, answer in copy_pairs():
         predicted = model(input_ids=torch.tensor([prompt + answer])).logits[0].argmax(-1)
@@ -42,6 +42,13 @@ def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path:
         base_tokenizer(config_of(str(tmp_path)))("ab")["input_ids"]
         == character_tokenizer()("ab")["input_ids"]
     )
+
+
+def test_training_ends_at_the_target_loss(tmp_path: Path) -> None:
+    *_, last = train_sft(config_of(steps=400), copy_pairs(), tmp_path, target_loss=0.5)
+    assert 10 <= last.step < 100
+    assert 0.2 < next(m.value for m in last.metrics if m.key == "sft/loss") < 0.5
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
@@ -74,16 +81,18 @@ def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_padding_and_the_mi
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_the_learning_rate_warms_up_linearly_and_decays_as_a_cosine() -> None:
-    # 100 steps: 5 of warm-up, then half a cosine over 95.
-    assert [_lr_factor(i, 100) for i in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert _lr_factor(5 + 95 / 2, 100) == pytest.approx(0.5)
-    assert _lr_factor(100, 100) == pytest.approx(0.0)
-    assert _lr_factor(0, 1) == 1.0
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    # 1000 steps: 150 up, the last 200 down.
+    steps = (0, 74, 149, 150, 799, 800, 900, 999)
+    expected = [1 / 150, 0.5, 1, 1, 1, 1, 0.5, 1 / 200]
+    assert [_lr_factor(done, 1000) for done in steps] == pytest.approx(expected)
+    expected = [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.5]
+    assert [_lr_factor(done, 10) for done in range(10)] == pytest.approx(expected)
+    assert _lr_factor(0, 1) == 1
 
 
 def test_no_pairs_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no .prompt, answer. pairs"):
+    with pytest.raises(ConfigError, match=r"no \(prompt, answer\) pairs"):
         next(train_sft(config_of(), [], tmp_path))
 
 

@@ -69,7 +69,8 @@ def with_engine(config: Config, use: Callable[[HFEngine], Awaitable[Result]]) ->
 
 
 def recomputed_logprobs(
-    model: PreTrainedModel, request: GenerationRequest, completion: Completion, first: int = 0, cache: Any = None
+    model: PreTrainedModel, request: GenerationRequest, completion: Completion, first: int = 0,
+    cache: Any = None,
 ) -> np.ndarray:
     """Of the response's tokens from `first` on, by one forward of transformers over prompt and response. [T -
     first]
@@ -77,9 +78,10 @@ def recomputed_logprobs(
     sequence = torch.from_numpy(np.concatenate([request.prompt.tokens, completion.tokens])).long()
     skip = 0 if cache is None else cache.get_seq_length()
     with torch.no_grad():
-        logits = model(input_ids=sequence[None, skip:], past_key_values=cache, use_cache=cache is not None).logits[0]
+        output = model(input_ids=sequence[None, skip:], past_key_values=cache, use_cache=cache is not None)
     start = len(request.prompt.tokens) + first
-    logprobs = torch.log_softmax(logits[start - skip - 1 : -1].float() / request.temperature, dim=-1)
+    logits = output.logits[0, start - skip - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / request.temperature, dim=-1)
     return logprobs.gather(1, sequence[start:, None]).squeeze(1).numpy()
 
 

@@ -61,7 +61,8 @@ def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
 
 
 def test_tokens_are_drawn_with_the_probabilities_they_are_logged_with(folder: Path) -> None:
-    [group] = with_engine(config_for(folder), lambda engine: answers_of(engine, range(1), n=4000, max_tokens=1))
+    config = config_for(folder)
+    [group] = with_engine(config, lambda engine: answers_of(engine, range(1), n=4000, max_tokens=1))
     tokens = np.array([completion.tokens[0] for completion in group])
     for token in np.unique(tokens)[:5]:
         p = np.exp(group[int(np.argmax(tokens == token))].logprobs[0])
@@ -71,7 +72,8 @@ def test_tokens_are_drawn_with_the_probabilities_they_are_logged_with(folder: Pa
 def test_the_same_seed_repeats_exactly_and_another_does_not(folder: Path) -> None:
     config = config_for(folder)
     first, again, other = (
-        with_engine(config, lambda engine, seed=seed: answers_of(engine, range(10), seed=seed)) for seed in (1, 1, 2)
+        with_engine(config, lambda engine, seed=seed: answers_of(engine, range(10), seed=seed))
+        for seed in (1, 1, 2)
     )
     assert all(map(same_answers, first, again))
     assert not any(map(same_answers, first, other))
@@ -114,7 +116,7 @@ def test_weights_loaded_in_mid_answer_switch_tags_and_logprobs_at_one_token_boun
 
     async def update_inside(engine: HFEngine) -> list[Completion]:
         running = asyncio.create_task(engine.generate(request))
-        for _ in range(30):  # jobs run between tokens, one at a time: the answers are in the middle now
+        for _ in range(5):  # a token or more each
             await engine.between_tokens(lambda: None)
         await engine.pause()
         await engine.load_weights(dict(new.named_parameters()), version=1)
@@ -129,8 +131,8 @@ def test_weights_loaded_in_mid_answer_switch_tags_and_logprobs_at_one_token_boun
         assert completion.versions.tolist() == [0] * cut + [1] * (len(completion.tokens) - cut)
         before = recomputed_logprobs(old, request, completion)[:cut]
         np.testing.assert_allclose(completion.logprobs[:cut], before, atol=TOLERANCE)
-        # After the cut: new weights over the cache that the old ones filled. The token sampled last before the cut
-        # is the first one the new weights read.
+        # After the cut: new weights over the cache that the old ones filled. The last token before the cut is
+        # the first that the new weights read.
         known = torch.from_numpy(np.concatenate([request.prompt.tokens, completion.tokens[: cut - 1]])).long()
         with torch.no_grad():
             cache = old(input_ids=known[None], past_key_values=DynamicCache(), use_cache=True).past_key_values
@@ -181,7 +183,7 @@ def test_a_prompt_with_an_unknown_token_is_refused_by_number(folder: Path) -> No
     request = request_for(0)
     bad = dataclasses.replace(request.prompt, tokens=np.array([5, 100], dtype=np.int32))
     with pytest.raises(ValueError, match=r"0\.\.99, got \[5, 100\]"):
-        with_engine(config_for(folder), lambda engine: engine.generate(dataclasses.replace(request, prompt=bad)))
+        with_engine(config_for(folder), lambda e: e.generate(dataclasses.replace(request, prompt=bad)))
 
 
 def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: Path) -> None:
@@ -190,7 +192,8 @@ def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: P
             raise RuntimeError("out of memory, say")
 
         engine.model.forward = fail
-        first = await asyncio.gather(*(engine.generate(request_for(i)) for i in range(3)), return_exceptions=True)
+        at_once = (engine.generate(request_for(i)) for i in range(3))
+        first = await asyncio.gather(*at_once, return_exceptions=True)
         return [*first, *await asyncio.gather(engine.generate(request_for(4)), return_exceptions=True)]
 
     for error in with_engine(config_for(folder), break_it):

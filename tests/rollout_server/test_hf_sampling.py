@@ -44,5 +44,6 @@ def test_top_p_narrows_the_choice_and_leaves_the_logprobs() -> None:
 
 def test_a_token_of_zero_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-float("inf"), 0.0, -float("inf")]]).repeat(2, 1)
-    tokens, _ = sample_tokens(logits, torch.ones(2, 1), None, torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64))
+    drawn = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    tokens, _ = sample_tokens(logits, torch.ones(2, 1), None, drawn)
     assert tokens.tolist() == [1, 1]

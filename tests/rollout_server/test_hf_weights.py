@@ -38,8 +38,10 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
 
     async def push(engine: HFEngine) -> list[float]:
         running = asyncio.create_task(_keep_generating(engine))
-        arguments = ("-m", "tests.rollout_server.hf_publisher", transport, engine.url, str(folder), str(run_dir))
-        publisher = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=asyncio.subprocess.PIPE)
+        publisher = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.rollout_server.hf_publisher", transport, engine.url, str(folder),
+            str(run_dir), stderr=asyncio.subprocess.PIPE,
+        )
         _, errors = await publisher.communicate()
         assert publisher.returncode == 0, errors.decode()
         versions = await running
@@ -48,7 +50,8 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
         new = sharp_model("tiny-qwen2", 5).eval()
         completions = await engine.generate(request_for(4))
         assert all(set(c.versions.tolist()) == {3} for c in completions)
-        return [float(np.abs(c.logprobs - recomputed_logprobs(new, request_for(4), c)).max()) for c in completions]
+        expected = [recomputed_logprobs(new, request_for(4), c) for c in completions]
+        return [float(np.abs(c.logprobs - e).max()) for c, e in zip(completions, expected, strict=True)]
 
     return push
 
@@ -62,7 +65,7 @@ async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_the_learners_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
+def test_the_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
     assert max(with_engine(config_for(folder), push_by(transport, folder, tmp_path))) < 1e-4
 
 
@@ -73,7 +76,8 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(folder: Path, tmp
     async def break_off(engine: HFEngine) -> None:
         await post(engine, "/pause_generation", {"mode": "in_place"})
         await post(engine, "/begin_weight_update", {})
-        status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), "weight_version": "1"})
+        body = {"model_path": str(other), "weight_version": "1"}
+        status, _ = await post(engine, "/update_weights_from_disk", body)
         assert status == 200
         await post(engine, "/continue_generation", {})  # without /end_weight_update
         for completion in await engine.generate(request_for(1)):
@@ -94,14 +98,16 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     wrong.mkdir()
     save_file({"model.norm.weight": torch.ones(95)}, wrong / "a.safetensors")
 
+    from_disk = "/update_weights_from_disk"
+
     async def refused(engine: HFEngine) -> list[tuple[int, str]]:
         replies = [
-            await post(engine, "/update_weights_from_disk", {"model_path": str(partial)}),
+            await post(engine, from_disk, {"model_path": str(partial)}),
             await post(engine, "/pause_generation", {"mode": "abort"}),
             await post(engine, "/begin_weight_update", {}),
-            await post(engine, "/update_weights_from_disk", {"model_path": str(wrong)}),
-            await post(engine, "/update_weights_from_disk", {"model_path": str(tmp_path)}),
-            await post(engine, "/update_weights_from_disk", {"model_path": str(partial), "weight_version": "1"}),
+            await post(engine, from_disk, {"model_path": str(wrong)}),
+            await post(engine, from_disk, {"model_path": str(tmp_path)}),
+            await post(engine, from_disk, {"model_path": str(partial), "weight_version": "1"}),
             await post(engine, "/end_weight_update", {}),
         ]
         return [(status, reply["message"]) for status, reply in replies]

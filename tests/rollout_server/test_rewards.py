@@ -89,7 +89,8 @@ def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_the_next_one_is_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.math_checker.CHECK_TIMEOUT_S", 1.0)
-    assert math_verify("$\\boxed{9^{9^{9}}}$", "3") == 0  # evaluated, it would hold the interpreter lock for hours
+    # Evaluated, this holds the interpreter lock for hours.
+    assert math_verify("$\\boxed{9^{9^{9}}}$", "3") == 0
     assert math_verify("$\\boxed{9}$", "9") == 1
 
 
@@ -103,7 +104,8 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
 
 def prompt_about(answer: str) -> Prompt:
     question = Question(
-        messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"}, source="mine"
+        messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"},
+        source="mine",
     )
     tokens = np.array([5], dtype=np.int32)
     return Prompt(index=0, tokens=tokens, text="<q>How many?", reference=question, source="mine")
@@ -111,7 +113,8 @@ def prompt_about(answer: str) -> Prompt:
 
 def test_a_rule_is_named_in_the_config() -> None:
     def reward(name: str) -> float:
-        return open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=name)), None)(prompt_about("3"), "It is 3")
+        config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+        return open_reward(config, None)(prompt_about("3"), "It is 3")
 
     assert reward("gsm8k") == 0
     assert reward("gsm8k_flexible") == 1
@@ -120,7 +123,8 @@ def test_a_rule_is_named_in_the_config() -> None:
 def test_a_custom_function_gets_prompt_text_response_reference_and_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_rewards.py").write_text("def score(*arguments):\n    seen.append(arguments)\n    return 0.25\nseen = []\n")
+    code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
+    (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
     config = replace(CONFIG, task=replace(CONFIG.task, reward="my_rewards:score"))
     assert open_reward(config, None)(prompt_about("3"), "It is 3") == 0.25

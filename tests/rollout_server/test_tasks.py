@@ -49,7 +49,7 @@ def test_another_seed_trains_on_other_questions_and_holds_out_the_same() -> None
 
 
 def test_training_and_held_out_questions_are_disjoint_where_chance_would_overlap_them() -> None:
-    # 1-digit sums of two terms: 200 different questions, so 1000 random ones would hit each of 50 held-out ones.
+    # 1-digit sums of two terms: 200 different questions, so 1000 random ones hit each of 50 held-out ones.
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, size=1000), TOKENIZER)
     held_out = {p.text for p in task.eval_prompts(50)}
@@ -78,7 +78,7 @@ def test_the_own_verifier_gives_1_to_the_reference_and_less_to_nonsense(name: st
         question = prompt.reference
         assert task.verify(question, question.answer) == 1
         assert task.verify(question, f" {question.answer}\n") == 1
-        assert task.verify(question, f"I think <answer> 0 </answer> or <answer>{question.answer}</answer>.") == 1
+        assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.answer}</answer>.") == 1
         assert task.verify(question, "zzz") < 1
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_name_or_parameter_is_one_clear_error(task: dict[str, Any], mess
 
 
 def test_long_prompts_are_replaced_and_counted() -> None:
-    # The question has 49 characters before the word, and the template adds <sep>: words of 3..5 letters fit 55 tokens.
+    # The question has 49 characters before the word, the template adds <sep>: 55 tokens fit up to 5 letters.
     task = open_task(config_of(max_prompt_tokens=55), TOKENIZER)
     prompts = [task.prompt(i) for i in range(100)]
     assert max(len(p.tokens) for p in prompts) == 55
@@ -108,7 +108,7 @@ def test_long_prompts_are_replaced_and_counted() -> None:
 
 def test_a_long_prompt_is_refused_when_config_says_so() -> None:
     task = open_task(config_of(max_prompt_tokens=55, long_prompts="refuse"), TOKENIZER)
-    with pytest.raises(ConfigError, match="task.max_prompt_tokens allows 55"):
+    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens allows 55"):
         [task.prompt(i) for i in range(100)]
 
 

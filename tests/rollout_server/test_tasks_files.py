@@ -22,7 +22,9 @@ GSM8K = Path("/work/shared/data/gsm8k")
 def row_of(i: int, **changes: Any) -> dict[str, Any]:
     row = {
         "data_source": "openai/gsm8k",
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {i} + 1?"}],
+        "prompt": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {i} + 1?"},
+        ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
         "extra_info": {"index": i},
@@ -47,7 +49,7 @@ def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) 
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_rows_in_verls_schema_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suffix: str) -> None:
+def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suffix: str) -> None:
     config, task = opened(written(tmp_path / f"rows{suffix}", [row_of(i) for i in range(10)]))
     reward = open_reward(config, task)
     assert task.num_prompts == 10
@@ -77,7 +79,7 @@ def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix: str) -> None:
     path = written(tmp_path / f"rows{suffix}", [{"question": "?", "answer": "!", "prompt": "?"}])
-    with pytest.raises(ConfigError, match=r"lacks data_source, reward_model; found: question, answer, prompt"):
+    with pytest.raises(ConfigError, match="lacks data_source, reward_model; found: question, answer, prompt"):
         opened(path)
 
 
@@ -100,12 +102,12 @@ def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, 
     [
         ("a.jsonl", "{broken\n", "line 1: not JSON"),
         ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
-        ("a.jsonl", "", "nothing left to use.*has no rows"),
+        ("a.jsonl", "", "nothing left to use.*has 0 rows"),
         ("a.parquet", "no parquet", "can't be read as Parquet"),
         ("a.csv", "x", "must end in .parquet or .jsonl"),
     ],
 )
-def test_a_file_that_can_not_be_read_is_a_clear_error(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         opened(tmp_path / name)
@@ -121,9 +123,9 @@ def test_long_prompts_are_skipped_and_counted_refused_or_leave_nothing(tmp_path:
     path = written(tmp_path / "rows.jsonl", [row_of(0), long, row_of(2)])
     _, task = opened(path, max_prompt_tokens=60)
     assert (task.num_prompts, task.skipped_long) == (2, 1)
-    with pytest.raises(ConfigError, match="has 101 tokens, task.max_prompt_tokens allows 60"):
+    with pytest.raises(ConfigError, match=r"has 101 tokens, task\.max_prompt_tokens allows 60"):
         opened(path, max_prompt_tokens=60, long_prompts="refuse")
-    with pytest.raises(ConfigError, match="3 rows, all longer than task.max_prompt_tokens = 10"):
+    with pytest.raises(ConfigError, match=r"3 rows, all longer than task\.max_prompt_tokens = 10"):
         opened(path, max_prompt_tokens=10)
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config, EvalConfig, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig
+from async_rl.config import (
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    TaskConfig,
+    TimeoutsConfig,
+)
 from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.metrics import Report, reduce_metrics
 from async_rl.timeline import shares
@@ -169,7 +177,8 @@ def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_pat
     config = config_of(str(tmp_path))
 
     def run_once() -> list[tuple[Any, ...]]:
-        batches, _, _, _ = rolled_out(config, HFEngine(config, 0), lambda prompt, text: float(len(text)), steps=3)
+        engine = HFEngine(config, 0)
+        batches, _, _, _ = rolled_out(config, engine, lambda prompt, text: len(text) / 8, steps=3)
         return [
             (group.group_id, rollout.reward, rollout.tokens.tolist(), rollout.logprobs.tolist())
             for batch in batches for group in batch.groups for rollout in group.rollouts
@@ -200,8 +209,9 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
     def reward(prompt: Prompt, text: str) -> float:
         raise KeyError("no unit")
 
-    with pytest.raises(RewardError, match=r"5 groups in a row failed \(task.max_failures\), the last with: KeyError: 'no unit'"):
-        rolled_out(config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=3, shutdown_s=5)), EchoEngine(), reward)
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
+    with pytest.raises(RewardError, match=r"5 groups in a row failed .*, the last with: KeyError: 'no unit'"):
+        rolled_out(config, EchoEngine(), reward)
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_words() -> None:
@@ -209,7 +219,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_words() -> None:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise ProcessDiedError("rollout/0: the server ended with code -9")
 
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=3, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
     with pytest.raises(ProcessDiedError, match="code -9"):
         rolled_out(config, DyingEngine(), lambda prompt, text: 1.0)
 
@@ -220,8 +230,8 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
             await asyncio.sleep(60)
             return []
 
-    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, batch_s=3, shutdown_s=5))
-    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts.generate_s\) for the hf engine"):
+    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, batch_s=1, shutdown_s=5))
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* for the hf engine to answer group"):
         rolled_out(config, SilentEngine(), lambda prompt, text: 1.0)
 
 
@@ -239,7 +249,8 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 
     config = config_of(staleness=3)
     engine = CountingEngine()
-    rolled_out(replace(config, rollout=replace(config.rollout, concurrency=3)), engine, lambda p, t: 1.0, steps=4)
+    config = replace(config, rollout=replace(config.rollout, concurrency=3))
+    rolled_out(config, engine, lambda prompt, text: 1.0, steps=4)
     assert engine.most == 3
 
 

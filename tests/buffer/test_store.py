@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+
+from async_rl.errors import StalenessError, WireError
+from buffer.store import Store
+
+
+def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:
+    store = Store(max_staleness, prompts_per_step)
+    store.served(0)
+    return store
+
+
+def finish_all(store: Store, group_ids: list[int]) -> None:
+    for group_id in group_ids:
+        store.finish(group_id, b"%d" % group_id)
+
+
+def train(store: Store) -> list[int]:
+    batch = store.take(store.version)
+    assert batch is not None
+    store.trained(store.version + 1)
+    return [group.slot.group_id for group in batch.groups]
+
+
+def test_nothing_is_admitted_before_a_version_is_served() -> None:
+    store = Store(0, 2)
+    assert store.admit("rollout/0", 8, now_s=0.0) == []
+    store.served(0)
+    assert len(store.admit("rollout/0", 8, now_s=0.0)) == 2
+
+
+def test_at_bound_zero_batch_v_is_groups_vB_to_vB_plus_B_whatever_order_they_finish_in() -> None:
+    store = open_store(prompts_per_step=3)
+    for version in range(4):
+        slots = store.admit("rollout/0", 100, now_s=0.0)
+        ids = [slot.group_id for slot in slots]
+        assert ids == [slot.prompt_index for slot in slots] == list(range(3 * version, 3 * version + 3))
+        assert {slot.start_version for slot in slots} == {version}
+        finish_all(store, [ids[2], ids[0], ids[1]])
+        assert train(store) == ids
+        assert store.admit("rollout/0", 100, now_s=0.0) == []
+        store.served(version + 1)
+
+
+def test_slots_are_held_until_the_version_trained_on_them_is_served() -> None:
+    store = open_store(max_staleness=1)
+    finish_all(store, [slot.group_id for slot in store.admit("rollout/0", 4, 0.0)])
+    assert (store.capacity(), store.slots_held) == (0, 4)
+    train(store)
+    assert (store.capacity(), store.slots_held) == (0, 4)
+    train(store)
+    store.served(1)
+    assert (store.capacity(), store.slots_held) == (2, 2)
+    store.served(2)
+    assert (store.capacity(), store.slots_held) == (4, 0)
+
+
+def test_a_batch_is_handed_out_again_until_it_is_trained() -> None:
+    store = open_store()
+    finish_all(store, [0, 1] if store.admit("rollout/0", 2, 0.0) else [])
+    assert store.take(0) is store.take(0)
+    store.trained(1)
+    store.trained(1)
+    assert store.counters()["buffer/trained"] == 2
+    with pytest.raises(WireError, match="version: got 0, allowed 1, the batches trained so far"):
+        store.take(0)
+    assert store.take(1) is None
+
+
+def test_a_failed_group_frees_its_slot_and_only_on_demand_its_prompt_comes_again() -> None:
+    store = open_store()
+    store.admit("rollout/0", 2, 0.0)
+    store.fail(0, "reward raised", requeue=False)
+    assert [(s.group_id, s.prompt_index) for s in store.admit("rollout/0", 9, 0.0)] == [(2, 2)]
+    store.fail(1, "engine restarted", requeue=True)
+    assert [(s.group_id, s.prompt_index) for s in store.admit("rollout/0", 9, 0.0)] == [(3, 1)]
+    assert store.counters()["buffer/dropped_failed"] == 2
+    store.check_identity()
+
+
+def test_a_requeued_prompt_starts_at_the_version_served_then() -> None:
+    store = open_store(max_staleness=1)
+    store.admit("rollout/0", 4, 0.0)
+    finish_all(store, [0, 1])
+    train(store)
+    store.served(1)
+    store.fail(2, "engine restarted", requeue=True)
+    assert [(s.prompt_index, s.start_version) for s in store.admit("rollout/0", 1, 0.0)] == [(2, 1)]
+
+
+def test_an_abandoned_worker_loses_its_running_groups_and_nothing_else() -> None:
+    store = open_store(max_staleness=1)
+    store.admit("rollout/0", 2, 0.0)
+    store.admit("rollout/1", 2, 0.0)
+    finish_all(store, [2])
+    assert store.abandon("rollout/1") == 1
+    assert store.abandon("rollout/1") == 0
+    assert store.running_by_worker() == {"rollout/0": 2}
+    assert [s.prompt_index for s in store.admit("rollout/0", 9, 0.0)] == [3]
+    assert store.counters()["buffer/depth"] == 1
+
+
+def test_a_group_belongs_to_the_worker_it_was_granted_to() -> None:
+    store = open_store()
+    slots = store.admit("rollout/0", 1, 0.0)
+    assert store.running_slot(0, "rollout/0") == slots[0]
+    with pytest.raises(WireError, match="worker: got 'rollout/1', allowed 'rollout/0'"):
+        store.running_slot(0, "rollout/1")
+    with pytest.raises(WireError, match=r"group_id: got 7, allowed one that was granted \(1 so far\)"):
+        store.running_slot(7, "rollout/0")
+    store.finish(0, b"")
+    assert store.running_slot(0, "rollout/0") is None
+
+
+def test_versions_are_trained_in_turn_and_served_only_once_trained() -> None:
+    store = open_store()
+    with pytest.raises(WireError, match="version: got 1, allowed the next after 0; the learner holds no batch"):
+        store.trained(1)
+    with pytest.raises(WireError, match=r"version: got 1, allowed 0..0"):
+        store.served(1)
+    store.admit("rollout/0", 2, 0.0)
+    finish_all(store, [0, 1])
+    train(store)
+    store.served(1)
+    with pytest.raises(WireError, match=r"version: got 0, allowed 1..1"):
+        store.served(0)
+
+
+def test_what_is_left_at_the_end_is_dropped_as_shutdown_and_a_held_batch_stays_held() -> None:
+    store = open_store(max_staleness=2)
+    store.admit("rollout/0", 6, 0.0)
+    finish_all(store, [0, 1, 2])
+    store.take(0)
+    store.close()
+    counters = store.counters()
+    assert (counters["buffer/dropped_shutdown"], counters["buffer/held"], counters["buffer/running"]) == (4, 2, 0)
+
+
+def test_a_lost_group_is_found_by_the_account() -> None:
+    store = open_store()
+    store.admit("rollout/0", 2, 0.0)
+    del store._running[1]
+    with pytest.raises(StalenessError, match="2 groups were admitted, but the account is"):
+        store.close()
+
+
+def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.store.choose_batch", lambda finished, *_: sorted(i for _, i in finished)[-1:])
+    store = open_store(max_staleness=1, prompts_per_step=1)
+    store.admit("rollout/0", 2, 0.0)
+    finish_all(store, [0, 1])
+    train(store)
+    store.served(1)
+    store.admit("rollout/0", 1, 0.0)
+    finish_all(store, [2])
+    train(store)  # the wrong one: group 0 expires now
+    with pytest.raises(StalenessError, match="group 0, started at version 0, would be trained on at version 2"):
+        store.take(2)
+
+
+def test_the_description_says_what_a_batch_waits_for() -> None:
+    store = open_store(max_staleness=1)
+    store.admit("rollout/0", 1, now_s=100.0)
+    store.admit("rollout/1", 3, now_s=300.0)
+    store.fail(3, "reward raised ValueError", requeue=False)
+    assert store.describe(now_s=512.0) == (
+        "0 of 2 groups finished, 3 running (oldest 412 s, worker rollout/0), served version 0, "
+        "1 failed so far, the last one: reward raised ValueError"
+    )
+    store = open_store(max_staleness=1)
+    store.admit("rollout/0", 4, now_s=0.0)
+    finish_all(store, [0, 2])
+    train(store)
+    store.served(1)
+    store.admit("rollout/0", 4, now_s=5.0)
+    finish_all(store, [4, 5])
+    assert store.take(1) is None
+    assert store.describe(now_s=10.0) == (
+        "2 of 2 groups finished, 2 running (oldest 10 s, worker rollout/0), "
+        "2 of them expire by version 1 (first group 1), served version 1"
+    )

@@ -1,0 +1,63 @@
+"""What tests of several folders share: a model folder, and one SGLang server on it for the session."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+
+Result = TypeVar("Result")
+
+
+class EngineInThread:
+    """An engine with an event loop of its own, for tests that are plain functions."""
+
+    def __init__(self, config: Config, log_dir: Path) -> None:
+        from rollout_server.engine import open_engine
+
+        self.config = config
+        self.engine = open_engine(config, 0, log_dir)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.run(self.engine.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def sglang_config(model: Path, **rollout: Any) -> Config:
+    """Prompts and answers together fit the tiny models' positions exactly."""
+    return Config(
+        model=ModelConfig(path=str(model)),
+        task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=512),
+        rollout=RolloutConfig(engine="sglang", max_response_tokens=512, concurrency=32, **rollout),
+        learner=LearnerConfig(prompts_per_step=32),
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with a character tokenizer and decided opinions about the next token."""
+    from tests.rollout_server.hf_cases import save_sharp_model
+
+    return save_sharp_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+    """Serves `model_folder` at version 0 or, after a test that updates weights, at a later one."""
+    server = EngineInThread(sglang_config(model_folder), tmp_path_factory.mktemp("logs"))
+    server.run(server.engine.start())
+    yield server
+    server.close()

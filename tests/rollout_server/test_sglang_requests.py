@@ -1,0 +1,128 @@
+"""The pure parts of the SGLang engine: flags, requests, replies."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config, EvalConfig, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.server import command_line, free_port, server_flags
+from rollout_server.sglang_engine import parse_completion, request_body, token_versions
+from tests.rollout_server.hf_cases import request_for
+
+MODEL = SimpleNamespace(
+    max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=96,
+)
+
+
+def config(**rollout: Any) -> Config:
+    return Config(
+        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/x", max_prompt_tokens=100),
+        rollout=RolloutConfig(group_size=4, **({"max_response_tokens": 50} | rollout)),
+        learner=LearnerConfig(prompts_per_step=8), eval=EvalConfig(size=10, samples=2),
+    )
+
+
+def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
+    return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    whole = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-1.5, 7, None], [-2.0, 8, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    return {"output_ids": [7, 8], "meta_info": whole | meta}
+
+
+def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
+    # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation, of 100 + 50 tokens each
+    assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 150
+
+
+def test_the_kv_cache_takes_a_quarter_of_the_free_memory_at_most_and_one_rollout_at_least() -> None:
+    # a token takes 2 * 2 layers * 2 heads * 24 wide * 4 bytes = 768
+    assert flags(config(), free_memory_bytes=768 * 4 * 1000)["max-total-tokens"] == 1000
+    assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8
+
+
+def test_on_a_gpu_the_memory_fraction_rules_and_weights_are_bfloat16() -> None:
+    chosen = flags(config(mem_fraction=0.4), on_gpu=True)
+    assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
+    assert not {"max-total-tokens", "device"} & set(chosen)
+
+
+def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"must be at most 1024.*got 1100"):
+        flags(config(max_response_tokens=1000))
+
+
+def test_users_flags_win_but_for_those_the_pipeline_relies_on() -> None:
+    chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
+    assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
+    with pytest.raises(ConfigError, match="got port"):
+        flags(config(server_args={"port": 30000}))
+
+
+def test_flags_become_words_of_the_command_line() -> None:
+    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
+    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
+
+
+def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
+    body = request_body(request_for(0, n=3, temperature=0.7, max_tokens=9), [2, 5], "group-1")
+    expected = {"n": 3, "temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
+    full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert (expected | full_support).items() <= body["sampling_params"].items()
+    assert body["return_logprob"] and body["extra_key"] == "group-1"
+
+
+def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
+    completion = parse_completion(answer())
+    assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
+    assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
+    assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("finish", [{"type": "abort"}, {"type": "stop", "matched": "NaN happened"}])
+def test_an_answer_the_model_did_not_finish_is_an_error(finish: dict[str, str]) -> None:
+    with pytest.raises(AsyncRLError, match=str(next(iter(finish.values())))):
+        parse_completion(answer(finish_reason=finish))
+
+
+@pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
+def test_a_reply_without_a_number_for_each_token_is_an_error(logprobs: list[Any]) -> None:
+    with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
+        parse_completion(answer(output_token_logprobs=logprobs))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None, [], [{"version": "default", "start": 0, "end": 3}], [{"version": "1", "start": 0, "end": 2}],
+        [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}],
+    ],
+)
+def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> None:
+    with pytest.raises(AsyncRLError, match="cover 3 tokens with whole-number versions"):
+        token_versions(spans, 3)
+
+
+def test_importing_the_engine_imports_no_sglang() -> None:
+    code = "import sys, rollout_server.sglang_engine; assert not {'torch', 'sglang'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -105,7 +105,7 @@ def _sft(args: argparse.Namespace) -> int:
     target.mkdir(parents=True, exist_ok=True)
     config_copy.write_text(dump_config(config))  # first: a run cut short may be repeated
     pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
-    for report in train_sft(config, pairs, target):
+    for report in train_sft(config, pairs, target, config.sft.target_loss):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
         print(f"sft step {report.step}/{config.sft.steps}  {values}", flush=True)
     print(f"model saved in {target}")

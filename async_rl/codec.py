@@ -30,10 +30,11 @@ MAX_INT = 2**62
 MAX_NAME_CHARS = 200
 FINISH_REASONS = ("stop", "length")
 
-_GROUP_FIELDS = frozenset(
-    "schema group_id prompt_index start_version temperature prompt_tokens rollouts duration_s worker".split()
+_GROUP_FIELDS = (
+    "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "rollouts", "duration_s",
+    "worker",
 )
-_ROLLOUT_FIELDS = frozenset("tokens logprobs versions mask reward finish_reason".split())
+_ROLLOUT_FIELDS = ("tokens", "logprobs", "versions", "mask", "reward", "finish_reason")
 _WHOLE = object()
 _INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("bool")
 

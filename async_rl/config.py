@@ -61,7 +61,7 @@ class TaskConfig:
     """Groups failing in a row that end the run."""
 
     def __post_init__(self) -> None:
-        _check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "exactly one of task.name, task.path")
+        _check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "one of task.name and task.path")
         _check(
             not self.name or self.name.startswith("reasoning_gym/"),
             "task.name", self.name, "reasoning_gym/<dataset>", "Use task.path for a Parquet or JSONL file.",
@@ -178,7 +178,7 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         _check(self.prompts_per_step >= 1, "learner.prompts_per_step", self.prompts_per_step, "at least 1")
         _check(self.lr > 0, "learner.lr", self.lr, "above 0")
-        _check(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "learner.betas", self.betas, "two in [0, 1)")
+        _check(all(0 <= b < 1 for b in self.betas), "learner.betas", self.betas, "two numbers in [0, 1)")
         _check(self.weight_decay >= 0, "learner.weight_decay", self.weight_decay, "0 or more")
         _check(self.grad_clip > 0, "learner.grad_clip", self.grad_clip, "above 0")
         _check(self.warmup_steps >= 0, "learner.warmup_steps", self.warmup_steps, "0 or more")
@@ -242,8 +242,11 @@ class SftConfig:
     steps: int = 200
     batch_size: int = 128
     lr: float = 2e-3
+    target_loss: float = 0.0
+    """Ends early once the mean loss of the last steps, in nats a token, is below."""
 
     def __post_init__(self) -> None:
+        _check(self.target_loss >= 0, "sft.target_loss", self.target_loss, "0 (off) or more")
         _check(self.steps >= 1, "sft.steps", self.steps, "at least 1")
         _check(self.batch_size >= 1, "sft.batch_size", self.batch_size, "at least 1")
         _check(self.lr > 0, "sft.lr", self.lr, "above 0")
@@ -298,7 +301,6 @@ class Config:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
     def __post_init__(self) -> None:
-        n = self.rollouts_per_step
         needed = self.weight_sync.every_steps * self.learner.prompts_per_step
         _check(
             self.max_slots >= needed, "(staleness.max + 1) * learner.prompts_per_step", self.max_slots,
@@ -306,19 +308,19 @@ class Config:
             f"Otherwise the learner waits for ever. Set staleness.max >= {self.weight_sync.every_steps - 1} "
             f"or weight_sync.every_steps <= {self.staleness.max + 1}.",
         )
+        ranks, parts = self.placement.learner.ranks, self.algorithm.minibatches
         _check(
-            n >= self.algorithm.minibatches * self.placement.learner.ranks, "algorithm.minibatches",
-            self.algorithm.minibatches, f"at most rollouts per step / learner ranks = {n}/{self.placement.learner.ranks}",
+            self.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
+            f"at most {self.rollouts_per_step} rollouts per step / {ranks} learner ranks",
         )
         _check(
             self.algorithm.advantage != "grpo" or self.rollout.group_size >= 2, "rollout.group_size",
             self.rollout.group_size, "at least 2 with algorithm.advantage grpo", "Or set algorithm.advantage: gae.",
         )
-        longest = self.task.max_prompt_tokens + self.rollout.max_response_tokens
         _check(
-            self.learner.max_tokens_per_microbatch >= longest, "learner.max_tokens_per_microbatch",
+            self.learner.max_tokens_per_microbatch >= self.longest_tokens, "learner.max_tokens_per_microbatch",
             self.learner.max_tokens_per_microbatch,
-            f"at least task.max_prompt_tokens + rollout.max_response_tokens = {longest}",
+            f"at least task.max_prompt_tokens + rollout.max_response_tokens = {self.longest_tokens}",
         )
 
     @property
@@ -328,6 +330,11 @@ class Config:
     @property
     def rollouts_per_step(self) -> int:
         return self.learner.prompts_per_step * self.rollout.group_size
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of a prompt with its answer."""
+        return self.task.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def max_slots(self) -> int:

@@ -6,7 +6,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A setting, file or input the user gave can't work. Says what was wrong, the value, what is allowed, what to do."""
+    """A setting, file or input can't work. Says what was wrong, the value got, what is allowed, what to do."""
 
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):

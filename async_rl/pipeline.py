@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from async_rl.config import Config
@@ -47,14 +50,13 @@ def run(config: Config) -> dict[str, Any]:
         AsyncRLError: with a message for the user. ConfigError for what can't work, before anything starts.
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the processes have been stopped.
     """
-    check_model_folder(config.model.path)
+    check_model_folder(config.model.path, config.longest_tokens)
     check_disk(config)
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
     (run_dir / "config.yaml").write_text(dump_config(config))
-    log = RunLog(config)
-    log.logger.note(f"run directory: {run_dir}")
-    with _sigterm_as_interrupt(), _ray(config):
+    with _sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, _ray(config):
+        log.logger.note(f"run directory: {run_dir}")
         from async_rl.processes import ProcessGroup
 
         processes = ProcessGroup(run_dir)
@@ -66,7 +68,8 @@ def run(config: Config) -> dict[str, Any]:
             counters = _close_buffer(config, processes)
         finally:
             processes.stop(config.timeouts.shutdown_s)
-    summary = log.close(counters)
+        summary = log.summary(counters)
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw_learning_curve(run_dir)
     return summary
 
@@ -77,7 +80,7 @@ def _start(config: Config, processes: Any, log: RunLog) -> None:
 
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
-    log.logger.note(f"starting 1 buffer, {servers} rollout server(s) [{config.rollout.engine}], {ranks} learner rank(s)")
+    log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
     share = _gpus_per_process(config)
     buffer = processes.start("buffer", BufferProcess, config, max_concurrency=4)
     rollouts = {
@@ -122,7 +125,7 @@ def _train(config: Config, processes: Any, log: RunLog) -> None:
         for stream in ready:
             name = streams[stream]
             if name == "buffer":
-                processes.result(name, lambda ref=stream: ray.get(ref))
+                processes.result(name, partial(ray.get, stream))
                 raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail(name)}")
             try:
                 log.add(name, processes.result(name, lambda s=stream: ray.get(next(s))))
@@ -176,15 +179,12 @@ def _ray(config: Config) -> Iterator[None]:
     import ray
 
     joined = os.environ.get("RAY_ADDRESS", "")
-    size = {} if joined else {"num_cpus": 1 + config.placement.rollout.servers + config.placement.learner.ranks}
-    ray.init(
-        address=joined or "local",
-        include_dashboard=False if not joined else None,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=None if joined else 128 * 2**20,
-        **size,
-    )
+    own: dict[str, Any] = {
+        "include_dashboard": False,
+        "num_cpus": 1 + config.placement.rollout.servers + config.placement.learner.ranks,
+        "object_store_memory": 128 * 2**20,  # only reports travel through it
+    }
+    ray.init(address=joined or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if joined else own))
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 def dry_run(config: Config) -> str:
     """The resolved configuration and the sizes derived from it; starts nothing."""
-    check_model_folder(config.model.path)
+    check_model_folder(config.model.path, config.longest_tokens)
     placement = config.placement
     derived = {
         "rollouts per step": config.rollouts_per_step,
@@ -221,7 +221,7 @@ def dry_run(config: Config) -> str:
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.epochs * config.algorithm.minibatches,
         "rollouts per learner rank and step": config.rollouts_per_step / placement.learner.ranks,
-        "longest sequence, tokens": config.task.max_prompt_tokens + config.rollout.max_response_tokens,
+        "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
     }
     lines = [f"{key:<46} {value}" for key, value in derived.items()]

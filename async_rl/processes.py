@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ class ProcessGroup:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
-        self.actors[name] = ray.remote(cls).options(**options).remote(*args)
+        remote_class: Any = ray.remote(cls)
+        self.actors[name] = remote_class.options(**options).remote(*args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class ProcessGroup:
                     + "".join(self.log_tail(name) for name in pending.values())
                 )
             name = pending.pop(ready[0])
-            results[name] = self.result(name, lambda ref=ready[0]: ray.get(ref))
+            results[name] = self.result(name, partial(ray.get, ready[0]))
         return results
 
     def result(self, name: str, get: Callable[[], Any]) -> Any:

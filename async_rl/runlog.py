@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,13 @@ class RunLog:
             return (0.0, 0.0)
         return self.step_ends_s[0], self.step_ends_s[-1]
 
-    def close(self, buffer_counters: Values) -> dict[str, Any]:
-        """Write timeline.json and summary.json, end the logger, return the summary."""
+    def close(self) -> None:
+        """Write timeline.json and end the logger; also after a crash, for what there was until then."""
         write_chrome_trace(self.spans, self.run_dir / "timeline.json")
-        summary = self.summary(buffer_counters)
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.logger.close()
-        return summary
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
+        """What the run came to; a value that was not measured is left out or None."""
         start_s, end_s = self.window()
         counted = self.steps[1:]
 

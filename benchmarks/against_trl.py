@@ -45,11 +45,11 @@ def run_trl(config: Config, steps: int) -> dict[str, float]:
         lengths.extend(len(ids) for ids in columns["completion_ids"])
         return [reward(by_text[p], c) for p, c in zip(prompts, completions, strict=True)]
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        ends_s: list[float] = []
+    ends_s: list[float] = []
 
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.ends_s.append(time.time())
+            ends_s.append(time.time())
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -68,7 +68,7 @@ def run_trl(config: Config, steps: int) -> dict[str, float]:
             ),
         )
         trainer.train()
-    seconds = Clock.ends_s[-1] - Clock.ends_s[UNCOUNTED_STEPS - 1]
+    seconds = ends_s[-1] - ends_s[UNCOUNTED_STEPS - 1]
     rollouts = (steps - UNCOUNTED_STEPS) * config.rollouts_per_step
     return {"rollouts_per_s": rollouts / seconds, "tokens_per_rollout": sum(lengths) / len(lengths)}
 
@@ -104,8 +104,9 @@ def main() -> None:
         print(f"running {side}: {' '.join(command[1:])}", flush=True)
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         results[side] = json.loads(out.strip().splitlines()[-1])
-    base = results[next(iter(results))]["rollouts_per_s"]
-    print(f"\n| side | rollouts/s | against {next(iter(results))} | response tokens, mean |\n| --- | ---: | ---: | ---: |")
+    first = next(iter(results))
+    base = results[first]["rollouts_per_s"]
+    print(f"\n| side | rollouts/s | against {first} | response tokens, mean |\n| --- | ---: | ---: | ---: |")
     for side, result in results.items():
         rate = result["rollouts_per_s"]
         print(f"| {side} | {rate:.1f} | {rate / base:.2f} | {result['tokens_per_rollout']:.1f} |")

@@ -71,16 +71,14 @@ class LearnerClient:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _call(self, op: str, wait_s: float = 0.0, **fields: Any) -> Reply:
+    def _call(self, op: str, **fields: Any) -> Reply:
         request_id = next(self._ids)
-        if op == "take":
-            fields["wait_s"] = wait_s
         message = pack_request(op, request_id, **fields)
+        wait_s = fields.get("wait_s", 0.0)
         start_s = time.monotonic()
-        end_s = start_s + wait_s + self._timeouts.wire_s
-        while (now_s := time.monotonic()) < end_s:
+        for _ in range(ATTEMPTS):
             self._socket.send(message)
-            retry_s = min(end_s, now_s + wait_s + self._timeouts.wire_s / ATTEMPTS)
+            retry_s = time.monotonic() + wait_s + self._timeouts.wire_s / ATTEMPTS
             while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
                 reply = read_reply(self._socket.recv_multipart())
                 if reply.id == request_id:
@@ -131,9 +129,10 @@ class WorkerClient:
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
         """Gives up a running group: counted as failed, its slot is free. `requeue`: its prompt is granted again."""
+        sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
-            group_id=group_id, cause=reason[:MAX_CAUSE_CHARS], requeue=requeue,
+            group_id=group_id, cause=sendable[:MAX_CAUSE_CHARS], requeue=requeue,
         )
 
     async def close(self) -> None:

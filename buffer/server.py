@@ -29,6 +29,7 @@ from async_rl.types import RolloutGroup, Slot
 from buffer.store import Store
 from buffer.wire import (
     MAX_CAUSE_CHARS,
+    MAX_ERROR_CHARS,
     Request,
     batch_frames,
     pack_reply,
@@ -116,6 +117,7 @@ class BufferServer:
             raise WaitTimeoutError(
                 f"buffer: close waited {self._shutdown_s:.0f} s (timeouts.shutdown_s) for serve to return"
             )
+        self._serving.release()
         with self._lock:
             self._router.close(linger=0)
             self._context.term()
@@ -126,7 +128,8 @@ class BufferServer:
         return {**self._store.counters(), "buffer/refused": float(self._refused)}
 
     def _sleep_ms(self) -> int:
-        parked = [*self._admits.values(), *([self._take] if self._take else [])]
+        with self._lock:
+            parked = [*self._admits.values(), *([self._take] if self._take else [])]
         until_s = min((p.until_s for p in parked), default=float("inf"))
         return round(1000 * min(STOP_CHECK_S, max(0.0, until_s - time.monotonic()))) + 1
 
@@ -141,7 +144,7 @@ class BufferServer:
                     reply = self._handle(identity, frames)
                 except WireError as error:
                     self._refused += 1
-                    reply = pack_reply(read_request_id(frames), {}, str(error))
+                    reply = pack_reply(read_request_id(frames), {}, str(error)[:MAX_ERROR_CHARS])
             if reply is not None:
                 self._router.send_multipart([identity, reply])
 

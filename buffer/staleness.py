@@ -28,8 +28,8 @@ every d at once: if it fails the condition, every choice does, and waiting is ri
 
 No deadlock: a wait for a batch ends once all that runs has finished, for then the earliest B of the live groups leave
 max(0, live(d) - B) <= (d - v) B by (*). And there are B live groups, or else there is room to admit: of (M + 1) B slots
-at most (v - p) B are held by trained groups, and the learner waits with v - p < weight_sync.every_steps <= M + 1 (Config
-refuses anything else), which leaves at least B. Running groups wait for nobody but their engine.
+at most (v - p) B are held by trained groups, and the learner waits with v - p < weight_sync.every_steps <= M + 1
+(Config refuses anything else), which leaves at least B. Running groups wait for nobody but their engine.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Store:
         self.served_version: int | None = None
         self._next_group_id = 0
         self._next_prompt = 0
-        self._requeued: deque[int] = deque()
+        self._requeued: deque[int] = deque()  # prompts to grant before fresh ones
+        self._num_requeued = 0
         self._running: dict[int, Running] = {}
         self._finished: dict[int, Finished] = {}
         self._held: Taken | None = None
@@ -126,6 +127,7 @@ class Store:
         self._last_failure = cause
         if requeue:
             self._requeued.append(slot.prompt_index)
+            self._num_requeued += 1
 
     def abandon(self, worker: str) -> int:
         """The worker is gone: its running groups fail and their prompts are granted again. Returns their number."""
@@ -216,7 +218,9 @@ class Store:
             raise StalenessError(f"{self._admitted} groups were admitted, but the account is {accounted}")
 
     def counters(self) -> dict[str, float]:
-        """Groups, by what has become of them."""
+        """Numbers of groups. depth, running, held (by the learner) and slots_held are of now, the others since the start;
+        requeued ones are among the dropped.
+        """
         return {
             "buffer/depth": float(len(self._finished)),
             "buffer/running": float(len(self._running)),
@@ -226,7 +230,7 @@ class Store:
             "buffer/trained": float(self._trained),
             "buffer/dropped_failed": float(self._dropped["failed"]),
             "buffer/dropped_shutdown": float(self._dropped["shutdown"]),
-            "buffer/requeued": float(len(self._requeued)),
+            "buffer/requeued": float(self._num_requeued),
         }
 
     def describe(self, now_s: float) -> str:

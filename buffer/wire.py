@@ -21,6 +21,7 @@ from buffer.store import Taken
 LONG_POLL_S = 5.0
 """An `admit` or `take` that nothing can be given to is answered empty after this long, and asked again."""
 MAX_CAUSE_CHARS = 2000
+MAX_ERROR_CHARS = 2000
 
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
@@ -95,7 +96,7 @@ def read_reply(frames: list[bytes]) -> Reply:
     """
     fields = Fields(unpack(frames[0]), ("schema", "id", "error", "result"), "reply ")
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
-    error = fields.text("error", max_chars=10_000)
+    error = fields.text("error", MAX_ERROR_CHARS)
     return Reply(fields.integer("id", 0), error, fields.nested("result"), frames[1:])
 
 
@@ -108,7 +109,7 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
 
 
 def batch_frames(taken: Taken, counters: dict[str, float], limits: Limits) -> list[bytes]:
-    """The batch as it travels to the learner, and from its rank 0 to the others: nothing else is needed to decode it."""
+    """The batch as it travels to the learner, and from its rank 0 to the others; decodes by itself."""
     header = {
         "version": taken.version,
         "finished_versions": [group.finished_version for group in taken.groups],

@@ -116,7 +116,7 @@ class Learner:
             if not self._verified:
                 self._verify(batch)
                 self._verified = True
-            if self._client:
+            if self._client and self.version < self.config.run.steps:  # after the last step nobody may start
                 self._client.served(self.version)
         metrics = [
             Metric("time/push_s", report.seconds),

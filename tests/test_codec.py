@@ -100,7 +100,10 @@ F, I = np.float32, np.int32  # noqa: E741
         (with_rollout(tokens=np.arange(4, dtype=I)), r"rollouts\[1\].logprobs: 3 elements, allowed 4 "),
         (with_rollout(versions=np.full(2, 3, I)), r"rollouts\[1\].versions: 2 elements, allowed 3 "),
         (with_rollout(mask=np.ones(4, np.bool_)), r"rollouts\[1\].mask: 4 elements, allowed 3 "),
-        (with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)), r"rollouts\[1\].mask: got 2, allowed bytes 0 and 1"),
+        (
+            with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
+            r"\[1\].mask: got 2, allowed bytes 0 and 1",
+        ),
         (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rollouts\[1\].logprobs: got 0.5, allowed finite"),
         (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rollouts\[1\].logprobs: got nan"),
         (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rollouts\[1\].logprobs: got -inf"),

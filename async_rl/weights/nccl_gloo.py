@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
     Backend,
+    GroupName,
     PrefixStore,
     Store,
     _new_process_group_helper,
@@ -147,7 +148,7 @@ def join_group(
     """
     group, _ = _new_process_group_helper(
         world_size, rank, [], Backend(backend), PrefixStore(group_name, store),
-        group_name=group_name, timeout=datetime.timedelta(seconds=timeout_s),
+        group_name=GroupName(group_name), timeout=datetime.timedelta(seconds=timeout_s),
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group

@@ -48,7 +48,9 @@ def chosen_ages(state: State, bound: int, size: int) -> list[int] | None:
     batch = choose_batch(
         [(deadline(-age, bound), i) for i, age in enumerate(ages)],
         [deadline(-age, bound) for age, n in enumerate(running) for _ in range(n)],
-        0, bound, size,
+        0,
+        bound,
+        size,
     )
     return None if batch is None else [ages[i] for i in batch]
 

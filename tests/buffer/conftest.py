@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from buffer.client import LearnerClient
+from buffer.server import BufferServer
+from tests.buffer.made import make_config, serving
+from tests.buffer.running import TIMEOUTS
+
+
+@pytest.fixture
+def buffer() -> Iterator[BufferServer]:
+    with serving(make_config(max_staleness=0, prompts_per_step=4)) as server:
+        yield server
+
+
+@pytest.fixture
+def learner(buffer: BufferServer) -> Iterator[LearnerClient]:
+    client = LearnerClient(buffer.address, TIMEOUTS)
+    client.served(0)
+    yield client
+    client.close()
+
+

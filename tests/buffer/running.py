@@ -1,0 +1,93 @@
+"""Clients at work: one call of a worker, or a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import Config, TimeoutsConfig
+from async_rl.types import Batch, Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.server import BufferServer
+from buffer.wire import decode_batch
+from tests.buffer.made import make_group, make_rollout
+
+TIMEOUTS = TimeoutsConfig(wire_s=5.0, batch_s=20.0)
+QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)
+
+
+def with_worker(
+    address: str,
+    use: Callable[[WorkerClient], Coroutine[Any, Any, Any]],
+    name: str = "rollout/0",
+    timeouts: TimeoutsConfig = TIMEOUTS,
+) -> Any:
+    async def run() -> Any:
+        client = WorkerClient(address, name, timeouts)
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+async def put_all(worker: WorkerClient) -> None:
+    for slot in await worker.admit(100):
+        await worker.put(make_group(slot))
+
+
+def run_pipeline(server: BufferServer, config: Config, steps: int, workers: int) -> list[Batch]:
+    """A learner in this thread, workers with random durations in another; returns what was trained on."""
+    stop = threading.Event()
+    announced = [0]
+
+    async def one_worker(index: int) -> None:
+        rng = np.random.default_rng(index)
+        client = WorkerClient(server.address, f"rollout/{index}", config.timeouts)
+
+        async def one_group(slot: Slot) -> None:
+            await asyncio.sleep(float(rng.exponential(0.005)))
+            if rng.random() < 0.1:
+                await client.fail(slot.group_id, "drawn", requeue=bool(rng.random() < 0.5))
+                return
+            versions = np.array([slot.start_version, announced[0]], np.int32)
+            rollouts = tuple(make_rollout(2, versions=versions) for _ in range(config.rollout.group_size))
+            assert await client.put(make_group(slot, rollouts=rollouts))
+
+        running: set[asyncio.Task[None]] = set()
+        while not stop.is_set():
+            for slot in await client.admit(10):
+                running.add(asyncio.create_task(one_group(slot)))
+            done = {task for task in running if task.done()}
+            running -= done
+            await asyncio.gather(*done)
+        await asyncio.gather(*running)
+        await client.close()
+
+    async def all_workers() -> None:
+        await asyncio.gather(*(one_worker(i) for i in range(workers)))
+
+    producing = threading.Thread(target=lambda: asyncio.run(all_workers()))
+    producing.start()
+    learner = LearnerClient(server.address, config.timeouts)
+    learner.served(0)
+    batches = []
+    for version in range(steps):
+        batches.append(decode_batch(learner.take_raw(version)))
+        time.sleep(0.005)
+        learner.trained(version + 1)
+        announced[0] = version + 1
+        learner.served(version + 1)
+    stop.set()
+    producing.join()
+    learner.close()
+    return batches
+
+

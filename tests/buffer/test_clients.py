@@ -1,0 +1,208 @@
+"""Real sockets: one buffer and its two kinds of clients."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+import threading
+
+import pytest
+import zmq
+
+from async_rl.errors import AsyncRLError, WaitTimeoutError
+from async_rl.types import Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.server import BufferServer, fair_shares
+from tests.buffer.made import make_config, make_group, serving
+from tests.buffer.running import QUICK, TIMEOUTS, run_pipeline, with_worker
+
+
+def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer, learner: LearnerClient) -> None:
+    async def produce(worker: WorkerClient) -> list[Slot]:
+        slots = await worker.admit(100)
+        for slot in reversed(slots):
+            assert await worker.put(make_group(slot))
+        return slots
+
+    for version in range(3):
+        slots = with_worker(buffer.address, produce)
+        assert [slot.group_id for slot in slots] == list(range(4 * version, 4 * version + 4))
+        batch = learner.take(version)
+        assert batch.version == version and batch.finished_versions == (version,) * 4
+        assert [group.group_id for group in batch.groups] == [slot.group_id for slot in slots]
+        assert batch.groups[1].rollouts[1].tokens.tolist() == [0, 1, 2, 3]
+        assert batch.counters["buffer/held"] == 4 and batch.counters["buffer/slots_held"] == 4
+        learner.trained(version + 1)
+        learner.served(version + 1)
+    assert buffer.counters()["buffer/trained"] == 12
+
+
+def test_slots_freed_together_are_granted_in_one_answer(buffer: BufferServer, learner: LearnerClient) -> None:
+    async def run(worker: WorkerClient) -> tuple[list[Slot], list[Slot]]:
+        first = await worker.admit(100)
+        for slot in first:
+            await worker.put(make_group(slot))
+        parked = asyncio.create_task(worker.admit(100))
+        await asyncio.to_thread(learner.take, 0)
+        await asyncio.to_thread(learner.trained, 1)
+        assert not parked.done()
+        await asyncio.to_thread(learner.served, 1)
+        return first, await parked
+
+    first, second = with_worker(buffer.address, run)
+    assert [slot.group_id for slot in first + second] == list(range(8))
+    assert {slot.start_version for slot in second} == {1}
+
+
+def test_admission_waits_for_every_worker_and_shares_evenly() -> None:
+    async def both(address: str) -> list[list[Slot]]:
+        workers = [WorkerClient(address, f"rollout/{i}", TIMEOUTS) for i in range(2)]
+        early = asyncio.create_task(workers[0].admit(100))
+        await asyncio.sleep(0.05)
+        assert not early.done()
+        slots = await asyncio.gather(early, workers[1].admit(100))
+        for worker in workers:
+            await worker.close()
+        return slots
+
+    with serving(make_config(max_staleness=1, prompts_per_step=4, workers=2)) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+        assert [len(slots) for slots in asyncio.run(both(server.address))] == [4, 4]
+        learner.close()
+
+
+def test_shares_fill_up_whoever_has_the_fewest_running() -> None:
+    assert fair_shares(8, {"a": 100, "b": 100}, {}) == {"a": 4, "b": 4}
+    assert fair_shares(8, {"a": 100, "b": 100}, {"a": 6}) == {"a": 1, "b": 7}
+    assert fair_shares(8, {"a": 2, "b": 100}, {"b": 6}) == {"a": 2, "b": 6}
+    assert fair_shares(8, {"a": 1, "b": 2}, {}) == {"a": 1, "b": 2}
+    assert fair_shares(3, {"b": 9, "a": 9}, {}) == {"b": 2, "a": 1}
+
+
+def test_slots_granted_to_a_cancelled_admit_go_to_the_next_one(buffer: BufferServer) -> None:
+    async def run(worker: WorkerClient) -> list[Slot]:
+        cancelled = asyncio.create_task(worker.admit(4))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        learner = LearnerClient(buffer.address, TIMEOUTS)
+        await asyncio.to_thread(learner.served, 0)
+        learner.close()
+        return await worker.admit(4)
+
+    assert [slot.group_id for slot in with_worker(buffer.address, run)] == [0, 1, 2, 3]
+    assert buffer.counters()["buffer/admitted"] == 4
+
+
+def test_a_failed_or_abandoned_group_is_granted_to_another_worker(buffer: BufferServer, learner: LearnerClient) -> None:
+    async def fail_one(worker: WorkerClient) -> None:
+        slots = await worker.admit(4)
+        await worker.fail(slots[1].group_id, "engine restarted", requeue=True)
+        await worker.fail(slots[1].group_id, "engine restarted", requeue=True)
+        await worker.put(make_group(slots[0]))
+
+    with_worker(buffer.address, fail_one)
+    assert buffer.abandon("rollout/0") == 2
+    slots = with_worker(buffer.address, lambda worker: worker.admit(9), name="rollout/1")
+    assert [(slot.group_id, slot.prompt_index) for slot in slots] == [(4, 1), (5, 2), (6, 3)]
+    late = Slot(group_id=2, prompt_index=2, start_version=0)
+    assert with_worker(buffer.address, lambda worker: worker.put(make_group(late))) is False
+    assert buffer.counters()["buffer/dropped_failed"] == 3
+
+
+def test_the_learner_says_what_it_waited_for(buffer: BufferServer) -> None:
+    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, batch_s=0.1))
+    with pytest.raises(
+        WaitTimeoutError, match=r"waited 0 s for batch 0: 1 of 1 rollout workers have not asked"
+    ):
+        learner.take(0)
+    learner.served(0)
+    with_worker(buffer.address, lambda worker: worker.admit(3))
+    expected = (
+        r"^learner waited 0 s for batch 0: 0 of 4 groups finished, 3 running \(oldest 0 s, worker rollout/0\), "
+        r"served version 0$"
+    )
+    with pytest.raises(WaitTimeoutError, match=expected):
+        learner.take(0)
+    learner.close()
+
+
+def test_a_buffer_that_does_not_answer_is_named() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
+        slow = dataclasses.replace(TIMEOUTS, wire_s=0.2)
+        learner = LearnerClient(address, slow)
+        with pytest.raises(
+            WaitTimeoutError, match=rf"learner waited 0 s .* the buffer at {address} to answer `tra"
+        ):
+            learner.trained(1)
+        learner.close()
+        group = make_group(Slot(group_id=12, prompt_index=0, start_version=0))
+        with pytest.raises(
+            WaitTimeoutError, match=r"rollout/0 waited 0 s .* `put` \(group 12\), sent 4 times"
+        ):
+            with_worker(address, lambda worker: worker.put(group), timeouts=slow)
+
+
+def test_an_admit_without_capacity_returns_empty(buffer: BufferServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
+    assert with_worker(buffer.address, lambda worker: worker.admit(4)) == []
+
+
+def test_a_closed_client_ends_its_waits_with_an_error(buffer: BufferServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
+
+    async def run() -> None:
+        worker = WorkerClient(buffer.address, "rollout/0", QUICK)
+        waiting = asyncio.create_task(worker.admit(4))
+        await asyncio.sleep(0)
+        await worker.close()
+        with pytest.raises(AsyncRLError, match="rollout/0: the connection was closed before the answer to admit"):
+            await waiting
+
+    asyncio.run(run())
+
+
+def test_close_drops_the_rest_as_shutdown_and_waits_for_serve() -> None:
+    server = BufferServer(make_config(shutdown_s=0.1))
+    stop = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    learner = LearnerClient(server.address, TIMEOUTS)
+    learner.served(0)
+    learner.close()
+    with_worker(server.address, lambda worker: worker.admit(4))
+    with pytest.raises(WaitTimeoutError, match="buffer: close waited 0 s"):
+        server.close()
+    stop.set()
+    thread.join()
+    assert server.close()["buffer/dropped_shutdown"] == 4
+
+
+@pytest.mark.parametrize(("max_staleness", "workers"), [(0, 2), (1, 1), (3, 3)])
+def test_over_sockets_the_bound_holds_and_every_group_is_trained_once(
+    max_staleness: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.2)
+    config = make_config(max_staleness=max_staleness, prompts_per_step=8, workers=workers)
+    with serving(config) as server:
+        batches = run_pipeline(server, config, steps=30, workers=workers)
+        counters = server.counters()
+    groups = [(batch, group) for batch in batches for group in batch.groups]
+    assert len({group.group_id for _, group in groups}) == len(groups) == 240
+    assert max(batch.version - group.oldest_version for batch, group in groups) == max_staleness
+    assert all(
+        group.oldest_version <= finished <= batch.version
+        for batch in batches
+        for group, finished in zip(batch.groups, batch.finished_versions, strict=True)
+    )
+    assert counters["buffer/trained"] == 240 and counters["buffer/dropped_failed"] > 0
+
+
+def test_importing_the_buffer_needs_no_heavy_library() -> None:
+    code = (
+        "import sys, buffer.client, buffer.server; print([m for m in ('torch', 'ray', 'sglang') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

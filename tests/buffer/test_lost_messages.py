@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from buffer.client import LearnerClient, WorkerClient
+from buffer.server import BufferServer
+from tests.buffer.made import make_group
+from tests.buffer.running import QUICK, put_all, with_worker
+
+
+class LossyLink:
+    """Between one client and the buffer; swallows the first `lost` replies."""
+
+    def __init__(self, address: str, lost: int) -> None:
+        self.lost = lost
+        self.requests = 0
+        self._context = zmq.Context()
+        self._front = self._context.socket(zmq.ROUTER)
+        self._back = self._context.socket(zmq.DEALER)
+        self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
+        self._back.connect(address)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        poller.register(self._back, zmq.POLLIN)
+        identity = b""
+        while not self._stop.is_set():
+            ready = dict(poller.poll(20))
+            if self._front in ready:
+                identity, *frames = self._front.recv_multipart()
+                self.requests += 1
+                self._back.send_multipart(frames)
+            if self._back in ready:
+                frames = self._back.recv_multipart()
+                if self.lost:
+                    self.lost -= 1
+                else:
+                    self._front.send_multipart([identity, *frames])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def lossy(buffer: BufferServer) -> Iterator[LossyLink]:
+    link = LossyLink(buffer.address, lost=1)
+    yield link
+    link.close()
+
+
+def test_a_group_whose_acknowledgement_is_lost_is_stored_once(
+    buffer: BufferServer, learner: LearnerClient, lossy: LossyLink
+) -> None:
+    lossy.lost = 0
+
+    async def run(worker: WorkerClient) -> list[bool]:
+        slots = await worker.admit(4)
+        lossy.lost = 1
+        stored = [await worker.put(make_group(slots[0]))]
+        return [*stored, await worker.put(make_group(slots[1])), await worker.put(make_group(slots[1]))]
+
+    # The answer to the repeated request says that it was there already; so does the one to the repeated call.
+    assert with_worker(lossy.address, run, timeouts=QUICK) == [False, True, False]
+    counters = buffer.counters()
+    assert (counters["buffer/depth"], counters["buffer/running"], counters["buffer/refused"]) == (2, 2, 0)
+    assert lossy.requests == 5
+
+
+def test_slots_whose_answer_is_lost_are_granted_once(
+    buffer: BufferServer, learner: LearnerClient, lossy: LossyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.2)
+    slots = with_worker(lossy.address, lambda worker: worker.admit(3), timeouts=QUICK)
+    assert [slot.group_id for slot in slots] == [0, 1, 2]
+    assert buffer.counters()["buffer/admitted"] == 3
+
+
+def test_a_batch_whose_answer_is_lost_is_handed_out_again(
+    buffer: BufferServer, learner: LearnerClient, lossy: LossyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.2)
+    with_worker(buffer.address, put_all)
+    remote = LearnerClient(lossy.address, QUICK)
+    assert len(remote.take(0).groups) == 4
+    lossy.lost = 1
+    remote.trained(1)
+    lossy.lost = 1
+    remote.served(1)
+    remote.close()
+    assert (buffer.counters()["buffer/trained"], buffer.counters()["buffer/slots_held"]) == (4, 0)
+
+

@@ -1,0 +1,155 @@
+"""Real sockets: a buffer and peers that send rubbish."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from async_rl.codec import encode_group
+from async_rl.errors import WireError
+from async_rl.types import Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.server import BufferServer
+from buffer.wire import pack_request
+from tests.buffer.made import make_config, make_group, make_rollout, serving
+from tests.buffer.running import run_pipeline, with_worker
+
+
+def ask(address: str, frames: list[bytes]) -> dict[str, Any]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send_multipart(frames)
+        assert socket.poll(5000), "no answer"
+        reply: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
+        return reply
+
+
+def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
+    return [pack_request("put", 77, worker=worker), encode_group(make_group(slot, **changes))]
+
+
+FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
+OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
+OTHER_START = dataclasses.replace(FIRST, start_version=1)
+FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0, 1], np.int32)))}
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([b""], "message: 0 bytes"),
+        ([b"\xc1rubbish"], "message: 8 bytes starting b'\\xc1rubbish'"),
+        ([b"\x01"], "op: got 1, allowed one of admit"),
+        ([pack_request("explode", 77)], "op: got 'explode', allowed one of admit, put"),
+        ([pack_request("trained", 77)], "version: missing"),
+        ([pack_request("trained", 77, version="1")], "version: got '1', allowed an integer"),
+        ([pack_request("trained", 77, version=1)], "version: got 1, allowed the next after 0"),
+        ([pack_request("served", 77, version=5)], "version: got 5, allowed 0..0 (served..trained)"),
+        ([pack_request("take", 77, version=3, wait_s=0)], "version: got 3, allowed 0"),
+        ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1, allowed a finite number >= 0"),
+        ([pack_request("admit", 77, worker="w", max_groups=0, wait_s=0)], "max_groups: got 0"),
+        ([pack_request("admit", 77, worker="w" * 300, max_groups=1, wait_s=0)], "worker: got 'www"),
+        ([pack_request("fail", 77, worker="rollout/0", group_id=9, cause="", requeue=False)], "group_id: got 9"),
+        ([pack_request("fail", 77, worker="rollout/0", group_id=0, cause="", requeue=1)], "requeue: got 1"),
+        ([pack_request("put", 77, worker="rollout/0")], "message: 1 frames, allowed 2 for put"),
+        ([pack_request("put", 77, worker="rollout/0"), b"?"], "message: got 63, allowed a map"),
+        ([pack_request("put", 77, worker="rollout/0"), bytes(10**5)], "group: 100000 bytes, allowed at most"),
+        (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99, allowed one that was granted"),
+        (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1', allowed 'rollout/0'"),
+        (put_frames(OTHER_PROMPT), "prompt_index: got 3, allowed 0 as granted to group 0"),
+        (put_frames(OTHER_START), "start_version: got 1, allowed 0 as granted to group 0"),
+        (put_frames(FIRST, **FUTURE), "versions: got 1, allowed at most 0, the newest announced"),
+        (put_frames(FIRST, rollouts=(make_rollout(3),)), "rollouts: got a list of 1, allowed a list of 2..2"),
+    ],
+)
+def test_a_bad_message_is_refused_by_name_counted_and_harms_nobody(
+    buffer: BufferServer, learner: LearnerClient, frames: list[bytes], message: str
+) -> None:
+    slots = with_worker(buffer.address, lambda worker: worker.admit(4))
+    before = buffer.counters()
+    reply = ask(buffer.address, frames)
+    assert message in reply["error"], reply
+    assert buffer.counters() == {**before, "buffer/refused": 1}
+
+    async def put_granted(worker: WorkerClient) -> None:
+        for slot in slots:
+            assert await worker.put(make_group(slot))
+
+    with_worker(buffer.address, put_granted)
+    assert len(learner.take(0).groups) == 4
+
+
+def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
+    buffer: BufferServer, learner: LearnerClient
+) -> None:
+    async def run(worker: WorkerClient) -> bool:
+        slots = await worker.admit(1)
+        with pytest.raises(WireError, match=r"the buffer refused a message: versions: got 1, allowed at most 0"):
+            await worker.put(make_group(slots[0], **FUTURE))
+        return await worker.put(make_group(slots[0]))
+
+    assert with_worker(buffer.address, run) is True
+
+
+def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    frames = list(frames)
+    at = rng.randrange(len(frames))
+    data = bytearray(frames[at])
+    for _ in range(rng.randint(1, 5)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    if rng.random() < 0.1:
+        del data[rng.randrange(len(data)) :]
+    frames[at] = bytes(data)
+    if rng.random() < 0.05:
+        frames = rng.choice([frames[:1], frames * 2, frames[::-1], []])
+    return frames
+
+
+LAST_ID = 2**40  # no few mutations lead there
+
+
+def test_ten_thousand_mutated_messages_beside_a_run_leave_the_run_alone() -> None:
+    """The peer that sends them is a worker without slots, so that none of them can be valid."""
+    rng = random.Random(0)
+    originals = [
+        put_frames(dataclasses.replace(FIRST, group_id=2**40), worker="rubbish"),
+        [pack_request("fail", 5, worker="rubbish", group_id=2**40, cause="no cause", requeue=True)],
+        [pack_request("admit", 5, worker="rubbish", max_groups="many", wait_s=0.0)],
+        [pack_request("take", 5, version=2**40, wait_s=0.0)],
+        [pack_request("served", 5, version=2**40)],
+        [pack_request("trained", 5, version=2**40)],
+    ]
+    steps = 20
+
+    def send_rubbish(address: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 5000)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+            for _ in range(10_000):
+                socket.send_multipart(mutate(rng.choice(originals), rng) or [b""])
+            socket.send_multipart(
+                [pack_request("fail", LAST_ID, worker="rubbish", group_id=-1, cause="", requeue=False)]
+            )
+            last = None
+            while last != LAST_ID:
+                assert socket.poll(10_000), "the buffer stopped answering"
+                last = msgpack.unpackb(socket.recv_multipart()[0])["id"]
+
+    with serving(make_config(max_staleness=1)) as server:
+        peer = threading.Thread(target=send_rubbish, args=(server.address,))
+        peer.start()
+        trained = run_pipeline(server, make_config(max_staleness=1), steps=steps, workers=1)
+        peer.join()
+        assert [batch.version for batch in trained] == list(range(steps))
+        assert server.counters()["buffer/refused"] >= 10_000
+
+

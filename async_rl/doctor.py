@@ -77,7 +77,7 @@ def _sglang(engine: str) -> Check:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
-    code = "import rollout_server.launch, sglang.srt.entrypoints.http_server"
+    code = "from rollout_server import shims; shims.install(); import sglang.srt.entrypoints.http_server"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=SGLANG_IMPORT_TIMEOUT_S

@@ -218,8 +218,9 @@ class Store:
             raise StalenessError(f"{self._admitted} groups were admitted, but the account is {accounted}")
 
     def counters(self) -> dict[str, float]:
-        """Numbers of groups. depth, running, held (by the learner) and slots_held are of now, the others since the start;
-        requeued ones are among the dropped.
+        """Numbers of groups: depth, running, held (by the learner) and slots_held now, the others since the start.
+
+        Requeued ones are among the dropped.
         """
         return {
             "buffer/depth": float(len(self._finished)),

@@ -79,15 +79,17 @@ def run_pipeline(server: BufferServer, config: Config, steps: int, workers: int)
     learner = LearnerClient(server.address, config.timeouts)
     learner.served(0)
     batches = []
-    for version in range(steps):
-        batches.append(decode_batch(learner.take_raw(version)))
-        time.sleep(0.005)
-        learner.trained(version + 1)
-        announced[0] = version + 1
-        learner.served(version + 1)
-    stop.set()
-    producing.join()
-    learner.close()
+    try:
+        for version in range(steps):
+            batches.append(decode_batch(learner.take_raw(version)))
+            time.sleep(0.005)
+            learner.trained(version + 1)
+            announced[0] = version + 1
+            learner.served(version + 1)
+    finally:
+        stop.set()
+        producing.join()
+        learner.close()
     return batches
 
 

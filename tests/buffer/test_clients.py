@@ -99,8 +99,8 @@ def test_slots_granted_to_a_cancelled_admit_go_to_the_next_one(buffer: BufferSer
 def test_a_failed_or_abandoned_group_is_granted_to_another_worker(buffer: BufferServer, learner: LearnerClient) -> None:
     async def fail_one(worker: WorkerClient) -> None:
         slots = await worker.admit(4)
-        await worker.fail(slots[1].group_id, "engine restarted", requeue=True)
-        await worker.fail(slots[1].group_id, "engine restarted", requeue=True)
+        for _ in range(2):
+            await worker.fail(slots[1].group_id, "engine restarted at \ud83d", requeue=True)
         await worker.put(make_group(slots[0]))
 
     with_worker(buffer.address, fail_one)
@@ -192,7 +192,7 @@ def test_over_sockets_the_bound_holds_and_every_group_is_trained_once(
         counters = server.counters()
     groups = [(batch, group) for batch in batches for group in batch.groups]
     assert len({group.group_id for _, group in groups}) == len(groups) == 240
-    assert max(batch.version - group.oldest_version for batch, group in groups) == max_staleness
+    assert max(batch.version - group.oldest_version for batch, group in groups) <= max_staleness
     assert all(
         group.oldest_version <= finished <= batch.version
         for batch in batches

@@ -113,19 +113,20 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
     return frames
 
 
-LAST_ID = 2**40  # no few mutations lead there
+FAR = 0x1111_1111_1111_1111
+"""No five mutations make a small number of it."""
 
 
 def test_ten_thousand_mutated_messages_beside_a_run_leave_the_run_alone() -> None:
     """The peer that sends them is a worker without slots, so that none of them can be valid."""
     rng = random.Random(0)
     originals = [
-        put_frames(dataclasses.replace(FIRST, group_id=2**40), worker="rubbish"),
-        [pack_request("fail", 5, worker="rubbish", group_id=2**40, cause="no cause", requeue=True)],
+        put_frames(dataclasses.replace(FIRST, group_id=FAR), worker="rubbish"),
+        [pack_request("fail", 5, worker="rubbish", group_id=FAR, cause="no cause", requeue=True)],
         [pack_request("admit", 5, worker="rubbish", max_groups="many", wait_s=0.0)],
-        [pack_request("take", 5, version=2**40, wait_s=0.0)],
-        [pack_request("served", 5, version=2**40)],
-        [pack_request("trained", 5, version=2**40)],
+        [pack_request("take", 5, version=FAR, wait_s=0.0)],
+        [pack_request("served", 5, version=FAR)],
+        [pack_request("trained", 5, version=FAR)],
     ]
     steps = 20
 
@@ -137,10 +138,10 @@ def test_ten_thousand_mutated_messages_beside_a_run_leave_the_run_alone() -> Non
             for _ in range(10_000):
                 socket.send_multipart(mutate(rng.choice(originals), rng) or [b""])
             socket.send_multipart(
-                [pack_request("fail", LAST_ID, worker="rubbish", group_id=-1, cause="", requeue=False)]
+                [pack_request("fail", FAR, worker="rubbish", group_id=-1, cause="", requeue=False)]
             )
             last = None
-            while last != LAST_ID:
+            while last != FAR:
                 assert socket.poll(10_000), "the buffer stopped answering"
                 last = msgpack.unpackb(socket.recv_multipart()[0])["id"]
 

@@ -46,7 +46,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
     logged = steps(config.run_dir)
     assert [record["step"] for record in logged] == [1, 2, 3, 4]
     for record in logged:
-        assert record["mismatch/mean_abs"] < 1e-4
+        assert record.get("mismatch/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
         assert record["push/bytes"] > 0
     for file in ("config.yaml", "timeline.json", "summary.json", "learning_curve.png", "model/model.safetensors"):
         assert (config.run_dir / file).stat().st_size > 0, file

@@ -35,7 +35,7 @@ from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.errors import ProcessDiedError
-from async_rl.model_folder import check_disk, check_model_folder
+from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
 from async_rl.runlog import RunLog, new_run_dir
 
 WATCH_INTERVAL_S = 5.0
@@ -50,8 +50,7 @@ def run(config: Config) -> dict[str, Any]:
         AsyncRLError: with a message for the user. ConfigError for what can't work, before anything starts.
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the processes have been stopped.
     """
-    check_model_folder(config.model.path, config.longest_tokens)
-    check_disk(config)
+    check_inputs(config)
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
     (run_dir / "config.yaml").write_text(dump_config(config))
@@ -72,6 +71,16 @@ def run(config: Config) -> dict[str, Any]:
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw_learning_curve(run_dir)
     return summary
+
+
+def check_inputs(config: Config) -> None:
+    """Open what the user named, before any process starts: ConfigError for what can't be used."""
+    from rollout_server.rewards import open_reward
+    from rollout_server.tasks import open_task
+
+    check_model_folder(config.model.path, config.longest_tokens)
+    check_disk(config)
+    open_reward(config, open_task(config, load_tokenizer(config.model.path)))
 
 
 def _start(config: Config, processes: Any, log: RunLog) -> None:
@@ -211,7 +220,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 def dry_run(config: Config) -> str:
     """The resolved configuration and the sizes derived from it; starts nothing."""
-    check_model_folder(config.model.path, config.longest_tokens)
+    check_inputs(config)
     placement = config.placement
     derived = {
         "rollouts per step": config.rollouts_per_step,

@@ -65,7 +65,13 @@ class RolloutProcess:
         """Bring the engine up on version 0; returns the URL that weights are pushed to."""
         from async_rl.model_folder import load_tokenizer
         from rollout_server.engine import open_engine
+        from rollout_server.server import threads_per_process
         from rollout_server.tasks import open_task
+
+        if self._config.rollout.engine == "hf":  # SGLang computes in processes of its own
+            import torch
+
+            torch.set_num_threads(threads_per_process(self._config))
 
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = await asyncio.to_thread(open_task, self._config, self._tokenizer)
@@ -113,9 +119,10 @@ class LearnerProcess:
         import torch
 
         from learner.trainer import Learner
+        from rollout_server.server import threads_per_process
 
-        ranks, servers = self._config.placement.learner.ranks, self._config.placement.rollout.servers
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (ranks + servers)))
+        torch.set_num_threads(threads_per_process(self._config))
+        ranks = self._config.placement.learner.ranks
         self._learner = Learner(self._config, self._rank, ranks, *master, buffer_address, engine_urls)
 
     def run(self) -> Iterator[Report]:
@@ -194,10 +201,10 @@ class ProcessGroup:
 
     def stop(self, timeout_s: float) -> None:
         """End every process, politely within `timeout_s`, then by force."""
-        polite = {
-            name: actor.stop.remote() for name, actor in self.actors.items() if not name.startswith("learner")
-        }
-        ray.wait(list(polite.values()), num_returns=max(1, len(polite)), timeout=timeout_s)
+        stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
+        polite: list[Any] = [actor.stop.remote() for actor in stoppable]
+        if polite:
+            ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
         for actor in self.actors.values():
             ray.kill(actor)
         self.actors.clear()

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import yaml
 
+from learner.tiny_model import save_tiny_model
+
 ROOT = Path(__file__).parents[2]
 MARK = "ASYNC_RL_TEST_MARK"
 
@@ -20,7 +22,7 @@ MARK = "ASYNC_RL_TEST_MARK"
 def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on an untrained tiny model, small enough for a few seconds of work."""
     folder = tmp_path_factory.mktemp("smoke")
-    save_tiny_model("tiny-qwen2", folder / "model")
+    save_tiny_model("tiny-qwen2", folder / "model", seed=0)
     tree = {
         "run": {"name": "smoke", "dir": str(folder / "runs"), "steps": 4},
         "model": {"path": str(folder / "model")},
@@ -36,13 +38,6 @@ def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "smoke.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def save_tiny_model(name: str, folder: Path) -> None:
-    from learner.tiny_model import character_tokenizer, tiny_model
-
-    tiny_model(name, seed=0).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

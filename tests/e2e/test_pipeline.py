@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.configfile import load_config
 from async_rl.pipeline import run
-from tests.e2e.conftest import save_tiny_model
+from learner.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +55,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
 def test_a_llama_from_a_folder_trains_over_the_disk_transport_and_two_servers_of_the_hf_engine(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:
-    save_tiny_model("tiny-llama", tmp_path / "llama")
+    save_tiny_model("tiny-llama", tmp_path / "llama", seed=0)
     config = load_config(
         smoke_yaml,
         [

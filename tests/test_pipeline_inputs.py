@@ -1,0 +1,56 @@
+"""What the user named is opened before any process starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.errors import ConfigError
+from async_rl.pipeline import check_inputs, dry_run, run
+from learner.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("inputs") / "model"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return ModelConfig(path=str(folder))
+
+
+def config_of(model: ModelConfig, task: TaskConfig, tmp_path: Path) -> Config:
+    return Config(model=model, task=task, run=RunConfig(dir=str(tmp_path / "runs")))
+
+
+def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"question": ["1 + 1?"], "answer": ["2"]}), tmp_path / "rows.parquet")
+    config = config_of(model, TaskConfig(path=str(tmp_path / "rows.parquet")), tmp_path)
+    with pytest.raises(ConfigError, match="question"):
+        run(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_that_does_not_exist_is_refused_with_its_neighbours(model: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean chain_sum"):
+        dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sumz"), tmp_path))
+
+
+def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        check_inputs(config_of(model, task, tmp_path))
+
+
+def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConfig, tmp_path: Path) -> None:
+    text = dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path))
+    derived = dict(re.findall(r"^# (.*?)  +(\S+)$", text, re.MULTILINE))
+    assert derived["rollouts per step"] == "128"  # 16 prompts * 8 answers
+    assert derived["rollouts at the engines, at most"] == "128"  # staleness 0: no more than a step's
+    assert derived["longest sequence, tokens"] == "356"
+    assert not (tmp_path / "runs").exists()

@@ -1,6 +1,6 @@
 """Generation through the pipeline against a bare load of the same requests on the same server.
 
-    python -m benchmarks.generation configs/quickstart.yaml --groups 256 --rounds 3
+    python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3
 
 Bare: plain HTTP requests, as many at once as the pipeline keeps in flight, nothing parsed but JSON. Pipeline: the
 rollout worker with parsing, rewards and the ZMQ buffer, drained by a consumer that trains nothing. The two take turns
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import statistics
 import tempfile
@@ -26,26 +27,26 @@ from async_rl.configfile import load_config
 from async_rl.model_folder import load_tokenizer
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from rollout_server.engine import Engine, open_engine
+from rollout_server.engine import Engine, GenerationRequest, open_engine
 from rollout_server.rewards import open_reward
+from rollout_server.sglang_engine import request_body
 from rollout_server.tasks import Task, open_task
 from rollout_server.worker import Worker
+
+CACHE_KEYS = itertools.count()
 
 
 async def bare_seconds(config: Config, engine: Engine, task: Task, groups: int, first: int) -> float:
     """Time for `groups` requests sent straight to the server."""
     rollout = config.rollout
+    eos_tokens = [load_tokenizer(config.model.path).eos_token_id]
     gate = asyncio.Semaphore(rollout.concurrency)
-    sampling = {
-        "n": rollout.group_size, "max_new_tokens": rollout.max_response_tokens,
-        "temperature": rollout.temperature, "top_p": rollout.top_p,
-    }
-
     async def one(session: aiohttp.ClientSession, index: int) -> None:
-        body = {
-            "input_ids": task.prompt(index).tokens.tolist(), "sampling_params": sampling, "return_logprob": True,
-            "extra_key": f"bare-{index}",
-        }
+        request = GenerationRequest(
+            group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
+            max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
+        )
+        body = request_body(request, eos_tokens, f"bare-{next(CACHE_KEYS)}")
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
             answers = await reply.json()
             assert len(answers) == rollout.group_size
@@ -114,7 +115,7 @@ async def measure(config: Config, groups: int, rounds: int) -> dict[str, list[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--groups", type=int, default=256, help="a multiple of learner.prompts_per_step")
+    parser.add_argument("--groups", type=int, default=1024, help="a multiple of learner.prompts_per_step; many, so that starting up does not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()

@@ -34,7 +34,7 @@ NIGHTLY = [
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
     "python -m benchmarks.side_by_side configs/quickstart.yaml --staleness 0,4 run.steps=100",
-    "python -m benchmarks.generation configs/quickstart.yaml --groups 256 --rounds 3",
+    "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
 ]
 ELSEWHERE = {
     "make test": "CI runs it",

@@ -115,7 +115,7 @@ async def measure(config: Config, groups: int, rounds: int) -> dict[str, list[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--groups", type=int, default=1024, help="a multiple of learner.prompts_per_step; many, so that starting up does not count")
+    parser.add_argument("--groups", type=int, default=1024, help="a multiple of learner.prompts_per_step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()

@@ -83,7 +83,9 @@ class RunLog:
         return self.step_ends_s[0], self.step_ends_s[-1]
 
     def close(self) -> None:
-        """Write timeline.json and end the logger; also after a crash, for what there was until then."""
+        """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
+        while self._pending:
+            self._close_step(*self._pending.pop(0))
         write_chrome_trace(self.spans, self.run_dir / "timeline.json")
         self.logger.close()
 

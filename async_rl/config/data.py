@@ -1,0 +1,86 @@
+"""The sections that say what is rolled out and what is handed to the learner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_rl.config.check import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    name: str = ""
+    """`reasoning_gym/<dataset>`; or empty when `path` names a file."""
+    path: str = ""
+    """Parquet or JSONL file in verl's schema."""
+    eval_path: str = ""
+    """Held-out file; for reasoning_gym the held-out set is generated and disjoint from the training set."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Passed to the reasoning_gym dataset."""
+    size: int = 10_000
+    """Training prompts to generate (reasoning_gym only)."""
+    reward: str = ""
+    """Empty: the task's own verifier. Else gsm8k | gsm8k_flexible | math_verify | package.module:function."""
+    max_prompt_tokens: int = 512
+    long_prompts: Literal["skip", "refuse"] = "skip"
+    """A prompt over max_prompt_tokens is skipped and counted, or refused at start."""
+    max_failures: int = 20
+    """Groups failing in a row that end the run."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "one of task.name and task.path")
+        check(
+            not self.name or self.name.startswith("reasoning_gym/"),
+            "task.name", self.name, "reasoning_gym/<dataset>", "Use task.path for a Parquet or JSONL file.",
+        )
+        check(self.max_prompt_tokens >= 1, "task.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
+        check(self.size >= 1, "task.size", self.size, "at least 1")
+        check(self.max_failures >= 1, "task.max_failures", self.max_failures, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    engine: Literal["sglang", "hf"] = "sglang"
+    group_size: int = 8
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased (a warning says so)."""
+    concurrency: int = 256
+    """Rollout groups one worker keeps in flight at most; admission may keep fewer."""
+    mem_fraction: float = 0.6
+    """SGLang's --mem-fraction-static on GPUs."""
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Further SGLang flags, e.g. {max-running-requests: 512}."""
+
+    def __post_init__(self) -> None:
+        check(self.group_size >= 1, "rollout.group_size", self.group_size, "at least 1")
+        check(self.max_response_tokens >= 1, "rollout.max_response_tokens", self.max_response_tokens, "at least 1")
+        check(self.temperature > 0, "rollout.temperature", self.temperature, "above 0",
+               "Greedy rollouts have no spread to learn from.")
+        check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        check(self.concurrency >= 1, "rollout.concurrency", self.concurrency, "at least 1")
+        check(0 < self.mem_fraction < 1, "rollout.mem_fraction", self.mem_fraction, "in (0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    max: int = 0
+    """No token older than this many versions is trained on. 0: strict synchrony; 1..N: overlap."""
+
+    def __post_init__(self) -> None:
+        check(self.max >= 0, "staleness.max", self.max, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every_steps: int = 0
+    """Held-out evaluation beside training every so many versions; 0: only at start and end."""
+    size: int = 256
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 0, "eval.every_steps", self.every_steps, "0 or more")
+        check(self.size >= 0, "eval.size", self.size, "0 (no evaluation) or more")
+        check(self.samples >= 1, "eval.samples", self.samples, "at least 1")

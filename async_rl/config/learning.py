@@ -1,0 +1,113 @@
+"""The sections that say what is trained, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from async_rl.config.check import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str
+    """Folder of a Hugging Face causal LM (config.json, safetensors, tokenizer)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig:
+    low: float = 0.2
+    high: float = 0.28
+    dual: float = 3.0
+    """Dual clip: bounds the loss of a negative-advantage token at dual * |A|. 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        check(0 < self.low <= 1, "algorithm.clip.low", self.low, "in (0, 1]")
+        check(self.high > 0, "algorithm.clip.high", self.high, "above 0")
+        check(self.dual == 0 or self.dual > 1, "algorithm.clip.dual", self.dual, "0 (off) or above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    kind: Literal["auto", "none", "token_tis"] = "auto"
+    """auto: none at staleness.max 0, token_tis above."""
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        check(self.cap > 0, "algorithm.correction.cap", self.cap, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    advantage: Literal["grpo", "gae"] = "grpo"
+    """grpo: group-normalised reward, no critic. gae: PPO with a separate critic."""
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    epochs: int = 1
+    minibatches: int = 1
+    """Optimizer steps per batch are epochs * minibatches."""
+
+    def __post_init__(self) -> None:
+        check(0 < self.gamma <= 1, "algorithm.gamma", self.gamma, "in (0, 1]")
+        check(0 <= self.lam <= 1, "algorithm.lam", self.lam, "in [0, 1]")
+        check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
+        check(self.minibatches >= 1, "algorithm.minibatches", self.minibatches, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    path: str = ""
+    """Empty: starts from model.path with a fresh value head."""
+    lr: float = 1e-5
+    warmup_steps: int = 0
+    """Steps that train the critic alone before the policy moves."""
+    value_clip: float = 0.2
+    """0 turns value clipping off."""
+
+    def __post_init__(self) -> None:
+        check(self.lr > 0, "critic.lr", self.lr, "above 0")
+        check(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "0 or more")
+        check(self.value_clip >= 0, "critic.value_clip", self.value_clip, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    prompts_per_step: int = 16
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_tokens_per_microbatch: int = 16_384
+    """Padded tokens (sequences * longest) one forward/backward holds."""
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    """Linear learning-rate warm-up, in optimizer steps."""
+
+    def __post_init__(self) -> None:
+        check(self.prompts_per_step >= 1, "learner.prompts_per_step", self.prompts_per_step, "at least 1")
+        check(self.lr > 0, "learner.lr", self.lr, "above 0")
+        check(all(0 <= b < 1 for b in self.betas), "learner.betas", self.betas, "two numbers in [0, 1)")
+        check(self.weight_decay >= 0, "learner.weight_decay", self.weight_decay, "0 or more")
+        check(self.grad_clip > 0, "learner.grad_clip", self.grad_clip, "above 0")
+        check(self.warmup_steps >= 0, "learner.warmup_steps", self.warmup_steps, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    base: str = "tiny-qwen2"
+    """tiny-qwen2 | tiny-llama (built from config with a character tokenizer), or a Hugging Face folder."""
+    steps: int = 200
+    batch_size: int = 128
+    lr: float = 2e-3
+    target_loss: float = 0.0
+    """Ends early once the mean loss of the last steps, in nats a token, is below."""
+
+    def __post_init__(self) -> None:
+        check(self.target_loss >= 0, "sft.target_loss", self.target_loss, "0 (off) or more")
+        check(self.steps >= 1, "sft.steps", self.steps, "at least 1")
+        check(self.batch_size >= 1, "sft.batch_size", self.batch_size, "at least 1")
+        check(self.lr > 0, "sft.lr", self.lr, "above 0")

@@ -1,0 +1,90 @@
+"""The sections that say where it runs and how its processes talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from async_rl.config.check import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str = "run"
+    dir: str = "runs"
+    seed: int = 0
+    steps: int = 100
+    """Learner steps (batches) to take in this run."""
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "run.steps", self.steps, "at least 1")
+        check(bool(self.name) and "/" not in self.name, "run.name", self.name, "a folder name without '/'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
+    """auto: gloo on CPU, nccl where learner and servers have GPUs of their own, disk where they share one."""
+    every_steps: int = 1
+    bucket_bytes: int = 512 * 2**20
+    verify: bool = True
+    """After the first push, compare the server's logprobs of a probe text with the learner's."""
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 1, "weight_sync.every_steps", self.every_steps, "at least 1")
+        check(self.bucket_bytes >= 1024, "weight_sync.bucket_bytes", self.bucket_bytes, "at least 1024")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerPlacement:
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.ranks >= 1, "placement.learner.ranks", self.ranks, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlacement:
+    servers: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.servers >= 1, "placement.rollout.servers", self.servers, "at least 1")
+        check(self.tp >= 1, "placement.rollout.tp", self.tp, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    learner: LearnerPlacement = field(default_factory=LearnerPlacement)
+    rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online when the user is logged in, else off."""
+    project: str = "async-rl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutsConfig:
+    """One per named wait, in seconds."""
+
+    server_start_s: float = 600.0
+    join_s: float = 120.0
+    """Processes finding each other: torch.distributed, weight group, buffer."""
+    generate_s: float = 1800.0
+    """One group at the engine."""
+    reward_s: float = 30.0
+    """One call of the reward function."""
+    batch_s: float = 1800.0
+    """The learner waiting for a batch."""
+    push_s: float = 300.0
+    """One weight push."""
+    wire_s: float = 30.0
+    """One request to the buffer."""
+    shutdown_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            check(getattr(self, name) > 0, f"timeouts.{name}", getattr(self, name), "above 0")

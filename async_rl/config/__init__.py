@@ -6,12 +6,14 @@ Importing this package imports neither torch, ray nor sglang.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from async_rl.config.check import check
+from async_rl.config.combinations import check_combinations
 from async_rl.config.data import (
+    BufferConfig,
     EvalConfig,
     RolloutConfig,
     StalenessConfig,
@@ -38,6 +40,7 @@ from async_rl.config.system import (
 
 __all__ = [
     "AlgorithmConfig",
+    "BufferConfig",
     "ClipConfig",
     "Config",
     "CorrectionConfig",
@@ -66,6 +69,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -77,27 +81,7 @@ class Config:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
     def __post_init__(self) -> None:
-        needed = self.weight_sync.every_steps * self.learner.prompts_per_step
-        check(
-            self.max_slots >= needed, "(staleness.max + 1) * learner.prompts_per_step", self.max_slots,
-            f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
-            f"Otherwise the learner waits for ever. Set staleness.max >= {self.weight_sync.every_steps - 1} "
-            f"or weight_sync.every_steps <= {self.staleness.max + 1}.",
-        )
-        ranks, parts = self.placement.learner.ranks, self.algorithm.minibatches
-        check(
-            self.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
-            f"at most {self.rollouts_per_step} rollouts per step / {ranks} learner ranks",
-        )
-        check(
-            self.algorithm.advantage != "grpo" or self.rollout.group_size >= 2, "rollout.group_size",
-            self.rollout.group_size, "at least 2 with algorithm.advantage grpo", "Or set algorithm.advantage: gae.",
-        )
-        check(
-            self.learner.max_tokens_per_microbatch >= self.longest_tokens, "learner.max_tokens_per_microbatch",
-            self.learner.max_tokens_per_microbatch,
-            f"at least task.max_prompt_tokens + rollout.max_response_tokens = {self.longest_tokens}",
-        )
+        check_combinations(self)
 
     @property
     def run_dir(self) -> Path:
@@ -113,9 +97,19 @@ class Config:
         return self.task.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def fresh_per_step(self) -> int:
+        """Rollout groups of a batch, at least, that no batch held before: F of buffer/staleness.py."""
+        return math.ceil(self.buffer.fresh_fraction * self.learner.prompts_per_step)
+
+    @property
     def max_slots(self) -> int:
         """Rollout groups admitted and not yet superseded by served weights (design.md section 5)."""
-        return (self.staleness.max + 1) * self.learner.prompts_per_step
+        return (self.staleness.max + 1) * self.fresh_per_step
+
+    @property
+    def drops_zero_variance(self) -> bool:
+        """Only where a group's advantages are its rewards against its own mean: equal ones are all zero."""
+        return self.algorithm.filter_zero_variance and self.algorithm.advantage == "grpo"
 
     @property
     def correction_kind(self) -> Literal["none", "token_tis"]:

@@ -68,9 +68,27 @@ class RolloutConfig:
 class StalenessConfig:
     max: int = 0
     """No token older than this many versions is trained on. 0: strict synchrony; 1..N: overlap."""
+    mode: Literal["bounded", "exact"] = "bounded"
+    """bounded: what a user runs. exact: staleness is exactly `max` from batch `max` on, to isolate the algorithm's
+    effect; its utilisation is not the trade-off's."""
+    late: Literal["wait", "drop", "mask"] = "wait"
+    """A group that would miss its deadline: wait for it; drop it and grant its prompt again (biased to short answers);
+    or train on it with the tokens that are too old masked."""
 
     def __post_init__(self) -> None:
         check(self.max >= 0, "staleness.max", self.max, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    max_uses: int = 1
+    """Batches a rollout group may be in, all of them within the bound."""
+    fresh_fraction: float = 1.0
+    """Share of a batch, at least, that no batch held before; the rest are groups used before, as far as there are."""
+
+    def __post_init__(self) -> None:
+        check(self.max_uses >= 1, "buffer.max_uses", self.max_uses, "at least 1")
+        check(0 < self.fresh_fraction <= 1, "buffer.fresh_fraction", self.fresh_fraction, "in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)

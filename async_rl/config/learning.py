@@ -46,6 +46,9 @@ class AlgorithmConfig:
     """grpo: group-normalised reward, no critic. gae: PPO with a separate critic."""
     gamma: float = 1.0
     lam: float = 0.95
+    filter_zero_variance: bool = True
+    """Groups of equal rewards, which teach a group-normalised advantage nothing, are dropped and counted. Such groups
+    one after another with the same reward (a solved task, or a hopeless one) end the run. gae keeps them all."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     epochs: int = 1

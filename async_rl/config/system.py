@@ -25,6 +25,9 @@ class RunConfig:
 class WeightSyncConfig:
     transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
     """auto: gloo on CPU, nccl where learner and servers have GPUs of their own, disk where they share one."""
+    on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
+    """Requests that run when new weights come: in_place: pause, keep their KV, continue; retract: recompute it; drain:
+    finish first; abort: resubmit what there is of the answer."""
     every_steps: int = 1
     bucket_bytes: int = 512 * 2**20
     verify: bool = True

@@ -1,0 +1,100 @@
+"""What no section can see by itself: settings that are each right and do not work together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from async_rl.config.check import check
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+
+
+def check_combinations(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: two settings do not work together; gives the reason and the alternative.
+    """
+    _check_sizes(config)
+    _check_slots(config)
+    _check_replay(config)
+    _check_mask(config)
+    if config.staleness.mode == "exact":
+        _check_exact(config)
+
+
+def _check_sizes(config: Config) -> None:
+    ranks, parts = config.placement.learner.ranks, config.algorithm.minibatches
+    check(
+        config.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
+        f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
+    )
+    check(
+        config.algorithm.advantage != "grpo" or config.rollout.group_size >= 2, "rollout.group_size",
+        config.rollout.group_size, "at least 2 with algorithm.advantage grpo", "Or set algorithm.advantage: gae.",
+    )
+    check(
+        config.learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
+        config.learner.max_tokens_per_microbatch,
+        f"at least task.max_prompt_tokens + rollout.max_response_tokens = {config.longest_tokens}",
+    )
+
+
+def _check_slots(config: Config) -> None:
+    """Groups of all batches between two pushes must fit: buffer/staleness.py proves that this is enough."""
+    every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
+    fresh, needed = config.fresh_per_step, every_steps * prompts
+    largest_every = config.max_slots // prompts
+    check(
+        config.max_slots >= needed, "(staleness.max + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
+        config.max_slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
+        f"Otherwise the learner waits for ever. Set staleness.max >= {-(-needed // fresh) - 1}"
+        + (f" or weight_sync.every_steps <= {largest_every}." if largest_every else "."),
+    )
+
+
+def _check_replay(config: Config) -> None:
+    uses, fraction = config.buffer.max_uses, config.buffer.fresh_fraction
+    check(
+        uses == 1 or fraction < 1, "buffer.fresh_fraction", fraction, f"below 1 with buffer.max_uses {uses}",
+        f"No batch would have room for a used group. Set it to {1 / uses:g} or more, or buffer.max_uses: 1.",
+    )
+    check(
+        fraction * uses >= 1, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
+        "No more of a batch than the rest can be used groups in the long run.",
+    )
+    check(
+        uses == 1 or config.staleness.max >= 1, "buffer.max_uses", uses, "1 with staleness.max 0",
+        "A used group is at least one version old. Set staleness.max >= 1.",
+    )
+
+
+def _check_mask(config: Config) -> None:
+    check(
+        config.staleness.late != "mask" or config.weight_sync.on_update != "drain", "staleness.late",
+        config.staleness.late, "wait or drop with weight_sync.on_update drain",
+        "All tokens of a drained answer are of one version: none is too old alone. "
+        "Or set weight_sync.on_update: in_place, retract or abort.",
+    )
+
+
+def _check_exact(config: Config) -> None:
+    """A batch comes whole from one version, so a push waits for its groups and nothing else decides what is in it."""
+    needed = "with staleness.mode exact"
+    bounded = "Or set staleness.mode: bounded."
+    check(
+        config.staleness.late == "wait", "staleness.late", config.staleness.late, f"wait {needed}",
+        f"A push waits for the groups of a batch, so none is ever late. {bounded}",
+    )
+    check(
+        config.weight_sync.on_update == "drain", "weight_sync.on_update", config.weight_sync.on_update,
+        f"drain {needed}", f"An answer that spans two versions has no exact staleness. {bounded}",
+    )
+    check(
+        config.weight_sync.every_steps == 1, "weight_sync.every_steps", config.weight_sync.every_steps,
+        f"1 {needed}", f"Every version trains a batch of its own. {bounded}",
+    )
+    check(
+        config.buffer.max_uses == 1, "buffer.max_uses", config.buffer.max_uses, f"1 {needed}",
+        f"A group used again is older. {bounded}",
+    )

@@ -1,0 +1,82 @@
+"""Settings that do not work together are refused at start, with the reason and the alternative."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.configfile import load_config
+from async_rl.errors import ConfigError
+
+FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
+
+
+def load(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "config.yaml").write_text(FILE)
+    return load_config(tmp_path / "config.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["weight_sync.every_steps=3", "staleness.max=1"],
+            "at least weight_sync.every_steps * learner.prompts_per_step = 48, got 32. Otherwise the learner waits "
+            "for ever. Set staleness.max >= 2 or weight_sync.every_steps <= 2.",
+        ),
+        (
+            ["staleness.max=1", "buffer.max_uses=4", "buffer.fresh_fraction=0.25"],
+            "= 16, got 8. Otherwise the learner waits for ever. Set staleness.max >= 3.",
+        ),
+        (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
+        (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
+        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0.0"),
+        (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
+        (
+            ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
+            "buffer.max_uses must be 1 with staleness.max 0, got 2. A used group is at least one version old.",
+        ),
+        (
+            ["staleness.late=mask", "weight_sync.on_update=drain"],
+            "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask'. All tokens of a",
+        ),
+        (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
+        (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
+        (
+            ["staleness.mode=exact", "weight_sync.on_update=drain", "weight_sync.every_steps=2", "staleness.max=2"],
+            "weight_sync.every_steps must be 1 with staleness.mode exact, got 2. Every version trains a batch of its",
+        ),
+        (
+            ["staleness.mode=exact", "weight_sync.on_update=drain", "staleness.max=2", "buffer.max_uses=2",
+             "buffer.fresh_fraction=0.5"],
+            "buffer.max_uses must be 1 with staleness.mode exact, got 2. A group used again is older.",
+        ),
+    ],
+)
+def test_a_senseless_combination_is_refused_with_the_alternative(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("late", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_every_other_pair_of_late_and_update_policy_is_allowed(tmp_path: Path, late: str, on_update: str) -> None:
+    if (late, on_update) != ("mask", "drain"):
+        config = load(tmp_path, f"staleness.late={late}", f"weight_sync.on_update={on_update}", "staleness.max=2")
+        assert (config.staleness.late, config.weight_sync.on_update) == (late, on_update)
+
+
+def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
+    config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
+    assert (config.fresh_per_step, config.max_slots) == (6, 18)  # ceil(0.35 * 16) of 16
+
+
+def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path: Path) -> None:
+    assert load(tmp_path).drops_zero_variance
+    assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
+    assert not load(tmp_path, "algorithm.advantage=gae").drops_zero_variance

@@ -181,7 +181,7 @@ def test_wandb_offline_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.Mo
     logger.log(1, {"reward/mean": 0.5})
     logger.close()
     assert options["mode"] == "offline"
-    assert options["config"]["staleness"] == {"max": 0}
+    assert options["config"]["staleness"]["max"] == 0
     assert logged == read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.types import Batch, Rollout, RolloutGroup
+from async_rl.types import Batch, FloatArray, Rollout, RolloutGroup
 
 PADDING = -1
 """Segment of padding; 0 is the prompt, 1..k are the answers."""
@@ -51,12 +51,14 @@ class MicroBatch:
     behaviour: Tensor  # [N] float32 behaviour logprobs, 0 where not trained
     trained: Tensor  # [N] bool
     comparable: Tensor  # [N] bool: sampled by version `batch.version` and from KV of the same version
+    staleness: Tensor  # [N] int64, batch.version - token version
     rewards: Tensor  # [k] float32, one for each answer
-    advantages: Tensor  # [N] float32, of the group-normalised reward; unused with a critic
+    advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
     lengths: tuple[int, ...]
     """T of each answer; they add up to N."""
     proximal: Tensor | None = None  # [N] set when it must outlive the first optimizer step
     values: Tensor | None = None  # [N] of the critic at step start, likewise
+    reference: Tensor | None = None  # [N] logprobs of the frozen reference; set where a KL term asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
-    """Trained tokens of all ranks: the loss is a sum over tokens divided by this."""
+    """Trained tokens of all ranks: the critic's loss is a sum over tokens divided by this."""
+    normaliser: float
+    """What the policy's summed loss is divided by, the same on all ranks."""
 
 
 def split_minibatches(
@@ -140,7 +144,7 @@ def plan_microbatches(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[
 def collate(
     batch: Batch,
     rows: Sequence[Row],
-    advantages: Sequence[Sequence[float]],  # [group][answer]
+    advantages: Sequence[Sequence[FloatArray]],  # [group][answer], [T] each
     device: torch.device,
 ) -> MicroBatch:
     """Tensors of the rows, on `device`."""
@@ -151,7 +155,7 @@ def collate(
     segments = np.full((len(rows), width), PADDING, np.int64)
     positions = np.zeros((len(rows), width), np.int64)
     where: list[np.ndarray] = []
-    answers: list[tuple[RolloutGroup, Rollout, float]] = []
+    answers: list[tuple[RolloutGroup, Rollout, FloatArray]] = []
     for b, row in enumerate(rows):
         group = batch.groups[row.group]
         start = prompt = len(group.prompt_tokens)
@@ -188,8 +192,9 @@ def collate(
         behaviour=tensor(np.where(trained, behaviour, 0.0), torch.float32),
         trained=tensor(trained, torch.bool),
         comparable=tensor(comparable, torch.bool),
+        staleness=tensor(batch.version - np.concatenate([r.versions for _, r, _ in answers]), torch.int64),
         rewards=tensor(np.array([rollout.reward for _, rollout, _ in answers]), torch.float32),
-        advantages=tensor(np.repeat([advantage for _, _, advantage in answers], lengths), torch.float32),
+        advantages=tensor(np.concatenate([advantage for _, _, advantage in answers]), torch.float32),
         lengths=lengths,
     )
 
@@ -218,6 +223,7 @@ def _empty(device: torch.device) -> MicroBatch:
         behaviour=zeros,
         trained=zeros.bool(),
         comparable=zeros.bool(),
+        staleness=zeros.long(),
         rewards=zeros,
         advantages=zeros,
         lengths=(1,),

@@ -49,9 +49,12 @@ class Policy(nn.Module):
             )
         self.lm = lm
         self.compute_dtype = compute_dtype
+        self.differentiates_entropy = False
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(learner logprobs [N] with gradient, entropy [N] without) at the logged temperature, float32.
+        """(learner logprobs [N] with gradient, entropy [N]) at the logged temperature, float32.
+
+        The entropy has a gradient if `differentiates_entropy`.
 
         Logits exist only at response positions, in float32 for at most LOGITS_BYTES at a time; with several
         chunks the backward pass computes them anew.
@@ -60,9 +63,9 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings()
         size = max(1, LOGITS_BYTES // (4 * self.lm.config.vocab_size))
         if len(states) <= size:
-            return _score(states, micro.targets, micro.temperature, head)
+            return _score(states, micro.targets, micro.temperature, head, self.differentiates_entropy)
         chunks = [
-            checkpoint(_score, *parts, head, use_reentrant=False)
+            checkpoint(_score, *parts, head, self.differentiates_entropy, use_reentrant=False)
             for parts in zip(
                 *(x.split(size) for x in (states, micro.targets, micro.temperature)), strict=True
             )
@@ -86,9 +89,10 @@ def _score(
     targets: Tensor,  # [N]
     temperature: Tensor,  # [N]
     head: nn.Module,
+    differentiates_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(head(states).float() / temperature[:, None], -1)  # [N, V]
-    with torch.no_grad():
+    with torch.set_grad_enabled(differentiates_entropy and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return -functional.nll_loss(logprobs, targets, reduction="none"), entropy
 

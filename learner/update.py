@@ -3,8 +3,8 @@
 proximal logprobs  The policy at step start. With one optimizer step per batch its forward pass is the
                    gradient's, so no other is run; with several, a pass without gradient comes first.
 values             The critic at step start, in the same way.
-loss               Sum over trained tokens of correction * clipped loss, divided by the trained tokens of the
-                   minibatch on all ranks: any split into ranks and micro-batches gives the same gradient.
+loss               objective.py: a sum over trained tokens, divided by what the minibatch holds on all ranks, so
+                   that any split into ranks and micro-batches gives the same gradient.
 """
 
 from __future__ import annotations
@@ -21,20 +21,8 @@ from async_rl.config import Config
 from async_rl.metrics import Metric
 from async_rl.types import Batch
 from async_rl.weights.publisher import serving_dtype
-from learner.advantages import group_advantages
-from learner.corrections import importance_weights, token_tis
-from learner.critic import load_critic, micro_batch_gae
-from learner.diagnostics import (
-    Tally,
-    batch_metrics,
-    explained_variance,
-    offpolicy_metrics,
-    policy_metrics,
-    tally_critic,
-    tally_offpolicy,
-    tally_policy,
-)
-from learner.losses import ppo_clip_loss, value_loss
+from learner.critic import load_critic
+from learner.diagnostics import Tally, batch_metrics, explained_variance, offpolicy_metrics, policy_metrics
 from learner.microbatches import (
     MicroBatch,
     MiniBatch,
@@ -44,6 +32,7 @@ from learner.microbatches import (
     split_minibatches,
 )
 from learner.model import can_share_prompts, load_policy, shard
+from learner.objective import Objective, batch_advantages, policy_normaliser
 from learner.optimizer import Optimizer, OptimizerStep
 
 
@@ -55,6 +44,7 @@ class Updater:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
+        self.objective = Objective(config)
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -81,7 +71,7 @@ class Updater:
         algorithm = self.config.algorithm
         moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         minibatches = self._plan(batch)
-        if algorithm.epochs * algorithm.minibatches > 1:
+        if self.objective.needs_step_start:
             for minibatch in minibatches:
                 self._remember_step_start(minibatch)
         tally = Tally()
@@ -117,6 +107,7 @@ class Updater:
             behaviour=nothing,
             trained=nothing.bool(),
             comparable=nothing.bool(),
+            staleness=nothing.long(),
             rewards=nothing[:1],
             advantages=nothing,
             lengths=(len(tokens) - 1,),
@@ -127,12 +118,7 @@ class Updater:
     def _plan(self, batch: Batch) -> list[MiniBatch]:
         """This rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks."""
         config = self.config
-        advantages = [
-            group_advantages(torch.tensor([r.reward for r in group.rollouts])).tolist()
-            if self.critic is None
-            else [0.0] * len(group.rollouts)
-            for group in batch.groups
-        ]
+        advantages = batch_advantages(config, batch)
         rng = np.random.default_rng((config.run.seed, batch.version))
         sizes = [len(group.rollouts) for group in batch.groups]
         budget = config.learner.max_tokens_per_microbatch
@@ -143,7 +129,8 @@ class Updater:
             cuts = plan_microbatches(rows, self.world_size, budget)[self.rank]
             num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
             micro_batches = tuple(collate(batch, cut, advantages, self.device) for cut in cuts)
-            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens)))
+            normaliser = policy_normaliser(config, batch.groups, pairs)
+            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
         return minibatches
 
     @torch.no_grad()
@@ -159,52 +146,21 @@ class Updater:
         """Gradients of one optimizer step; returns this rank's part of (policy loss, critic loss)."""
         policy_loss = torch.zeros((), device=self.device)
         critic_loss = torch.zeros((), device=self.device)
-        scale = self.world_size / minibatch.num_tokens  # FSDP averages gradients over ranks
         for micro in minibatch.micro_batches:
-            advantages = micro.advantages
-            if self.critic is not None:
-                loss, advantages = self._critic_loss(micro, tally)
-                (loss * scale).backward()
-                critic_loss += loss.detach() / minibatch.num_tokens
             with torch.set_grad_enabled(moves_policy):
-                loss = self._policy_loss(micro, advantages, tally, is_first_epoch)
+                logprobs, entropy = self.policy(micro)
+            values = None if self.critic is None else self.critic(micro)
+            losses = self.objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch)
+            # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
+            if losses.critic is not None:
+                loss = losses.critic / minibatch.num_tokens
+                (loss * self.world_size).backward()
+                critic_loss += loss.detach()
+            loss = losses.policy / minibatch.normaliser
             if moves_policy:
-                (loss * scale).backward()
-            policy_loss += loss.detach() / minibatch.num_tokens
+                (loss * self.world_size).backward()
+            policy_loss += loss.detach()
         return policy_loss, critic_loss
-
-    def _critic_loss(self, micro: MicroBatch, tally: Tally) -> tuple[Tensor, Tensor]:
-        """(value loss summed over trained tokens, advantages [N] of the critic at step start)."""
-        assert self.critic is not None
-        algorithm = self.config.algorithm
-        values = self.critic(micro)
-        old_values = values.detach() if micro.values is None else micro.values
-        advantages, returns = micro_batch_gae(micro, old_values, algorithm.gamma, algorithm.lam)
-        tally_critic(tally, old_values, returns, micro.trained)
-        loss = value_loss(values, old_values, returns, self.config.critic.value_clip)
-        return (loss * micro.trained).sum(), advantages
-
-    def _policy_loss(
-        self,
-        micro: MicroBatch,
-        advantages: Tensor,  # [N]
-        tally: Tally,
-        is_first_epoch: bool,
-    ) -> Tensor:
-        """Corrected and clipped loss, summed over trained tokens."""
-        clip, correction = self.config.algorithm.clip, self.config.algorithm.correction
-        logprobs, entropy = self.policy(micro)
-        proximal = logprobs.detach() if micro.proximal is None else micro.proximal
-        loss, clipped = ppo_clip_loss(logprobs, proximal, advantages, clip.low, clip.high, clip.dual)
-        weights = importance_weights(proximal, micro.behaviour)
-        if self.config.correction_kind == "token_tis":
-            loss = loss * token_tis(weights, correction.cap)
-        tally_policy(tally, entropy, advantages, clipped, micro.trained)
-        if is_first_epoch:
-            tally_offpolicy(
-                tally, proximal, micro.behaviour, weights, micro.trained, micro.comparable, correction.cap
-            )
-        return (loss * micro.trained).sum()
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:

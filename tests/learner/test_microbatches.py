@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +61,7 @@ def test_a_shared_row_by_hand() -> None:
     group = make_group(0, [5, 6, 7], [first, second], version=1)
     batch = Batch(version=1, groups=(group,), finished_versions=(1,))
     (row,) = make_rows(batch.groups, [(0, 0), (0, 1)], 100, 16)
-    micro = collate(batch, [row], [[0.5, -0.5]], torch.device("cpu"))
+    micro = collate(batch, [row], [[np.array([0.5, 0.6, 0.7]), np.array([-0.5])]], torch.device("cpu"))
     assert micro.tokens.tolist() == [[5, 6, 7, 11, 12]]
     assert micro.segments is not None and micro.segments.tolist() == [[0, 0, 0, 1, 1]]
     assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 4]]
@@ -69,7 +70,8 @@ def test_a_shared_row_by_hand() -> None:
     assert micro.behaviour.tolist() == [-1.0, 0.0, -3.0, -4.0]
     assert micro.trained.tolist() == [True, False, True, True]
     assert micro.comparable.tolist() == [False, False, False, True]
-    assert micro.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+    assert micro.advantages.tolist() == pytest.approx([0.5, 0.6, 0.7, -0.5])
+    assert micro.staleness.tolist() == [1, 1, 1, 0]
     assert micro.lengths == (3, 1)
 
 
@@ -89,6 +91,7 @@ def test_an_answer_sees_the_prompt_and_itself_but_no_other_answer() -> None:
 def test_rows_of_single_answers_need_no_mask_and_an_empty_micro_batch_trains_nothing() -> None:
     batch = make_batch()
     rows = make_rows(batch.groups, [(0, 0), (1, 0)], 100, 16)
-    assert collate(batch, rows, [[0.0] * 4] * 3, torch.device("cpu")).segments is None
+    advantages = [[np.zeros(len(rollout.tokens)) for rollout in group.rollouts] for group in batch.groups]
+    assert collate(batch, rows, advantages, torch.device("cpu")).segments is None
     empty = collate(batch, [], [], torch.device("cpu"))
     assert empty.tokens.shape == (1, 1) and not empty.trained.any()

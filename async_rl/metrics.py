@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.config import Config
-from async_rl.timeline import Span
+from async_rl.timeline import Sample, Span
 from async_rl.wandb_run import open_wandb_run
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -38,6 +38,7 @@ class Report:
     """Policy version the report belongs to: the one after training, 1..run.steps; 0 before the first step."""
     metrics: tuple[Metric, ...] = ()
     spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

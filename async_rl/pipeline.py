@@ -63,7 +63,7 @@ def run(config: Config) -> dict[str, Any]:
             _start(config, processes, log)
             _evaluate(config, processes, log, version=0)
             _train(config, processes, log)
-            _evaluate(config, processes, log, version=config.run.steps)
+            _evaluate(config, processes, log, version=log.version)
             counters = _close_buffer(config, processes)
         finally:
             processes.stop(config.timeouts.shutdown_s)
@@ -85,8 +85,10 @@ def check_inputs(config: Config) -> None:
 
 def _start(config: Config, processes: Any, log: RunLog) -> None:
     """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other."""
-    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess
+    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, share_of_cores
 
+    if config.placement.pin_cpus:
+        share_of_cores(config, 0, sorted(os.sched_getaffinity(0)))
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")

@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.metrics import Report
 
@@ -58,6 +59,7 @@ class RolloutProcess:
 
     def __init__(self, config: Config, index: int) -> None:
         redirect_output(config.run_dir / "logs" / f"rollout-{index}.log")
+        pin_cpus(config, index)
         self._config = config
         self._index = index
 
@@ -107,6 +109,7 @@ class LearnerProcess:
 
     def __init__(self, config: Config, rank: int) -> None:
         redirect_output(config.run_dir / "logs" / f"learner-{rank}.log")
+        pin_cpus(config, config.placement.rollout.servers + rank)
         self._config = config
         self._rank = rank
 
@@ -138,6 +141,32 @@ def redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def pin_cpus(config: Config, number: int) -> None:
+    """With placement.pin_cpus, keep this process and all it starts to its share of the cores.
+
+    Args:
+        number: of the process among all rollout servers, then all learner ranks.
+    """
+    if config.placement.pin_cpus:
+        cores = share_of_cores(config, number, sorted(os.sched_getaffinity(0)))
+        for thread in os.listdir("/proc/self/task"):  # Ray has started threads already
+            os.sched_setaffinity(int(thread), cores)
+
+
+def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
+    """
+    Raises:
+        ConfigError: there are fewer cores than processes.
+    """
+    processes = config.placement.rollout.servers + config.placement.learner.ranks
+    size = len(cores) // processes
+    check(
+        size >= 1, "placement.pin_cpus", True, f"false on a host with {len(cores)} cores for {processes} processes",
+        "Lower placement.rollout.servers or placement.learner.ranks.",
+    )
+    return cores[number * size : (number + 1) * size]
 
 
 class ProcessGroup:

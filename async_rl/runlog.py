@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.lanes import draw_lanes
 from async_rl.metrics import Metric, MetricsLogger, Report, reduce_metrics
-from async_rl.timeline import Span, utilisation, write_chrome_trace
+from async_rl.timeline import Sample, Span, sampled, shares, utilisation, write_chrome_trace
 
 Values = dict[str, float]
+RECENT_SAMPLES = 1000
+"""A step looks for its samples among so many of the last: it closes within a second of its end."""
 
 
 class RunLog:
@@ -23,9 +26,12 @@ class RunLog:
         self.run_dir = config.run_dir
         self.logger = MetricsLogger(config, config.run_dir)
         self.spans: list[Span] = []
+        self.samples: list[Sample] = []
         self.steps: list[Values] = []
         self.evals: list[tuple[int, Values]] = []
         self.step_ends_s: list[float] = []
+        self.version = 0
+        """Of the last step that was logged."""
         self._recent: list[Span] = []
         self._pending: list[tuple[Report, float]] = []
         self._from_workers: list[Metric] = []
@@ -62,6 +68,7 @@ class RunLog:
 
     def _add_spans(self, report: Report) -> None:
         self.spans.extend(report.spans)
+        self.samples.extend(report.samples)
         self._recent.extend(report.spans)
 
     def _close_step(self, report: Report, end_s: float) -> None:
@@ -71,9 +78,11 @@ class RunLog:
         self._from_workers.clear()
         if self.step_ends_s:
             values.update(utilisation(self._recent, self.step_ends_s[-1], end_s))
+            values.update(sampled(self.samples[-RECENT_SAMPLES:], self.step_ends_s[-1], end_s))
             self._recent = [span for span in self._recent if span.end_s > end_s]
         self.step_ends_s.append(end_s)
         self.steps.append(values)
+        self.version = report.step
         self.logger.log(report.step, values)
 
     def window(self) -> tuple[float, float]:
@@ -86,7 +95,8 @@ class RunLog:
         """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
         while self._pending:
             self._close_step(*self._pending.pop(0))
-        write_chrome_trace(self.spans, self.run_dir / "timeline.json")
+        write_chrome_trace(self.spans, self.run_dir / "timeline.json", self.samples)
+        draw_lanes(self.spans, self.step_ends_s, self.run_dir / "timeline.png")
         self.logger.close()
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
@@ -114,6 +124,9 @@ class RunLog:
         }
         if end_s > start_s:
             summary |= utilisation(self.spans, start_s, end_s)
+            summary |= sampled(self.samples, start_s, end_s)
+            pools = sorted({span.pool for span in self.spans})
+            summary["pools"] = {pool: shares(self.spans, pool, start_s, end_s) for pool in pools}
             summary["rollouts_per_s"] = total("batch/rollouts") / (end_s - start_s)
             summary["tokens_per_s"] = total("batch/response_tokens") / (end_s - start_s)
         if self.evals:

@@ -2,6 +2,11 @@
 
 Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool is exactly one state, so the
 shares of a pool add up to 1. Times are seconds of `time.time()`, which processes of one machine share.
+
+Busy, for measurement and prediction alike:
+    learner   it computes an update
+    rollout   at least one rollout group is in flight (granted, and not yet in the buffer), and no push holds it up
+How full a busy rollout pool is says its occupancy, running requests over slots: a Sample, not a state.
 """
 
 from __future__ import annotations
@@ -32,6 +37,16 @@ class Span:
     start_s: float
     end_s: float
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A share in 0..1 of `pool`, read at one instant; `name` is `occupancy` or `gpu`."""
+
+    pool: str
+    name: str
+    time_s: float
+    value: float
 
 
 class Timeline:
@@ -70,6 +85,17 @@ def shares(spans: Iterable[Span], pool: str, start_s: float, end_s: float) -> di
     Uncovered time is `other`, overlaps go by PRIORITY. The shares are ratios of exact sums: they add up to 1
     but for the rounding of seven floats. Raises ValueError on an empty window.
     """
+    total = dict.fromkeys(STATES, Fraction(0))
+    for state, first_s, last_s in state_changes(spans, pool, start_s, end_s):
+        total[state] += Fraction(last_s) - Fraction(first_s)
+    window = Fraction(end_s) - Fraction(start_s)
+    return {state: float(part / window) for state, part in total.items()}
+
+
+def state_changes(
+    spans: Iterable[Span], pool: str, start_s: float, end_s: float
+) -> Iterator[tuple[State, float, float]]:
+    """(state, from, to) over [start_s, end_s) without gap or overlap, under the rules of `shares`."""
     if not end_s > start_s:
         raise ValueError(f"the window must end after it starts, got start_s={start_s}, end_s={end_s}")
     edges: list[tuple[float, int, State]] = []
@@ -79,16 +105,13 @@ def shares(spans: Iterable[Span], pool: str, start_s: float, end_s: float) -> di
             edges += [(first_s, 1, span.state), (last_s, -1, span.state)]
     edges.sort(key=lambda edge: edge[0])
 
-    total = dict.fromkeys(STATES, Fraction(0))
     running = dict.fromkeys(STATES, 0)
     cursor_s = start_s
     for edge_s, change, state in [*edges, (end_s, 0, "other")]:
-        now: State = next((s for s in PRIORITY if running[s]), "other")
-        total[now] += Fraction(edge_s) - Fraction(cursor_s)
+        if edge_s > cursor_s:
+            yield next((s for s in PRIORITY if running[s]), "other"), cursor_s, edge_s
         running[state] += change
         cursor_s = edge_s
-    window = Fraction(end_s) - Fraction(start_s)
-    return {state: float(part / window) for state, part in total.items()}
 
 
 def utilisation(spans: Iterable[Span], start_s: float, end_s: float) -> dict[str, float]:
@@ -114,11 +137,21 @@ def utilisation(spans: Iterable[Span], start_s: float, end_s: float) -> dict[str
     return values
 
 
-def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
+def sampled(samples: Iterable[Sample], start_s: float, end_s: float) -> dict[str, float]:
+    """Metric values: `<name>/<kind>` is the mean of the samples in [start_s, end_s) over the pools of a kind."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        if start_s <= sample.time_s < end_s:
+            values.setdefault(f"{sample.name}/{sample.pool.partition('/')[0]}", []).append(sample.value)
+    return {key: _mean(of_key) for key, of_key in values.items()}
+
+
+def write_chrome_trace(spans: Iterable[Span], path: str | Path, samples: Iterable[Sample] = ()) -> None:
     """Trace Event JSON for https://ui.perfetto.dev or chrome://tracing.
 
     Each pool is a process. Its spans are laid on as few threads (lanes) as keep any two spans of a thread
-    from overlapping, because a trace viewer draws only nested slices. The clock starts at the first span.
+    from overlapping, because a trace viewer draws only nested slices. Its samples are counters. The clock starts
+    at the first span.
     """
     ordered = sorted(spans, key=lambda span: (span.pool, span.start_s, span.end_s))
     origin_s = min((span.start_s for span in ordered), default=0.0)
@@ -141,6 +174,10 @@ def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
                 "dur": (span.end_s - span.start_s) * 1e6,
             }
         )
+    for sample in samples:
+        if sample.pool in pids:
+            counter = {"name": sample.name, "args": {sample.name: sample.value}}
+            events.append({"ph": "C", "pid": pids[sample.pool], "ts": (sample.time_s - origin_s) * 1e6, **counter})
     for pool, pid in pids.items():
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": pool}})
         events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
@@ -148,6 +185,17 @@ def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
             name = {"name": f"{pool} lane {lane}"}
             events.append({"ph": "M", "pid": pid, "tid": lane, "name": "thread_name", "args": name})
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def read_chrome_trace(path: str | Path) -> list[Span]:
+    """The spans of `write_chrome_trace`; the clock starts at the first one."""
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return [
+        Span(pools[e["pid"]], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"])
+        for e in events
+        if e["ph"] == "X"
+    ]
 
 
 def _mean(values: list[float]) -> float:

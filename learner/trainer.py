@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from async_rl.config import Config
 from async_rl.errors import StalenessError
+from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
 from async_rl.timeline import Span, Timeline
 from async_rl.types import Batch
@@ -55,6 +56,7 @@ class Learner:
         self._device = init_distributed(config, rank, world_size, master_address, master_port)
         self._updater = Updater(config, self._device)
         self._timeline = Timeline(f"learner/{rank}")
+        self._gpus = GpuSampler(f"learner/{rank}")
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self._client = LearnerClient(buffer_address, config.timeouts) if rank == 0 else None
         self._push_dtype = serving_dtype(config, self._device.type)
@@ -73,7 +75,8 @@ class Learner:
         self._publisher.connect()
         if self._client:
             self._client.served(0)  # the servers loaded the same folder
-        while self.version < self.config.run.steps:
+        is_last = False
+        while not is_last:
             start_s = time.time()
             with self._timeline.span("wait_data"):
                 batch = self._take()
@@ -85,15 +88,17 @@ class Learner:
             if self._client:
                 self._client.trained(self.version)
             trained_s = time.time()
-            push_metrics, spans = self._push(batch) if self._is_push_due() else ([], ())
+            is_last = self._is_last(trained_s)
+            push_metrics, spans = self._push(batch, is_last) if self._is_push_due(is_last) else ([], ())
             end_s = time.time()
             metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
-            if self.version == self.config.run.steps:
+            if is_last:
                 self._save()
             yield Report(
                 step=self.version,
                 metrics=tuple(metrics) if self.rank == 0 else (),
                 spans=self._timeline.drain() + spans,
+                samples=self._gpus.drain(),
             )
         self._close()
 
@@ -102,12 +107,20 @@ class Learner:
         frames = self._client.take_raw(self.version) if self._client else []
         return decode_batch(broadcast_frames(frames, self._device))
 
-    def _is_push_due(self) -> bool:
-        return (
-            self.version % self.config.weight_sync.every_steps == 0 or self.version == self.config.run.steps
-        )
+    def _is_last(self, now_s: float) -> bool:
+        """Whether the step that ends now is the last, on every rank alike: by run.steps, or by rank 0's clock."""
+        run = self.config.run
+        if self.version == 1:
+            self._first_step_s = now_s
+        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds, device=self._device)
+        if run.seconds > 0:
+            dist.broadcast(late, 0)
+        return self.version >= run.steps or bool(late)
 
-    def _push(self, batch: Batch) -> tuple[list[Metric], tuple[Span, ...]]:
+    def _is_push_due(self, is_last: bool) -> bool:
+        return is_last or self.version % self.config.weight_sync.every_steps == 0
+
+    def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...]]:
         """Make every server serve the current version, then open admission for it."""
         with self._timeline.span("sync", "push"):
             report = self._publisher.push(
@@ -116,7 +129,7 @@ class Learner:
             if not self._verified:
                 self._verify(batch)
                 self._verified = True
-            if self._client and self.version < self.config.run.steps:  # after the last step nobody may start
+            if self._client and not is_last:  # after the last step nobody may start
                 self._client.served(self.version)
         metrics = [
             Metric("time/push_s", report.seconds),
@@ -146,6 +159,7 @@ class Learner:
         if self._client:
             self._client.close()
         self._publisher.close()
+        self._gpus.close()
         dist.destroy_process_group()
 
 

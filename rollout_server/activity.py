@@ -1,9 +1,10 @@
-"""What a rollout pool is doing, as gapless spans."""
+"""What a rollout pool is doing, as gapless spans; and what its rollout groups saw of each other."""
 
 from __future__ import annotations
 
 import time
 
+from async_rl.metrics import Metric
 from async_rl.timeline import Span, Timeline
 
 
@@ -18,16 +19,26 @@ class Activity:
         self._evaluations = 0
         self.in_flight = 0
         """Groups between their grant and the buffer's acknowledgement."""
+        self._group_seconds = 0.0
+        """Integral of in_flight over time, up to _counted_s."""
+        self._counted_s = time.monotonic()
+        self._finished: list[tuple[float, float]] = []
+        """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
 
-    def enter(self) -> None:
+    def enter(self) -> tuple[float, float]:
+        """A group starts; the result belongs to its `leave`."""
         if self.in_flight == 0:
             self._cut()
-        self.in_flight += 1
+        self._count(+1)
+        return self._counted_s, self._group_seconds
 
-    def leave(self) -> None:
+    def leave(self, entered: tuple[float, float]) -> None:
         if self.in_flight == 1:
             self._cut()
-        self.in_flight -= 1
+        self._count(-1)
+        start_s, start_group_seconds = entered
+        seconds = max(self._counted_s - start_s, 1e-9)
+        self._finished.append((seconds, (self._group_seconds - start_group_seconds) / seconds))
 
     def enter_evaluation(self) -> None:
         self._cut()
@@ -41,6 +52,26 @@ class Activity:
         """The spans since the last call, up to now."""
         self._cut()
         return self._timeline.drain()
+
+    def drain_groups(self) -> list[Metric]:
+        """Of the groups that ended since the last call: seconds in flight, its square, and how many were in flight
+        at once. From these a prediction takes how fast the engine is at which load.
+        """
+        finished, self._finished = self._finished, []
+        if not finished:
+            return []
+        n = len(finished)
+        return [
+            Metric("rollout/group_s", sum(seconds for seconds, _ in finished) / n, weight=n),
+            Metric("rollout/group_s_squared", sum(seconds**2 for seconds, _ in finished) / n, weight=n),
+            Metric("rollout/concurrency", sum(beside for _, beside in finished) / n, weight=n),
+        ]
+
+    def _count(self, change: int) -> None:
+        now_s = time.monotonic()
+        self._group_seconds += self.in_flight * (now_s - self._counted_s)
+        self._counted_s = now_s
+        self.in_flight += change
 
     def _cut(self) -> None:
         """Records the state that ends or is interrupted now."""

@@ -37,6 +37,16 @@ class Completion:
     """`stop` (the model ended the answer) or `length` (it ran into max_tokens)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine itself says of its load at one instant."""
+
+    running: int
+    """Requests (rollouts) in the running batch."""
+    slots: int
+    """Requests it would run at once at most."""
+
+
 class Engine(Protocol):
     """Serves one policy, from weight version 0 on. `url` answers SGLang's weight-update requests."""
 
@@ -50,6 +60,9 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """`n` completions. Call it concurrently, once per group: the engine batches inside."""
+
+    async def load(self) -> Load | None:
+        """None where it can't tell right now. Cheap: it is asked twice a second."""
 
     async def aclose(self) -> None:
         """Ends the engine and everything it started within `timeouts.shutdown_s`."""

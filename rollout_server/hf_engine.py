@@ -28,7 +28,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.model_folder import load_tokenizer
 from async_rl.weights.publisher import serving_dtype
-from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.hf_batch import DecodingBatch, Group
 from rollout_server.hf_weights import WeightEndpoints
 
@@ -85,6 +85,10 @@ class HFEngine:
         finally:
             group.cancelled = True  # of no effect once complete
             self._futures.pop(group, None)
+
+    async def load(self) -> Load:
+        slots = self._config.rollout.concurrency * self._config.rollout.group_size
+        return Load(min(len(self._training) + len(self._evaluation), slots), slots)
 
     async def aclose(self) -> None:
         if not self.url:

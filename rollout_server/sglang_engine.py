@@ -19,8 +19,10 @@ import numpy as np
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.types import IntArray
-from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.server import ServerProcess, free_memory_bytes, server_flags, threads_per_process
+
+LOAD_TIMEOUT_S = 2.0
 
 
 class SGLangEngine:
@@ -74,6 +76,22 @@ class SGLangEngine:
             self._server.check_alive()
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
         return [parse_completion(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+    async def load(self) -> Load | None:
+        """From the server's /v1/loads, which reads shared memory and leaves its scheduler alone."""
+        rollout = self._config.rollout
+        try:
+            timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
+            async with self._session.get(f"{self.url}/v1/loads?include=core", timeout=timeout) as reply:
+                if reply.status != 200:
+                    return None
+                ranks = (await reply.json())["loads"]
+        except (TimeoutError, aiohttp.ClientError):
+            return None
+        running = sum(rank["num_running_reqs"] for rank in ranks)
+        slots = sum(rank["max_running_requests"] for rank in ranks)
+        slots = min(slots or running, rollout.concurrency * rollout.group_size)
+        return Load(min(running, slots), slots)
 
     async def aclose(self) -> None:
         if hasattr(self, "_session"):

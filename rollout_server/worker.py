@@ -20,7 +20,9 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
+from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
+from async_rl.timeline import Sample
 from async_rl.types import IntArray, Prompt, Rollout, RolloutGroup, Slot
 from buffer.client import WorkerClient
 from rollout_server.activity import Activity
@@ -50,6 +52,7 @@ class Worker:
         self._client = WorkerClient(buffer_address, self._name, config.timeouts)
         self._threads = RewardThreads(config.timeouts.reward_s)
         self._activity = Activity(self._name)
+        self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)
         # Evaluations of the servers would be equal; the first server's is enough.
         self._eval_every = config.eval.every_steps if index == 0 else 0
@@ -86,7 +89,7 @@ class Worker:
                     self._admitting.result()
                 while self._eval_reports:
                     yield self._eval_reports.pop(0)
-                yield self._report()
+                yield await self._report()
         finally:
             stopping.cancel()
             await self._end_groups()
@@ -101,6 +104,7 @@ class Worker:
         await self._end_groups()
         await self._client.close()
         self._threads.close()
+        self._gpus.close()
 
     async def _end_groups(self) -> None:
         if self._admitting is not None:
@@ -120,8 +124,8 @@ class Worker:
                     # All of them first: groups granted together reach the engine together, so runs repeat.
                     prompts = await asyncio.to_thread(self._prompts, slots)
                     for slot, prompt in zip(slots, prompts, strict=True):
-                        self._activity.enter()
-                        tasks.create_task(self._run_group(slot, prompt, granted_s))
+                        entered = self._activity.enter()
+                        tasks.create_task(self._run_group(slot, prompt, granted_s, entered))
                     self._see_version(max((slot.start_version for slot in slots), default=0), tasks)
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -129,7 +133,7 @@ class Worker:
     def _prompts(self, slots: list[Slot]) -> list[Prompt]:
         return [self._task.prompt(slot.prompt_index) for slot in slots]
 
-    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float, entered: tuple[float, float]) -> None:
         try:
             request = GenerationRequest(
                 group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
@@ -152,7 +156,7 @@ class Worker:
             self._failures_in_a_row = 0
             self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
         finally:
-            self._activity.leave()
+            self._activity.leave(entered)
             self._group_finished.set()
 
     async def _answers(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
@@ -195,15 +199,21 @@ class Worker:
     async def _evaluate_beside(self, version: int) -> None:
         self._eval_reports.append(await self._evaluation.run(version))
 
-    def _report(self) -> Report:
+    async def _report(self) -> Report:
         """What happened since the last one."""
+        load, now_s = await self._engine.load(), time.time()
+        occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._activity.in_flight),
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
+            *self._activity.drain_groups(),
         ]
-        return Report(step=self._version + 1, metrics=tuple(metrics), spans=self._activity.drain())
+        return Report(
+            step=self._version + 1, metrics=tuple(metrics), spans=self._activity.drain(),
+            samples=occupancy + self._gpus.drain(),
+        )
 
 
 def _rollout(completion: Completion, reward: float) -> Rollout:

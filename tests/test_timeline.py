@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.timeline import PRIORITY, STATES, Span, Timeline, shares, utilisation, write_chrome_trace
+from async_rl.timeline import (
+    PRIORITY,
+    STATES,
+    Sample,
+    Span,
+    Timeline,
+    read_chrome_trace,
+    sampled,
+    shares,
+    state_changes,
+    utilisation,
+    write_chrome_trace,
+)
 
 POOL = "learner/0"
 times = st.floats(0, 100, allow_nan=False)
@@ -136,3 +148,31 @@ def test_a_trace_names_its_pools_and_draws_no_overlap_on_one_thread(tmp_path: Pa
         lanes[lane] = event["ts"] + event["dur"]
     assert len(lanes) == 3
     assert {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} == set(lanes)
+
+
+def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
+    samples = [
+        Sample("rollout/0", "occupancy", 1.0, 0.5),
+        Sample("rollout/1", "occupancy", 2.0, 1.0),
+        Sample("rollout/1", "occupancy", 10.0, 0.0),  # the window's end is outside
+        Sample("learner/0", "gpu", 3.0, 0.9),
+    ]
+    assert sampled(samples, 0, 10) == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
+
+
+def test_a_trace_read_back_has_the_spans_and_the_samples_are_counters(tmp_path: Path) -> None:
+    spans = [Span("learner/0", "busy", 50.0, 51.0, "update"), Span("rollout/0", "wait_weights", 50.5, 52.0)]
+    write_chrome_trace(spans, tmp_path / "t.json", [Sample("rollout/0", "occupancy", 51.0, 0.25)])
+    read = read_chrome_trace(tmp_path / "t.json")
+    assert read == [
+        Span("learner/0", "busy", 0.0, 1.0, "update"), Span("rollout/0", "wait_weights", 0.5, 2.0, "wait_weights")
+    ]  # fmt: skip
+    (counter,) = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "C"]
+    assert (counter["pid"], counter["ts"], counter["args"]) == (2, 1e6, {"occupancy": 0.25})
+
+
+def test_a_pool_s_states_follow_each_other_without_gap_or_overlap() -> None:
+    spans = [Span(POOL, "busy", 0, 3), Span(POOL, "sync", 2, 5), Span(POOL, "busy", 6, 9)]
+    assert list(state_changes(spans, POOL, 1, 8)) == [
+        ("busy", 1, 2), ("sync", 2, 3), ("sync", 3, 5), ("other", 5, 6), ("busy", 6, 8)
+    ]  # fmt: skip

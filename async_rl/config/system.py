@@ -15,9 +15,12 @@ class RunConfig:
     seed: int = 0
     steps: int = 100
     """Learner steps (batches) to take in this run."""
+    seconds: float = 0.0
+    """Ends the run after the learner step in which so much time has passed since the first one; 0: no limit."""
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, "run.steps", self.steps, "at least 1")
+        check(self.seconds >= 0, "run.seconds", self.seconds, "0 (no limit) or more")
         check(bool(self.name) and "/" not in self.name, "run.name", self.name, "a folder name without '/'")
 
 
@@ -60,6 +63,9 @@ class RolloutPlacement:
 class PlacementConfig:
     learner: LearnerPlacement = field(default_factory=LearnerPlacement)
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
+    pin_cpus: bool = False
+    """Each rollout server and learner rank keeps to an equal share of this host's cores, all its own: without GPUs,
+    overlap is real only then."""
 
 
 @dataclass(frozen=True, kw_only=True)

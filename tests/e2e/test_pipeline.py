@@ -48,7 +48,16 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
     for record in logged:
         assert record.get("mismatch/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
         assert record["push/bytes"] > 0
-    for file in ("config.yaml", "timeline.json", "summary.json", "learning_curve.png", "model/model.safetensors"):
+    pools = summary["pools"]
+    assert set(pools) == {*(f"learner/{r}" for r in range(config.placement.learner.ranks)), "rollout/0"}
+    for shares in pools.values():
+        assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
+        assert shares["busy"] > 0
+        assert shares["other"] < 0.2
+    assert 0 <= summary.get("occupancy/rollout", 0.0) <= 1
+    for file in (
+        "config.yaml", "timeline.json", "timeline.png", "summary.json", "learning_curve.png", "model/model.safetensors",
+    ):
         assert (config.run_dir / file).stat().st_size > 0, file
 
 

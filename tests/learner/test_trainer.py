@@ -198,6 +198,17 @@ def test_verification_compares_the_logprobs_of_the_pushed_weights(
     assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    run = RunConfig(steps=50, seconds=1e-9, dir=str(tmp_path))
+    learner = open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3))
+    reports = list(learner.run())
+    assert [report.step for report in reports] == [1, 2]  # time counts from the end of the first step
+    assert publisher.calls[-1] == ("push", 2)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 def test_two_runs_with_one_seed_give_the_same_weights(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:

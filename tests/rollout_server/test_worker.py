@@ -28,7 +28,7 @@ from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from learner.tiny_model import character_tokenizer, save_tiny_model
-from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.hf_engine import HFEngine
 from rollout_server.tasks import open_task
 from rollout_server.worker import Worker
@@ -62,6 +62,9 @@ class EchoEngine:
     async def start(self) -> None: ...
 
     async def aclose(self) -> None: ...
+
+    async def load(self) -> Load:
+        return Load(running=3, slots=12)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         self.requests.append(request)

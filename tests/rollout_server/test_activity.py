@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_rl.metrics import reduce_metrics
+from async_rl.timeline import shares
+from rollout_server.activity import Activity
+
+
+class Clock:
+    now_s = 100.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    monotonic = time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rollout_server.activity.time", clock)
+    return clock
+
+
+def at(clock: Clock, now_s: float, call: Any, *arguments: Any) -> Any:
+    clock.now_s = now_s
+    return call(*arguments)
+
+
+def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwise(clock: Clock) -> None:
+    activity = Activity("rollout/0")
+    first = at(clock, 102, activity.enter)
+    second = at(clock, 103, activity.enter)
+    at(clock, 105, activity.leave, first)
+    at(clock, 107, activity.leave, second)
+    spans = at(clock, 110, activity.drain)
+    result = shares(spans, "rollout/0", 100, 110)
+    assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
+
+
+def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> None:
+    activity = Activity("rollout/0")
+    first = at(clock, 100, activity.enter)  # alone for 2 s, then two for 2 s: 1.5 on average
+    second = at(clock, 102, activity.enter)  # two for 2 s, then alone for 1 s: 5/3 on average
+    at(clock, 104, activity.leave, first)
+    at(clock, 105, activity.leave, second)
+    values = reduce_metrics(activity.drain_groups())
+    assert values["rollout/group_s"] == pytest.approx((4 + 3) / 2)
+    assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)
+    assert values["rollout/concurrency"] == pytest.approx((1.5 + 5 / 3) / 2)
+    assert activity.drain_groups() == []

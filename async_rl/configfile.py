@@ -188,6 +188,8 @@ def _leaves(kind: type, key: str = "") -> dict[str, list[str]]:
 def _convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type of the field, or ConfigError. Nothing is guessed: only an int passes as a float."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and arguments[-1] is Ellipsis and isinstance(value, (list, tuple)):
+        return tuple(_convert(arguments[0], item, f"{key}[{i}]", source) for i, item in enumerate(value))
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
         return tuple(
             _convert(item_kind, item, f"{key}[{i}]", source)
@@ -214,6 +216,8 @@ def _allowed(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return "a list, e.g. [a, b]"
     if origin is tuple:
         return f"a list of {len(arguments)} values, e.g. [0.9, 0.95]"
     if origin is dict:

@@ -25,7 +25,7 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values [N], float32."""
-        return self.lm.score(hidden_states(self.lm.base_model, micro, self.compute_dtype)).float().sum(-1)
+        return self.lm.score(hidden_states(self.lm, micro, self.compute_dtype)).float().sum(-1)
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:

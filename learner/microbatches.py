@@ -1,38 +1,57 @@
-"""From rollouts to padded rows, micro-batches and ranks: a deterministic plan, the same on every rank.
+"""From rollouts to packed rows, micro-batches and ranks: a deterministic plan, the same on every rank.
 
-A row is a prompt followed by k answers to it, so that a group's shared prompt is computed once:
+A piece is a prompt followed by k answers to it, so that a group's shared prompt is computed once; a row is one or
+more pieces, so that little is padding:
 
-    prompt | answer 1 | answer 2 | ... | answer k | padding
+    prompt a | answer 1 | answer 2 | prompt b | answer 3 | padding
 
-An answer attends to the prompt and to itself, and its positions continue those of the prompt: exactly the k
-sequences prompt + answer, without k - 1 copies of the prompt. The last token of an answer predicts nothing
-that is trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask:
-padding is on the right, where nothing trained looks.
+An answer attends to its prompt and to itself, and its positions continue those of the prompt: exactly the
+sequences prompt + answer, without copies of the prompt. The last token of an answer predicts nothing that is
+trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask: padding is on
+the right, where nothing trained looks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from async_rl.types import Batch, FloatArray, Rollout, RolloutGroup
+from async_rl.types import Batch, FloatArray, IntArray, RolloutGroup
 
 PADDING = -1
-"""Segment of padding; 0 is the prompt, 1..k are the answers."""
+"""Segment of padding; the prompts and answers of a row count from 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Piece:
     """A prompt with `answers`, the indices of some rollouts of `groups[group]`."""
 
     group: int
     answers: tuple[int, ...]
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the attention of all networks can do with a row."""
+
+    masked: bool
+    """It takes a mask, so answers may share a prompt and pieces a row."""
+    sparse: bool = False
+    """It skips what is masked, or cuts where positions restart: a micro-batch is one row without padding. Else each
+    token pays for the width of its row, and pieces share rows no wider than the longest piece."""
+    pair_cost: float = 0.0
+    """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
+
+    def for_both(self, other: Layout) -> Layout:
+        """What two networks can do with the same rows."""
+        return Layout(self.masked and other.masked, self.sparse and other.sparse, max(self.pair_cost, other.pair_cost))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +62,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [B, S] int64
-    segments: Tensor | None  # [B, S] int64; None: all rows are plain causal
+    segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all rows are plain causal
     positions: Tensor | None  # [B, S] int64; None with segments
     where: Tensor  # [N] index into B * S of the token whose output predicts the response token
     targets: Tensor  # [N] int64 response tokens
@@ -56,6 +75,8 @@ class MicroBatch:
     advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
     lengths: tuple[int, ...]
     """T of each answer; they add up to N."""
+    answers: tuple[tuple[int, int], ...]
+    """(group, answer) of each, in the batch."""
     proximal: Tensor | None = None  # [N] set when it must outlive the first optimizer step
     values: Tensor | None = None  # [N] of the critic at step start, likewise
     reference: Tensor | None = None  # [N] logprobs of the frozen reference; set where a KL term asks for them
@@ -82,22 +103,23 @@ def split_minibatches(
     return [pairs[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def make_rows(
+def make_pieces(
     groups: Sequence[RolloutGroup],
     pairs: Sequence[tuple[int, int]],
     max_tokens: int,
     max_answers: int,
-) -> list[Row]:
-    """Rows of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its row.
+    layout: Layout,
+) -> list[Piece]:
+    """Pieces of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its piece.
 
-    With prompt length P and fed answer tokens that add up to R, k answers share a row while R^2 <= k * P^2.
-    Such a row never costs more than k rows do: linear layers see P + R <= kP + R tokens, attention sees
-    (P + R)^2 <= k * (P + R / k)^2 pairs (the difference is (k - 1) * (P^2 - R^2 / k)).
+    With prompt length P and fed answer tokens that add up to R, k answers share a piece while R^2 <= k * P^2, and
+    always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R
+    tokens, dense attention sees (P + R)^2 <= k * (P + R / k)^2 pairs (the difference is (k - 1) * (P^2 - R^2 / k)).
     """
     by_group: dict[int, list[int]] = {}
     for group, answer in pairs:
         by_group.setdefault(group, []).append(answer)
-    rows = []
+    pieces = []
     for group, answers in by_group.items():
         prompt = len(groups[group].prompt_tokens)
         taken: list[int] = []
@@ -105,110 +127,184 @@ def make_rows(
         for answer in answers:
             more = len(groups[group].rollouts[answer].tokens) - 1
             k = len(taken) + 1
-            fits = (
-                prompt + fed + more <= max_tokens and k <= max_answers and (fed + more) ** 2 <= k * prompt**2
-            )
-            if taken and not fits:
-                rows.append(Row(group, tuple(taken), prompt + fed))
+            fits = prompt + fed + more <= max_tokens and k <= max_answers and layout.masked
+            if taken and not (fits and (layout.sparse or (fed + more) ** 2 <= k * prompt**2)):
+                pieces.append(Piece(group, tuple(taken), prompt + fed))
                 taken, fed = [], 0
             taken.append(answer)
             fed += more
-        rows.append(Row(group, tuple(taken), prompt + fed))
-    return rows
+        pieces.append(Piece(group, tuple(taken), prompt + fed))
+    return pieces
 
 
-def plan_microbatches(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[list[Row]]]:
-    """Rows of every micro-batch of every rank, indexed [rank][micro-batch].
+def plan_microbatches(
+    pieces: Sequence[Piece], ranks: int, max_tokens: int, layout: Layout
+) -> list[list[list[list[Piece]]]]:
+    """Rows of every micro-batch of every rank, indexed [rank][micro-batch][row].
 
-    Longest row first to the rank with the fewest tokens so far, then cut where rows * longest row would
-    exceed `max_tokens`. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
+    Longest piece first to the rank with the fewest tokens so far; each rank packs its own, or leaves one piece a
+    row where that is cheaper. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
     """
     loads = [0] * ranks
-    shares: list[list[Row]] = [[] for _ in range(ranks)]
-    for row in sorted(rows, key=lambda row: -row.length):
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
         rank = loads.index(min(loads))
-        shares[rank].append(row)
-        loads[rank] += row.length
-    plan: list[list[list[Row]]] = []
+        shares[rank].append(piece)
+        loads[rank] += piece.length
+    plan = []
     for share in shares:
-        cuts: list[list[Row]] = []
-        for row in share:
-            if not cuts or (len(cuts[-1]) + 1) * cuts[-1][0].length > max_tokens:
-                cuts.append([])
-            cuts[-1].append(row)
-        plan.append(cuts)
+        packings = [_pack(share, max_tokens, layout.sparse, may_share_rows=layout.sparse)]
+        if layout.masked and not layout.sparse:
+            packings.append(_pack(share, max_tokens, False, may_share_rows=True))
+        plan.append(min(packings, key=lambda packing: sum(_cost(rows, layout.pair_cost) for rows in packing)))
     most = max(len(cuts) for cuts in plan)
     return [cuts + [[] for _ in range(most - len(cuts))] for cuts in plan]
 
 
+def _pack(
+    share: Sequence[Piece], max_tokens: int, is_sparse: bool, may_share_rows: bool
+) -> list[list[list[Piece]]]:
+    """First-fit: each piece, longest first, goes into the first row with room, else into a new row of the last
+    micro-batch, else into a new micro-batch.
+
+    The first piece of a micro-batch sets the width of its rows (of one row as wide as the budget where attention is
+    sparse), and rows * width stays within `max_tokens`.
+    """
+    cuts: list[list[list[Piece]]] = []
+    width = 0
+    room: list[tuple[int, list[Piece]]] = []  # of rows that the shortest piece would fit in
+    for piece in share:
+        if may_share_rows:
+            found = next((i for i, (free, _) in enumerate(room) if piece.length <= free), None)
+            if found is not None:
+                free, row = room[found]
+                row.append(piece)
+                room[found] = (free - piece.length, row)
+                if room[found][0] < share[-1].length:
+                    del room[found]
+                continue
+        if not cuts or (len(cuts[-1]) + 1) * width > max_tokens:
+            width = max(max_tokens, piece.length) if is_sparse else piece.length
+            cuts.append([])
+        row = [piece]
+        cuts[-1].append(row)
+        room.append((width - piece.length, row))
+    return cuts
+
+
+def _cost(rows: Sequence[Sequence[Piece]], pair_cost: float) -> float:
+    """Of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
+    width = max(sum(piece.length for piece in row) for row in rows)
+    return len(rows) * width * (1 + pair_cost * width * (1.0 if _needs_mask(rows) else 0.5))
+
+
+def _needs_mask(rows: Sequence[Sequence[Piece]]) -> bool:
+    return any(len(row) > 1 or len(row[0].answers) > 1 for row in rows)
+
+
 def collate(
     batch: Batch,
-    rows: Sequence[Row],
+    rows: Sequence[Sequence[Piece]],
     advantages: Sequence[Sequence[FloatArray]],  # [group][answer], [T] each
     device: torch.device,
 ) -> MicroBatch:
     """Tensors of the rows, on `device`."""
     if not rows:
         return _empty(device)
-    width = max(row.length for row in rows)
+    width = max(sum(piece.length for piece in row) for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
-    segments = np.full((len(rows), width), PADDING, np.int64)
+    segments = np.full((2, len(rows), width), PADDING, np.int64)
     positions = np.zeros((len(rows), width), np.int64)
     where: list[np.ndarray] = []
-    answers: list[tuple[RolloutGroup, Rollout, FloatArray]] = []
+    answers: list[tuple[int, int]] = []
     for b, row in enumerate(rows):
-        group = batch.groups[row.group]
-        start = prompt = len(group.prompt_tokens)
-        tokens[b, :prompt] = group.prompt_tokens
-        segments[b, :prompt] = 0
-        positions[b, :prompt] = np.arange(prompt)
-        for segment, answer in enumerate(row.answers, 1):
-            rollout = group.rollouts[answer]
-            fed = len(rollout.tokens) - 1
-            tokens[b, start : start + fed] = rollout.tokens[:-1]
-            segments[b, start : start + fed] = segment
-            positions[b, start : start + fed] = np.arange(prompt, prompt + fed)
-            where.append(b * width + np.concatenate([[prompt - 1], np.arange(start, start + fed)]))
-            answers.append((group, rollout, advantages[row.group][answer]))
-            start += fed
-    shared = any(len(row.answers) > 1 for row in rows)
-    lengths = tuple(len(rollout.tokens) for _, rollout, _ in answers)
-    trained = np.concatenate([rollout.mask for _, rollout, _ in answers])
-    behaviour = np.concatenate([rollout.logprobs for _, rollout, _ in answers])
-    comparable = np.concatenate([rollout.versions == batch.version for _, rollout, _ in answers]) & np.repeat(
-        [group.start_version == batch.version for group, _, _ in answers], lengths
+        start = 0
+        for segment, part in enumerate(_parts(batch.groups, row)):
+            end = start + len(part.fed)
+            tokens[b, start:end] = part.fed
+            segments[:, b, start:end] = [[segment], [part.root]]
+            positions[b, start:end] = np.arange(part.first_position, part.first_position + end - start)
+            if part.answer is None:
+                last_of_prompt = end - 1
+            else:
+                where.append(b * width + np.concatenate([[last_of_prompt], np.arange(start, end)]))
+                answers.append(part.answer)
+            start = end
+    pairs = [(batch.groups[g], batch.groups[g].rollouts[i]) for g, i in answers]
+    lengths = tuple(len(rollout.tokens) for _, rollout in pairs)
+    trained = np.concatenate([rollout.mask for _, rollout in pairs])
+    behaviour = np.concatenate([rollout.logprobs for _, rollout in pairs])
+    comparable = np.concatenate([rollout.versions == batch.version for _, rollout in pairs]) & np.repeat(
+        [group.start_version == batch.version for group, _ in pairs], lengths
     )
 
     def tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(device, dtype, non_blocking=True)
 
+    parted = _needs_mask(rows)
     return MicroBatch(
         tokens=tensor(tokens, torch.int64),
-        segments=tensor(segments, torch.int64) if shared else None,
-        positions=tensor(positions, torch.int64) if shared else None,
+        segments=tensor(segments, torch.int64) if parted else None,
+        positions=tensor(positions, torch.int64) if parted else None,
         where=tensor(np.concatenate(where), torch.int64),
-        targets=tensor(np.concatenate([rollout.tokens for _, rollout, _ in answers]), torch.int64),
-        temperature=tensor(np.repeat([group.temperature for group, _, _ in answers], lengths), torch.float32),
+        targets=tensor(np.concatenate([rollout.tokens for _, rollout in pairs]), torch.int64),
+        temperature=tensor(np.repeat([group.temperature for group, _ in pairs], lengths), torch.float32),
         behaviour=tensor(np.where(trained, behaviour, 0.0), torch.float32),
         trained=tensor(trained, torch.bool),
         comparable=tensor(comparable, torch.bool),
-        staleness=tensor(batch.version - np.concatenate([r.versions for _, r, _ in answers]), torch.int64),
-        rewards=tensor(np.array([rollout.reward for _, rollout, _ in answers]), torch.float32),
-        advantages=tensor(np.concatenate([advantage for _, _, advantage in answers]), torch.float32),
+        staleness=tensor(batch.version - np.concatenate([rollout.versions for _, rollout in pairs]), torch.int64),
+        rewards=tensor(np.array([rollout.reward for _, rollout in pairs]), torch.float32),
+        advantages=tensor(np.concatenate([advantages[g][i] for g, i in answers]), torch.float32),
         lengths=lengths,
+        answers=tuple(answers),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A prompt or an answer as it is fed."""
+
+    fed: IntArray
+    first_position: int
+    root: int
+    """Segment of its prompt, in its row."""
+    answer: tuple[int, int] | None
+    """(group, answer); None for a prompt."""
+
+
+def _parts(groups: Sequence[RolloutGroup], row: Sequence[Piece]) -> Iterator[_Part]:
+    root = 0
+    for piece in row:
+        group = groups[piece.group]
+        yield _Part(group.prompt_tokens, 0, root, None)
+        for answer in piece.answers:
+            fed = group.rollouts[answer].tokens[:-1]
+            yield _Part(fed, len(group.prompt_tokens), root, (piece.group, answer))
+        root += 1 + len(piece.answers)
+
+
 def attention_mask(
-    segments: Tensor,  # [B, S]
+    segments: Tensor,  # [2, B, S] segment of each token and of its prompt
     dtype: torch.dtype,
 ) -> Tensor:
     """Added to attention scores: 0 where a token may look, the lowest number elsewhere; [B, 1, S, S]."""
-    size = segments.shape[1]
+    own, root = segments[:, :, :, None]
+    size = segments.shape[2]
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    allowed = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    looked_at = segments[0][:, None, :]
+    allowed = ((looked_at == own) | (looked_at == root)) & causal
     mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
-    return mask.masked_fill_(~(allowed & causal), torch.finfo(dtype).min)[:, None]
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def block_mask(segments: Tensor) -> BlockMask:
+    """The same for flex attention, which skips the blocks in which no token may look."""
+    own, root = segments
+
+    def may_look(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((own[b, k] == own[b, q]) | (own[b, k] == root[b, q]))
+
+    return create_block_mask(may_look, own.shape[0], None, own.shape[1], own.shape[1], device=str(own.device))
 
 
 def _empty(device: torch.device) -> MicroBatch:
@@ -227,4 +323,5 @@ def _empty(device: torch.device) -> MicroBatch:
         rewards=zeros,
         advantages=zeros,
         lengths=(1,),
+        answers=(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_rl.config import ModelConfig
+from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.errors import ConfigError
-from learner.microbatches import MicroBatch, attention_mask
-
-LOGITS_BYTES = 256 * 2**20
-"""float32 logits that exist at a time; response tokens beyond that are done in chunks."""
+from learner.lora import add_adapters, dropouts, merged_parameters
+from learner.microbatches import Layout, MicroBatch, attention_mask, block_mask
+from learner.scoring import score_tokens
 
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_MASKED = ("sdpa", "eager")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 
 
@@ -42,6 +42,8 @@ class Policy(nn.Module):
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
         changed = [name for name in _TRANSFORMED_LOGITS if getattr(lm.config, name, None) is not None]
+        if lm.get_output_embeddings().bias is not None:
+            changed.append("lm_head.bias")
         if changed:
             raise ConfigError(
                 f"model.path: {type(lm).__name__} changes its logits by {changed[0]}, which the learner "
@@ -49,63 +51,38 @@ class Policy(nn.Module):
             )
         self.lm = lm
         self.compute_dtype = compute_dtype
-        self.differentiates_entropy = False
+        self._dropouts = dropouts(lm)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(learner logprobs [N] with gradient, entropy [N]) at the logged temperature, float32.
-
-        The entropy has a gradient if `differentiates_entropy`.
-
-        Logits exist only at response positions, in float32 for at most LOGITS_BYTES at a time; with several
-        chunks the backward pass computes them anew.
-        """
-        states = hidden_states(self.lm.base_model, micro, self.compute_dtype)
-        head = self.lm.get_output_embeddings()
-        size = max(1, LOGITS_BYTES // (4 * self.lm.config.vocab_size))
-        if len(states) <= size:
-            return _score(states, micro.targets, micro.temperature, head, self.differentiates_entropy)
-        chunks = [
-            checkpoint(_score, *parts, head, self.differentiates_entropy, use_reentrant=False)
-            for parts in zip(
-                *(x.split(size) for x in (states, micro.targets, micro.temperature)), strict=True
-            )
-        ]
-        return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+        """(learner logprobs [N], entropy [N]) at the logged temperature, float32, with gradient."""
+        for dropout in self._dropouts:
+            dropout.train(torch.is_grad_enabled())
+        states = hidden_states(self.lm, micro, self.compute_dtype)
+        return score_tokens(states, self.lm.get_output_embeddings().weight, micro.targets, micro.temperature)
 
 
-def hidden_states(
-    base: nn.Module,
-    micro: MicroBatch,
-    dtype: torch.dtype,
-) -> Tensor:
+def hidden_states(lm: Any, micro: MicroBatch, dtype: torch.dtype) -> Tensor:
     """Last hidden states that predict the response tokens; [N, hidden]."""
-    mask = None if micro.segments is None else attention_mask(micro.segments, dtype)
-    output = base(micro.tokens, attention_mask=mask, position_ids=micro.positions, use_cache=False)
+    mask: Tensor | BlockMask | None = None
+    if micro.segments is not None and lm.config._attn_implementation == "flex_attention":
+        mask = block_mask(micro.segments)
+    elif micro.segments is not None and lm.config._attn_implementation in _MASKED:
+        mask = attention_mask(micro.segments, dtype)
+    output = lm.base_model(micro.tokens, attention_mask=mask, position_ids=micro.positions, use_cache=False)
     return output.last_hidden_state.flatten(0, 1)[micro.where]
 
 
-def _score(
-    states: Tensor,  # [N, hidden]
-    targets: Tensor,  # [N]
-    temperature: Tensor,  # [N]
-    head: nn.Module,
-    differentiates_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    logprobs = torch.log_softmax(head(states).float() / temperature[:, None], -1)  # [N, V]
-    with torch.set_grad_enabled(differentiates_entropy and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return -functional.nll_loss(logprobs, targets, reduction="none"), entropy
-
-
 def load_policy(config: ModelConfig, device: torch.device, compute_dtype: torch.dtype) -> Policy:
-    """The model of a folder with float32 master weights, without dropout, not yet sharded."""
+    """The model of a folder with float32 master weights, without dropout but the adapters', not yet sharded."""
     lm = AutoModelForCausalLM.from_pretrained(
         config.path, dtype=torch.float32, attn_implementation=config.attn_implementation
     )
+    if config.lora.rank:
+        add_adapters(lm, config.lora)
     return Policy(lm.eval().to(device), compute_dtype)
 
 
-def shard(module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, config: LearnerConfig) -> None:
     """FSDP2 in place: each transformer block is a unit, the rest (embeddings, head) the root's.
 
     Parameters and optimizer state stay float32; with another compute type each unit is cast as it is
@@ -115,29 +92,35 @@ def shard(module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dty
     if compute_dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     blocks = set(lm._no_split_modules or ())
-    for block in lm.modules():
-        if type(block).__name__ in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=precision)
+    for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
+        if config.compile:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        if config.gradient_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
-def can_share_prompts(lm: Any) -> bool:
-    """Whether several answers may follow one prompt in a row: attention must take a mask that parts them."""
-    return lm.config._attn_implementation in ("sdpa", "eager") and not getattr(
-        lm.config, "sliding_window", None
+def layout_of(lm: Any) -> Layout:
+    """How micro-batches are packed for a model's attention."""
+    name, config = lm.config._attn_implementation, lm.config
+    slides = bool(getattr(config, "sliding_window", None))
+    return Layout(
+        masked=name in (*_MASKED, "flex_attention") and not slides,
+        sparse=name == "flash_attention_2" or (name == "flex_attention" and not slides),
+        pair_cost=1 / (6 * config.hidden_size),
     )
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter, gathered as it is asked for; collective.
+    """(Hugging Face name, whole tensor) of each parameter, gathered as it is asked for, adapters merged; collective.
 
     Tied parameters come once, under their first name.
     """
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-    for name, parameter in policy.lm.named_parameters():
-        data = parameter.detach()
-        yield name, (data.full_tensor() if isinstance(data, DTensor) else data).to(dtype)
+    for name, tensor in merged_parameters(policy.lm):
+        yield name, tensor.to(dtype)
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:

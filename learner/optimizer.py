@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from async_rl.config import LearnerConfig
 from async_rl.errors import AsyncRLError
 
-MAX_SKIPPED_IN_A_ROW = 3
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
@@ -36,13 +34,14 @@ class Optimizer:
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
         self._network = network
-        self._parameters = list(module.parameters())
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self._lr = lr
         self._warmup_steps = config.warmup_steps
         self._grad_clip = config.grad_clip
+        self._max_skipped = config.max_skipped_steps
         self._steps = 0
         self._skipped_in_a_row = 0
 
@@ -53,7 +52,7 @@ class Optimizer:
             loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
 
         Raises:
-            AsyncRLError: the third step in a row had to be skipped.
+            AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
         """
         gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
         squared = torch.nn.utils.get_total_norm(gradients).double().square()
@@ -77,9 +76,9 @@ class Optimizer:
 
     def _count_skipped(self, finite: bool, loss: float, grad_norm: float) -> None:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        if self._skipped_in_a_row == self._max_skipped:
             raise AsyncRLError(
-                f"{self._network}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had no finite loss and "
+                f"{self._network}: {self._max_skipped} optimizer steps in a row had no finite loss and "
                 f"gradient (loss {loss}, gradient norm {grad_norm}). Lower the learning rate, or use "
                 "model.dtype: float32."
             )

@@ -27,11 +27,11 @@ from learner.microbatches import (
     MicroBatch,
     MiniBatch,
     collate,
-    make_rows,
+    make_pieces,
     plan_microbatches,
     split_minibatches,
 )
-from learner.model import can_share_prompts, load_policy, shard
+from learner.model import layout_of, load_policy, shard
 from learner.objective import Objective, batch_advantages, policy_normaliser
 from learner.optimizer import Optimizer, OptimizerStep
 
@@ -52,14 +52,14 @@ class Updater:
         dtype = serving_dtype(config, device.type)
         mesh = init_device_mesh(device.type, (self.world_size,))
         self.policy = load_policy(config.model, device, dtype)
-        shard(self.policy, self.policy.lm, mesh, dtype)
+        shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
-        self._shares_prompts = can_share_prompts(self.policy.lm)
+        self._layout = layout_of(self.policy.lm)
         self.critic = None
         if config.algorithm.advantage == "gae":
             self.critic = load_critic(config, device, dtype)
-            shard(self.critic, self.critic.lm, mesh, dtype)
-            self._shares_prompts &= can_share_prompts(self.critic.lm)
+            shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
+            self._layout = self._layout.for_both(layout_of(self.critic.lm))
             self._critic_optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
 
     def update(self, batch: Batch) -> list[Metric]:
@@ -111,6 +111,7 @@ class Updater:
             rewards=nothing[:1],
             advantages=nothing,
             lengths=(len(tokens) - 1,),
+            answers=(),
         )
         logprobs: list[float] = self.policy(micro)[0].tolist()
         return logprobs
@@ -124,9 +125,8 @@ class Updater:
         budget = config.learner.max_tokens_per_microbatch
         minibatches = []
         for pairs in split_minibatches(sizes, config.algorithm.minibatches, rng):
-            max_answers = -(-len(pairs) // self.world_size) if self._shares_prompts else 1
-            rows = make_rows(batch.groups, pairs, budget, max_answers)
-            cuts = plan_microbatches(rows, self.world_size, budget)[self.rank]
+            pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
+            cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
             num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
             micro_batches = tuple(collate(batch, cut, advantages, self.device) for cut in cuts)
             normaliser = policy_normaliser(config, batch.groups, pairs)

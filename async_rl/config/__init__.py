@@ -25,6 +25,7 @@ from async_rl.config.learning import (
     CorrectionConfig,
     CriticConfig,
     LearnerConfig,
+    LoraConfig,
     ModelConfig,
     SftConfig,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "LearnerConfig",
     "LearnerPlacement",
     "LoggingConfig",
+    "LoraConfig",
     "ModelConfig",
     "PlacementConfig",
     "RolloutConfig",

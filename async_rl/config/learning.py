@@ -9,12 +9,34 @@ from async_rl.config.check import check
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters in place of the whole policy; servers get, and the run saves, merged weights."""
+
+    rank: int = 0
+    """0: off, every weight is trained."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of the adapters' input in the gradient's forward pass. Above 0 its logprobs are not those of the served policy."""
+    target_modules: tuple[str, ...] = ()
+    """Names such as q_proj; empty: every linear layer but the output head."""
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 0, "model.lora.rank", self.rank, "0 (off) or more")
+        check(self.alpha > 0, "model.lora.alpha", self.alpha, "above 0")
+        check(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str
     """Folder of a Hugging Face causal LM (config.json, safetensors, tokenizer)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = "sdpa"
+    """sdpa, eager: rows no wider than the longest answer; flex_attention, flash_attention_2 (GPU only): micro-batches
+    without padding."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +107,17 @@ class LearnerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     max_tokens_per_microbatch: int = 16_384
-    """Padded tokens (sequences * longest) one forward/backward holds."""
+    """Tokens one forward/backward holds, padding included."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each transformer block and compute the rest anew in the backward pass: less memory, a
+    third more work."""
+    compile: bool = False
+    """torch.compile of each transformer block."""
     grad_clip: float = 1.0
     warmup_steps: int = 0
     """Linear learning-rate warm-up, in optimizer steps."""
+    max_skipped_steps: int = 3
+    """So many optimizer steps in a row without a finite loss and gradient end the run; fewer are skipped, counted."""
 
     def __post_init__(self) -> None:
         check(self.prompts_per_step >= 1, "learner.prompts_per_step", self.prompts_per_step, "at least 1")
@@ -97,6 +126,7 @@ class LearnerConfig:
         check(self.weight_decay >= 0, "learner.weight_decay", self.weight_decay, "0 or more")
         check(self.grad_clip > 0, "learner.grad_clip", self.grad_clip, "above 0")
         check(self.warmup_steps >= 0, "learner.warmup_steps", self.warmup_steps, "0 or more")
+        check(self.max_skipped_steps >= 1, "learner.max_skipped_steps", self.max_skipped_steps, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

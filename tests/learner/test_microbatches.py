@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.types import Batch
-from learner.microbatches import Row, attention_mask, collate, make_rows, plan_microbatches, split_minibatches
+from learner.microbatches import (
+    Layout,
+    Piece,
+    attention_mask,
+    block_mask,
+    collate,
+    make_pieces,
+    plan_microbatches,
+    split_minibatches,
+)
 from tests.learner.handmade import make_batch, make_group, make_rollout
 
 
@@ -22,36 +31,78 @@ def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@given(st.integers(0, 999), st.integers(20, 60), st.integers(1, 5))
-def test_rows_hold_every_rollout_once_within_budget_and_never_cost_more_than_separate_rows(
-    seed: int, max_tokens: int, max_answers: int
+DENSE, SPARSE, PLAIN = Layout(masked=True, pair_cost=1e-3), Layout(masked=True, sparse=True), Layout(masked=False)
+LAYOUTS = st.sampled_from([DENSE, SPARSE, PLAIN, Layout(masked=False, sparse=True)])
+
+
+@given(st.integers(0, 999), st.integers(20, 60), st.integers(1, 5), LAYOUTS)
+def test_pieces_hold_every_rollout_once_within_budget_and_never_cost_more_than_separate_ones(
+    seed: int, max_tokens: int, max_answers: int, layout: Layout
 ) -> None:
     groups = make_batch(seed).groups
     pairs = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
-    rows = make_rows(groups, pairs, max_tokens, max_answers)
-    assert sorted((row.group, i) for row in rows for i in row.answers) == pairs
-    for row in rows:
-        prompt = len(groups[row.group].prompt_tokens)
-        fed = [len(groups[row.group].rollouts[i].tokens) - 1 for i in row.answers]
-        assert row.length == prompt + sum(fed)
-        assert len(row.answers) == 1 or (row.length <= max_tokens and len(row.answers) <= max_answers)
-        assert row.length <= sum(prompt + t for t in fed)
-        assert row.length**2 <= sum((prompt + t) ** 2 for t in fed)
+    pieces = make_pieces(groups, pairs, max_tokens, max_answers, layout)
+    assert sorted((piece.group, i) for piece in pieces for i in piece.answers) == pairs
+    for piece in pieces:
+        prompt = len(groups[piece.group].prompt_tokens)
+        fed = [len(groups[piece.group].rollouts[i].tokens) - 1 for i in piece.answers]
+        assert piece.length == prompt + sum(fed)
+        assert len(piece.answers) == 1 or (piece.length <= max_tokens and len(piece.answers) <= max_answers)
+        assert layout.masked or len(piece.answers) == 1
+        assert piece.length <= sum(prompt + t for t in fed)
+        assert layout.sparse or piece.length**2 <= sum((prompt + t) ** 2 for t in fed)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(50, 200))
-def test_a_plan_holds_every_row_once_within_budget_with_equal_counts_on_all_ranks(
-    lengths: list[int], ranks: int, max_tokens: int
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(50, 200), LAYOUTS)
+def test_a_plan_holds_every_piece_once_within_budget_with_equal_counts_on_all_ranks(
+    lengths: list[int], ranks: int, max_tokens: int, layout: Layout
 ) -> None:
-    rows = [Row(g, (0,), length) for g, length in enumerate(lengths)]
-    plan = plan_microbatches(rows, ranks, max_tokens)
+    pieces = [Piece(g, (0,), length) for g, length in enumerate(lengths)]
+    plan = plan_microbatches(pieces, ranks, max_tokens, layout)
     assert len(plan) == ranks and len({len(share) for share in plan}) == 1
-    assert sorted(row.group for share in plan for cut in share for row in cut) == list(range(len(lengths)))
+    assert sorted(p.group for share in plan for cut in share for row in cut for p in row) == list(range(len(lengths)))
     for share in plan:
         for cut in share:
-            assert not cut or len(cut) * max(row.length for row in cut) <= max_tokens
-    loads = [sum(row.length for cut in share for row in cut) for share in plan]
+            widths = [sum(piece.length for piece in row) for row in cut]
+            assert not cut or len(cut) * max(widths) <= max_tokens
+            assert not layout.sparse or len(cut) <= 1
+            assert layout.sparse or not cut or max(widths) == max(piece.length for row in cut for piece in row)
+            assert layout.sparse or layout.masked or all(len(row) == 1 for row in cut)
+    loads = [sum(piece.length for cut in share for row in cut for piece in row) for share in plan]
     assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_short_pieces_fill_the_rows_of_long_ones_only_where_that_is_cheaper() -> None:
+    pieces = [Piece(g, (0,), length) for g, length in enumerate([10, 6, 4, 3])]
+
+    def widths(layout: Layout) -> list[list[list[int]]]:
+        (cuts,) = plan_microbatches(pieces, 1, 40, layout)
+        return [[[piece.length for piece in row] for row in cut] for cut in cuts]
+
+    assert widths(Layout(masked=True)) == [[[10], [6, 4], [3]]]
+    assert widths(Layout(masked=False)) == [[[10], [6], [4], [3]]]
+    assert widths(Layout(masked=False, sparse=True)) == [[[10, 6, 4, 3]]]
+    # 3 rows of 10 cost 30 + 300 c with a mask, 4 rows 40 + 400 c / 2 without one: more only while c < 0.1
+    assert widths(Layout(masked=True, pair_cost=0.09)) == [[[10], [6, 4], [3]]]
+    assert widths(Layout(masked=True, pair_cost=0.11)) == [[[10], [6], [4], [3]]]
+
+
+def test_a_row_of_two_pieces_by_hand() -> None:
+    groups = tuple(
+        make_group(g, prompt, [make_rollout(answer, [-1.0] * len(answer), 1.0)])
+        for g, (prompt, answer) in enumerate([([5, 6], [11, 12, 13]), ([7, 8, 9], [21, 22])])
+    )
+    batch = Batch(version=0, groups=groups, finished_versions=(0, 0))
+    row = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
+    advantages = [[np.full(3, 0.5, np.float32)], [np.full(2, -0.5, np.float32)]]
+    micro = collate(batch, [row], advantages, torch.device("cpu"))
+    assert micro.tokens.tolist() == [[5, 6, 11, 12, 7, 8, 9, 21]]
+    assert micro.segments is not None
+    assert micro.segments.tolist() == [[[0, 0, 1, 1, 2, 2, 2, 3]], [[0, 0, 0, 0, 2, 2, 2, 2]]]
+    assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert micro.where.tolist() == [1, 2, 3, 6, 7]
+    assert micro.targets.tolist() == [11, 12, 13, 21, 22]
+    assert micro.answers == ((0, 0), (1, 0))
 
 
 def test_a_shared_row_by_hand() -> None:
@@ -60,10 +111,11 @@ def test_a_shared_row_by_hand() -> None:
     first.mask[1] = False
     group = make_group(0, [5, 6, 7], [first, second], version=1)
     batch = Batch(version=1, groups=(group,), finished_versions=(1,))
-    (row,) = make_rows(batch.groups, [(0, 0), (0, 1)], 100, 16)
-    micro = collate(batch, [row], [[np.array([0.5, 0.6, 0.7]), np.array([-0.5])]], torch.device("cpu"))
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, DENSE)
+    advantages = [[np.array([0.5, 0.6, 0.7], np.float32), np.array([-0.5], np.float32)]]
+    micro = collate(batch, [pieces], advantages, torch.device("cpu"))
     assert micro.tokens.tolist() == [[5, 6, 7, 11, 12]]
-    assert micro.segments is not None and micro.segments.tolist() == [[0, 0, 0, 1, 1]]
+    assert micro.segments is not None and micro.segments.tolist() == [[[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]]
     assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 4]]
     assert micro.where.tolist() == [2, 3, 4, 2]
     assert micro.targets.tolist() == [11, 12, 13, 21]
@@ -75,23 +127,31 @@ def test_a_shared_row_by_hand() -> None:
     assert micro.lengths == (3, 1)
 
 
-def test_an_answer_sees_the_prompt_and_itself_but_no_other_answer() -> None:
-    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]), torch.float32)
-    assert mask.shape == (1, 1, 6, 6)
-    assert (mask[0, 0] == 0).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],
+def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> None:
+    #                         prompt  answers  prompt, answer, padding
+    segments = torch.tensor([[[0, 0, 1, 1, 2, 3, 4, -1]], [[0, 0, 0, 0, 0, 3, 3, -1]]])
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1],
     ]
+    mask = attention_mask(segments, torch.float32)
+    assert mask.shape == (1, 1, 8, 8)
+    assert (mask[0, 0] == 0).int().tolist() == expected
+    may_look = block_mask(segments).mask_mod
+    index = torch.arange(8)
+    assert may_look(0, 0, index[:, None], index[None]).int().tolist() == expected
 
 
 def test_rows_of_single_answers_need_no_mask_and_an_empty_micro_batch_trains_nothing() -> None:
     batch = make_batch()
-    rows = make_rows(batch.groups, [(0, 0), (1, 0)], 100, 16)
-    advantages = [[np.zeros(len(rollout.tokens)) for rollout in group.rollouts] for group in batch.groups]
-    assert collate(batch, rows, advantages, torch.device("cpu")).segments is None
+    pieces = make_pieces(batch.groups, [(0, 0), (1, 0)], 100, 16, DENSE)
+    advantages = [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
+    assert collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu")).segments is None
     empty = collate(batch, [], [], torch.device("cpu"))
     assert empty.tokens.shape == (1, 1) and not empty.trained.any()

@@ -277,7 +277,7 @@ def test_chunked_logits_give_the_same_update(
 ) -> None:
     whole = Updater(make_config(tiny_model_path), CPU)
     expected = values_of(whole.update(make_batch()))
-    monkeypatch.setattr("learner.model.LOGITS_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr("learner.scoring.LOGITS_BYTES", 4 * VOCAB * 7)
     chunked = Updater(make_config(tiny_model_path), CPU)
     assert values_of(chunked.update(make_batch())) == pytest.approx(expected, rel=1e-5, abs=1e-7)
 

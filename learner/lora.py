@@ -1,0 +1,93 @@
+"""Low-rank adapters: W x + alpha / rank * B A x with W frozen (Hu et al. 2021, arXiv 2106.09685), through peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import Linear, LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from async_rl.config import LoraConfig
+from async_rl.errors import ConfigError
+
+_ADAPTER = "default"
+_FROZEN = ".base_layer"
+
+
+def add_adapters(lm: Any, config: LoraConfig) -> None:
+    """Freeze a model and put adapters into its linear layers, in place; B = 0, so nothing it computes changes.
+
+    Raises:
+        ConfigError: target_modules name no layer, or one that isn't linear or is the output head.
+    """
+    head = lm.get_output_embeddings()
+    linear = {
+        name.rsplit(".", 1)[-1] for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+    wrong = set(config.target_modules) - linear
+    if wrong:
+        raise ConfigError(
+            f"model.lora.target_modules must be linear layers of {type(lm).__name__}, which are "
+            f"{', '.join(sorted(linear))}, got {', '.join(sorted(wrong))}"
+        )
+    peft_config = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=sorted(config.target_modules or linear),
+    )
+    inject_adapter_in_model(peft_config, lm, _ADAPTER)
+    assert all(isinstance(layer, Linear) for layer in _layers(lm))
+
+
+def _layers(lm: nn.Module) -> list[LoraLayer]:
+    return [module for module in lm.modules() if isinstance(module, LoraLayer)]
+
+
+def dropouts(lm: nn.Module) -> list[nn.Module]:
+    """The adapters' dropout layers: the only ones that are ever switched to training."""
+    return [d for layer in _layers(lm) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout)]
+
+
+@contextmanager
+def without_adapters(lm: nn.Module) -> Iterator[None]:
+    """The frozen model inside the block."""
+    layers = _layers(lm)
+    scaling = [layer.scaling[_ADAPTER] for layer in layers]
+    for layer in layers:
+        layer.scaling[_ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, scaling, strict=True):
+            layer.scaling[_ADAPTER] = value
+
+
+def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name without adapters, whole tensor) of each parameter; a layer with an adapter gives W + alpha / rank * B A.
+
+    Collective; one layer at a time, and the training weights stay as they are. Tied parameters come once, under
+    their first name.
+    """
+    modules = dict(lm.named_modules())
+    for name, parameter in lm.named_parameters():
+        if ".lora_" in name:
+            continue
+        whole = gathered(parameter)
+        layer = modules[name.rpartition(_FROZEN)[0]] if _FROZEN in name else None
+        if isinstance(layer, LoraLayer) and name.endswith(".weight"):
+            a, b = (gathered(matrix[_ADAPTER].weight) for matrix in (layer.lora_A, layer.lora_B))
+            whole = torch.addmm(whole, b, a, alpha=layer.scaling[_ADAPTER])
+        yield name.replace(_FROZEN, ""), whole
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """The whole tensor, detached; collective."""
+    data = parameter.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data

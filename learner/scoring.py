@@ -1,0 +1,95 @@
+"""Log-probabilities and entropies of chosen tokens without the logits of a whole batch.
+
+    z = states W^T / temperature        log p(y) = z_y - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
+
+float32 logits exist for at most LOGITS_BYTES of tokens at a time, in the backward pass too, which computes them anew
+unless they all fit. Its gradients are d log p(y) / dz = [y = v] - p_v and dH / dz = -p_v (log p_v + H).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOGITS_BYTES = 256 * 2**20
+"""float32 logits that exist at a time; more tokens are scored in chunks."""
+
+
+def score_tokens(
+    states: Tensor,  # [N, hidden]
+    head: Tensor,  # [V, hidden] output embeddings
+    targets: Tensor,  # [N] int64
+    temperature: Tensor,  # [N]
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities [N] of the targets, entropies [N]), both float32 and differentiable once."""
+    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature)
+    return scored
+
+
+class _ScoreTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        size = max(1, LOGITS_BYTES // (4 * head.shape[0]))
+        scores = []
+        for x, y, t in zip(states.split(size), targets.split(size), temperature.split(size), strict=True):
+            logp = _log_softmax(x, head, t)
+            chosen = logp.gather(1, y[:, None])[:, 0]
+            kept = logp if len(states) <= size and (states.requires_grad or head.requires_grad) else None
+            entropy = -torch.linalg.vecdot(logp.exp(), logp)
+            scores.append((chosen, entropy))
+        logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        ctx.size, ctx.kept = size, kept
+        ctx.save_for_backward(states, head, targets, temperature, entropies)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        states, head, targets, temperature, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = grads
+        of_states = torch.empty_like(states)
+        of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(states), ctx.size):
+            part = slice(start, start + ctx.size)
+            logp = _log_softmax(states[part], head, temperature[part]) if ctx.kept is None else ctx.kept
+            ctx.kept = None
+            of_logits = _grad_of_logits(
+                logp,
+                targets[part],
+                entropies[part],
+                None if of_logprobs is None else of_logprobs[part],
+                None if of_entropies is None else of_entropies[part],
+            )
+            of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
+            torch.mm(of_logits, head, out=of_states[part])
+            if of_head is not None:
+                of_head.addmm_(of_logits.T, states[part])
+        return of_states, of_head, None, None
+
+
+def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    """[n, V], at least float32."""
+    logits = states @ head.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
+    return logits.sub_(logits.logsumexp(1, keepdim=True))
+
+
+def _grad_of_logits(
+    logp: Tensor,  # [n, V], overwritten
+    targets: Tensor,  # [n]
+    entropies: Tensor,  # [n]
+    of_logprobs: Tensor | None,  # [n]
+    of_entropies: Tensor | None,  # [n]
+) -> Tensor:
+    """g_y ([y = v] - p_v) - g_H p_v (log p_v + H); [n, V]."""
+    slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
+    if of_entropies is None:
+        grad = logp.exp_().mul_(slope[:, None])
+    else:
+        p = logp.exp()
+        grad = logp.add_(entropies[:, None]).mul_(-of_entropies[:, None]).add_(slope[:, None]).mul_(p)
+    return grad.scatter_add_(1, targets[:, None], -slope[:, None])

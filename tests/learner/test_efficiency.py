@@ -1,0 +1,118 @@
+"""What makes a step cheaper changes none of its numbers: packing, checkpointed blocks, compiled blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import LearnerConfig, ModelConfig
+from learner.diagnostics import Tally
+from learner.model import full_parameters
+from learner.update import Updater
+from tests.learner.handmade import make_batch, make_config
+from tests.learner.test_update import reference_logprobs
+
+CPU = torch.device("cpu")
+
+
+def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **learner: Any) -> Updater:
+    model = ModelConfig(path=str(path), attn_implementation=attention)
+    learner = {"prompts_per_step": 6, "lr": 1e-3, "max_tokens_per_microbatch": max_tokens} | learner
+    return Updater(make_config(path, model=model, learner=LearnerConfig(**learner)), CPU)
+
+
+def gradients(updater: Updater) -> dict[str, Tensor]:
+    (minibatch,) = updater._plan(make_batch(groups=6))
+    updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
+    return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
+
+
+FLEX = pytest.mark.nightly  # compiles its kernel for each shape
+
+
+@pytest.mark.parametrize(
+    ("attention", "max_tokens", "seed"),
+    [
+        ("sdpa", 4096, 0),
+        ("sdpa", 60, 0),
+        ("sdpa", 60, 1),
+        ("eager", 60, 0),
+        pytest.param("flex_attention", 4096, 0, marks=FLEX),
+        pytest.param("flex_attention", 60, 1, marks=FLEX),
+    ],
+)
+def test_packed_logprobs_are_those_of_transformers_on_each_sequence_alone(
+    tiny_model_path: Path, one_rank: None, attention: str, max_tokens: int, seed: int
+) -> None:
+    updater = open_updater(tiny_model_path, attention, max_tokens)
+    batch = make_batch(seed, groups=6)
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    (minibatch,) = updater._plan(batch)
+    answers = []
+    for micro in minibatch.micro_batches:
+        with torch.no_grad():
+            logprobs = updater.policy(micro)[0].split(micro.lengths)
+        for (g, i), ours in zip(micro.answers, logprobs, strict=True):
+            group = batch.groups[g]
+            with torch.no_grad():
+                alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
+            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+            answers.append((g, i))
+    assert sorted(answers) == [(g, i) for g in range(6) for i in range(4)]
+    assert (len(minibatch.micro_batches) == 1) == (max_tokens == 4096)
+    prompts_in_a_row = [
+        len(set(roots[roots >= 0].tolist()))
+        for micro in minibatch.micro_batches
+        if micro.segments is not None
+        for roots in micro.segments[1]
+    ]
+    assert max(prompts_in_a_row) > 1
+    if (attention, max_tokens) == ("flex_attention", 4096):
+        assert prompts_in_a_row == [6]
+        assert (minibatch.micro_batches[0].segments[0] >= 0).all()  # type: ignore[index]
+
+
+def test_checkpointed_blocks_are_computed_twice_and_give_the_same_gradient(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    calls: list[str] = []
+    plain, checkpointed = open_updater(tiny_model_path), open_updater(tiny_model_path, gradient_checkpointing=True)
+    for name, updater in (("plain", plain), ("checkpointed", checkpointed)):
+        for layer in updater.policy.lm.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    expected = gradients(plain)
+    for name, gradient in gradients(checkpointed).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-7, rtol=1e-5)
+    assert calls == ["plain"] * 2 + ["checkpointed"] * 4
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_give_the_same_gradient_and_names(tiny_model_path: Path, one_rank: None) -> None:
+    expected = gradients(open_updater(tiny_model_path))
+    compiled = open_updater(tiny_model_path, compile=True, gradient_checkpointing=True)
+    for name, gradient in gradients(compiled).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
+    assert {name for name, _ in full_parameters(compiled.policy, torch.float32)} == set(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flex_attention_on_a_gpu_gives_the_gradient_of_sdpa(tiny_model_path: Path, dtype: Any) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for attention in ("sdpa", "flex_attention"):
+            model = ModelConfig(path=str(tiny_model_path), attn_implementation=attention, dtype=dtype)  # type: ignore[arg-type]
+            found.append(gradients(Updater(make_config(tiny_model_path, model=model), torch.device("cuda"))))
+        for name, gradient in found[1].items():
+            tolerance = 1e-5 if dtype == "float32" else 0.05
+            torch.testing.assert_close(gradient, found[0][name], atol=tolerance, rtol=tolerance)
+    finally:
+        dist.destroy_process_group()

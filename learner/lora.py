@@ -82,7 +82,7 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
         whole = gathered(parameter)
         layer = modules[name.rpartition(_FROZEN)[0]] if _FROZEN in name else None
         if isinstance(layer, LoraLayer) and name.endswith(".weight"):
-            a, b = (gathered(matrix[_ADAPTER].weight) for matrix in (layer.lora_A, layer.lora_B))
+            a, b = (gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
             whole = torch.addmm(whole, b, a, alpha=layer.scaling[_ADAPTER])
         yield name.replace(_FROZEN, ""), whole
 

@@ -58,6 +58,12 @@ def test_a_section_given_on_the_command_line_is_taken_as_a_whole(tmp_path: Path)
     assert (config.rollout.engine, config.rollout.group_size) == ("hf", 8)
 
 
+def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "model.lora.target_modules=[q_proj, k_proj, v_proj]")
+    assert config.model.lora.target_modules == ("q_proj", "k_proj", "v_proj")
+    assert "target_modules:\n    - q_proj\n" in dump_config(config)
+
+
 def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL + "run:\n").run.steps == 100
 
@@ -78,6 +84,8 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("rollout.engine=vllm", ["rollout.engine must be one of sglang, hf, got 'vllm'"]),
         ("learner.betas=[0.9]", ["learner.betas must be a list of 2 values"]),
         ("learner.betas=[0.9, x]", ["learner.betas[1] must be a number, got 'x'"]),
+        ("model.lora.target_modules=q_proj", ["model.lora.target_modules must be a list, e.g. [a, b], got 'q_proj'"]),
+        ("model.lora.target_modules=[q_proj, 1]", ["model.lora.target_modules[1] must be text", "got 1 (int)"]),
         ("run.name=7", ["run.name must be text", "got 7 (int)"]),
         ("run.name=", ["run.name must be text", "got nothing"]),
         ("weight_sync.verify=1", ["weight_sync.verify must be true or false, got 1 (int)"]),

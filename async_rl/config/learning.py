@@ -17,7 +17,7 @@ class LoraConfig:
     alpha: float = 32.0
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Of the adapters' input in the gradient's forward pass. Above 0 its logprobs are not those of the served policy."""
+    """Of the adapters' input in the gradient's forward pass: above 0 its logprobs are not the served policy's."""
     target_modules: tuple[str, ...] = ()
     """Names such as q_proj; empty: every linear layer but the output head."""
 

@@ -1,9 +1,10 @@
-"""Learner utilisation against `staleness.max`, by discrete events through the buffer's own state machine.
+"""Utilisation of both pools against `staleness.max`, by discrete events through the buffer's own state machine.
 
     python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0
 
-Rollout groups take lognormal times; the learner takes `train_s` a batch, then `sync_s` to push, while generation
-pauses in place. Nothing but time is simulated: admission, hand-out and release are buffer.store's.
+Rollout groups take lognormal times, longer the more of them are in flight; the learner takes `train_s` a batch, then
+`sync_s` to push, during which generation pauses in place for `pause_s`. Nothing but time is simulated: admission,
+hand-out and release are buffer.store's.
 """
 
 from __future__ import annotations
@@ -25,11 +26,31 @@ class Workload:
     """Rollout groups in flight at most."""
     prompts_per_step: int = 64
     train_s: float = 10.0
+    train_cv: float = 0.0
     sync_s: float = 0.5
+    pause_s: float | None = None
+    """Standstill of generation in a push; None: all of sync_s."""
+    handout_s: float = 0.0
+    """What the learner takes to receive a batch that is ready."""
     group_mean_s: float = 8.0
+    """Of a group that is alone at the engine."""
     group_cv: float = 1.0
     """Standard deviation of a group's duration over its mean."""
+    load_s: float = 0.0
+    """What every further group in flight adds to the duration of each: 0 on hardware with room, and on a full
+    engine group_mean_s, where the throughput no longer grows.
+    """
+    failed: float = 0.0
+    """Share of the groups that are dropped when they finish (no reward, or no variance)."""
     every_steps: int = 1
+
+    @property
+    def standstill_s(self) -> float:
+        return self.sync_s if self.pause_s is None else self.pause_s
+
+    def group_s(self, in_flight: float) -> float:
+        """Mean duration of a group with so many in flight, itself among them."""
+        return self.group_mean_s + self.load_s * max(0.0, in_flight - 1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,11 @@ class Result:
     mean_staleness: float
     """Versions between the start of a group and the batch that holds it."""
     max_staleness: int
+    rollout: float
+    """Share of time with at least one group in flight and no push."""
+    occupancy: float
+    """Groups in flight over `concurrency`, mean over all time."""
+    step_s: float
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
@@ -47,6 +73,10 @@ def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) 
 
 
 class _Simulation:
+    """Groups progress on a clock of their own, `_work_s`: it runs as fast as the engine works on each of them, and
+    stands still in a push.
+    """
+
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
         self._store = Store(max_staleness, workload.prompts_per_step)
@@ -54,47 +84,74 @@ class _Simulation:
         self._rng = np.random.default_rng(seed)
         self._sigma = float(np.sqrt(np.log1p(workload.group_cv**2)))
         self._now_s = 0.0
-        self._ends: list[tuple[float, int]] = []  # (time, group id) of every running group
+        self._work_s = 0.0
+        self._ends: list[tuple[float, int]] = []  # (on the groups' clock, group id) of every group in flight
         self._ages: list[int] = []
+        self._busy_s = 0.0
+        self._group_seconds = 0.0
 
     def run(self, steps: int) -> Result:
         workload, store = self._workload, self._store
+        trained_s = 0.0
         self._admit()
         for version in range(steps):
             while (batch := store.take(version)) is None:
-                self._finish_next()
+                self._generate(None)
+            self._generate(workload.handout_s)
             self._ages += [version - group.slot.start_version for group in batch.groups]
-            self._advance(workload.train_s)
+            train_s = workload.train_s * self._factor(workload.train_cv)
+            trained_s += train_s
+            self._generate(train_s)
             store.trained(version + 1)
             if (version + 1) % workload.every_steps == 0:
-                self._pause(workload.sync_s)
+                self._generate(workload.sync_s - workload.standstill_s)
+                self._now_s += workload.standstill_s
+                self._group_seconds += len(self._ends) * workload.standstill_s
                 store.served(version + 1)
                 self._admit()
         store.check_identity()
-        return Result(steps * workload.train_s / self._now_s, float(np.mean(self._ages)), max(self._ages))
+        return Result(
+            trained_s / self._now_s, float(np.mean(self._ages)), max(self._ages), self._busy_s / self._now_s,
+            self._group_seconds / self._now_s / workload.concurrency, self._now_s / steps,
+        )
 
-    def _advance(self, seconds: float) -> None:
-        end_s = self._now_s + seconds
-        while self._ends and self._ends[0][0] <= end_s:
-            self._finish_next()
-        self._now_s = end_s
+    def _generate(self, seconds: float | None) -> None:
+        """Time passes for generation: `seconds`, or until the next group finishes."""
+        left_s = np.inf if seconds is None else seconds
+        while self._ends:
+            pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s
+            next_s = (self._ends[0][0] - self._work_s) * pace
+            passed_s = min(next_s, left_s)
+            self._now_s += passed_s
+            self._busy_s += passed_s
+            self._group_seconds += passed_s * len(self._ends)
+            left_s -= passed_s
+            if next_s > passed_s:
+                self._work_s += passed_s / pace
+                return
+            self._work_s, group_id = heapq.heappop(self._ends)
+            self._finish(group_id)
+            if seconds is None:
+                return
+        self._now_s += left_s
 
-    def _pause(self, seconds: float) -> None:
-        """In place: everything that runs continues so much later."""
-        self._now_s += seconds
-        self._ends = [(end_s + seconds, group_id) for end_s, group_id in self._ends]  # still a heap
-
-    def _finish_next(self) -> None:
-        self._now_s, group_id = heapq.heappop(self._ends)
-        self._store.finish(group_id, b"")
+    def _finish(self, group_id: int) -> None:
+        if self._rng.random() < self._workload.failed:
+            self._store.fail(group_id, "", requeue=False)
+        else:
+            self._store.finish(group_id, b"")
         self._admit()
 
     def _admit(self) -> None:
         """As the worker does: as many as there are slots and places at the engine."""
-        mean = np.log(self._workload.group_mean_s) - self._sigma**2 / 2
         for slot in self._store.admit("rollout/0", self._workload.concurrency - len(self._ends), self._now_s):
-            duration_s = float(self._rng.lognormal(mean, self._sigma))
-            heapq.heappush(self._ends, (self._now_s + duration_s, slot.group_id))
+            duration_s = self._workload.group_mean_s * float(self._rng.lognormal(-(self._sigma**2) / 2, self._sigma))
+            heapq.heappush(self._ends, (self._work_s + duration_s, slot.group_id))
+
+    def _factor(self, cv: float) -> float:
+        """Lognormal with mean 1."""
+        sigma = float(np.sqrt(np.log1p(cv**2)))
+        return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
 
 
 def main() -> None:
@@ -108,15 +165,19 @@ def main() -> None:
     parser.add_argument("--train-s", type=float, default=default.train_s)
     parser.add_argument("--sync-s", type=float, default=default.sync_s)
     parser.add_argument("--group-mean-s", type=float, default=default.group_mean_s)
+    parser.add_argument("--load-s", type=float, default=default.load_s)
     parser.add_argument("--cv", dest="group_cv", type=float, default=default.group_cv)
     parser.add_argument("--every-steps", type=int, default=default.every_steps)
     options = vars(parser.parse_args())
     bounds, steps, seed = options.pop("staleness"), options.pop("steps"), options.pop("seed")
     workload = Workload(**options)
-    print("staleness.max  utilisation/learner  staleness/mean  staleness/max")
+    print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max")
     for bound in map(int, bounds.split(",")):
         result = simulate(workload, bound, steps, seed)
-        print(f"{bound:13}  {result.utilisation:19.3f}  {result.mean_staleness:14.2f}  {result.max_staleness:13}")
+        print(
+            f"{bound:13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "
+            f"{result.max_staleness:13}"
+        )
 
 
 if __name__ == "__main__":

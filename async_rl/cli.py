@@ -49,6 +49,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     prepare.add_argument("target", type=Path, metavar="OUT.parquet")
     prepare.set_defaults(run=_prepare)
 
+    keys = commands.add_parser("keys", help="make the keys that let the buffer leave loopback")
+    keys.add_argument("action", choices=["new"])
+    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
+    keys.set_defaults(run=_keys)
+
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
     _add_config(doctor, nargs="?")
     doctor.set_defaults(run=_doctor)
@@ -117,6 +122,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
     rows = prepare_gsm8k(args.source, args.target)
     print(f"{rows} rows written to {args.target}")
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from buffer.keys import new_keys
+
+    new_keys(args.folder)
+    print(f"keys written to {args.folder}; set network.keys={args.folder}")
     return 0
 
 

@@ -1,14 +1,18 @@
 """RolloutGroup <-> msgpack bytes. What comes off a wire is checked here before anybody looks at it.
 
-An array travels as [dtype string, raw bytes], so that a wrong dtype is refused instead of reinterpreted. Decoding
-copies nothing: arrays are read-only views into the message.
+    group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
+    array     [dtype, number of elements, little-endian bytes]
+
+The rollouts of a group travel as columns, one rollout after the other, so that a group is checked by a handful of
+array operations however many rollouts it has. An array names its dtype, so that a wrong one is refused instead of
+reinterpreted. Decoding copies nothing out of the columns: arrays are read-only views.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +24,22 @@ from async_rl.config import Config
 from async_rl.errors import WireError
 from async_rl.types import Rollout, RolloutGroup
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of every message; raised when a field is added, removed or changes its meaning."""
 
-MAX_LOGPROB = 1e-4
-"""Log-softmax in float32 rounds a certain token's 0 to a few ulps of its logit: at |logit| = 100 up to 1e-5, and ten
-times that is of no consequence to a ratio. Probabilities or negated logprobs sent by mistake lie above."""
+MAX_ROUNDING = 1e-4
+"""Log-softmax in float32 rounds a certain token's 0 to a few ulps of its logit: at |logit| = 100 up to 1e-5. So much
+above 0, ten times that, the sender cuts to 0; more (probabilities or negated logprobs sent by mistake) is refused."""
 MAX_INT = 2**62
 MAX_NAME_CHARS = 200
 FINISH_REASONS = ("stop", "length")
 
 _GROUP_FIELDS = (
-    "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "rollouts", "duration_s",
-    "worker",
+    "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "lengths", "tokens",
+    "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker",
 )
-_ROLLOUT_FIELDS = ("tokens", "logprobs", "versions", "mask", "reward", "finish_reason")
 _WHOLE = object()
-_INT32, _FLOAT32, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("bool")
+_INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +126,20 @@ class Fields:
     def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
         """One-dimensional, of low..high elements of exactly this dtype."""
         value = self._values[name]
-        if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], bytes):
-            raise self.refuse(name, "a [dtype, bytes] pair")
-        if value[0] != dtype.str:
-            raise WireError(f"{self._path}{name}: dtype {_short(value[0])}, allowed {dtype.str} ({dtype.name})")
-        if len(value[1]) % dtype.itemsize or not low * dtype.itemsize <= len(value[1]) <= high * dtype.itemsize:
-            lengths = f"{low} ({dtype.name})" if low == high else f"{low}..{high} ({dtype.name})"
-            raise WireError(f"{self._path}{name}: {len(value[1]) / dtype.itemsize:g} elements, allowed {lengths}")
-        array = np.frombuffer(value[1], dtype)
+        if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], bytes):
+            raise self.refuse(name, "a list of dtype, number of elements, bytes")
+        kind, count, data = value
+        if kind != dtype.str:
+            raise WireError(f"{self._path}{name}: dtype {_short(kind)}, allowed {dtype.str} ({dtype.name})")
+        if type(count) is not int or not low <= count <= high:
+            allowed = f"{low}" if low == high else f"{low}..{high}"
+            raise WireError(f"{self._path}{name}: {_short(count)} elements, allowed {allowed}")
+        if len(data) != count * dtype.itemsize:
+            raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize} as it says")
+        array = np.frombuffer(data, dtype)
         # Any byte passes for a bool in numpy, but arithmetic with bytes other than 0 and 1 is wrong.
-        if dtype == _BOOL and (bits := array.view(np.uint8)).size and bits.max() > 1:
-            raise self.refuse(name, "bytes 0 and 1", int(bits.max()))
+        if dtype == _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+            raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 
 
@@ -141,8 +147,12 @@ def encode_group(group: RolloutGroup) -> bytes:
     """One group as bytes.
 
     Raises:
-        WireError: an array is not a one-dimensional numpy array.
+        WireError: an array has the wrong shape or dtype, or another length than its rollout's tokens.
     """
+    rollouts = group.rollouts
+    logprobs = _column("logprobs", rollouts, _FLOAT32)
+    if logprobs.size and 0 < logprobs.max() <= MAX_ROUNDING:
+        logprobs = np.minimum(logprobs, 0)
     return pack(
         {
             "schema": SCHEMA_VERSION,
@@ -150,8 +160,14 @@ def encode_group(group: RolloutGroup) -> bytes:
             "prompt_index": operator.index(group.prompt_index),
             "start_version": operator.index(group.start_version),
             "temperature": float(group.temperature),
-            "prompt_tokens": _pack_array("prompt_tokens", group.prompt_tokens),
-            "rollouts": [_pack_rollout(i, rollout) for i, rollout in enumerate(group.rollouts)],
+            "prompt_tokens": _pack_array(_one_dimensional("prompt_tokens", group.prompt_tokens, _INT32)),
+            "lengths": _pack_array(np.array([len(rollout.tokens) for rollout in rollouts], _INT32)),
+            "tokens": _pack_array(_column("tokens", rollouts, _INT32)),
+            "logprobs": _pack_array(logprobs),
+            "versions": _pack_array(_column("versions", rollouts, _INT32)),
+            "mask": _pack_array(_column("mask", rollouts, _BOOL)),
+            "rewards": _pack_array(np.array([rollout.reward for rollout in rollouts], _FLOAT64)),
+            "finish_reasons": [rollout.finish_reason for rollout in rollouts],
             "duration_s": float(group.duration_s),
             "worker": group.worker,
         }
@@ -162,7 +178,7 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
     """The group that `encode_group` was given; arrays are read-only views.
 
     Checked: exactly the known fields; sizes within `limits`; dtypes; for each rollout equal lengths T >= 1 of all four
-    arrays, tokens >= 0, logprobs finite and <= MAX_LOGPROB, versions non-decreasing from start_version up.
+    arrays, tokens >= 0, logprobs finite and <= 0, versions non-decreasing from start_version up, a finite reward.
 
     Raises:
         WireError: names the field and the value.
@@ -184,10 +200,7 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
         start_version=start_version,
         temperature=temperature,
         prompt_tokens=prompt_tokens,
-        rollouts=tuple(
-            _decode_rollout(Fields(rollout, _ROLLOUT_FIELDS, f"rollouts[{i}]."), start_version, limits)
-            for i, rollout in enumerate(fields.items("rollouts", limits.group_size, limits.group_size))
-        ),
+        rollouts=_decode_rollouts(fields, start_version, limits),
         duration_s=fields.number("duration_s", 0.0),
         worker=fields.text("worker"),
     )
@@ -223,48 +236,88 @@ def _short(value: object) -> str:
     return repr(value)[:80]
 
 
-def _pack_array(name: str, array: npt.NDArray[Any]) -> list[Any]:
+def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
+    return [array.dtype.str, len(array), array.tobytes()]
+
+
+def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The array, in little-endian order."""
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
-    return [array.dtype.str, array.tobytes()]
+    if array.dtype == dtype:
+        return array
+    if array.dtype != dtype.newbyteorder(">"):
+        raise WireError(f"{name}: dtype {array.dtype.str!r}, allowed {dtype.str} ({dtype.name})")
+    return array.astype(dtype)
 
 
-def _pack_rollout(index: int, rollout: Rollout) -> dict[str, Any]:
-    path = f"rollouts[{index}]."
-    return {
-        "tokens": _pack_array(path + "tokens", rollout.tokens),
-        "logprobs": _pack_array(path + "logprobs", rollout.logprobs),
-        "versions": _pack_array(path + "versions", rollout.versions),
-        "mask": _pack_array(path + "mask", rollout.mask),
-        "reward": float(rollout.reward),
-        "finish_reason": rollout.finish_reason,
-    }
+def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """This array of all rollouts, one after the other."""
+    arrays = []
+    for i, rollout in enumerate(rollouts):
+        array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
+        if len(array) != len(rollout.tokens):
+            raise WireError(f"rollouts[{i}].{name}: {len(array)} elements, allowed {len(rollout.tokens)} as its tokens")
+        arrays.append(array)
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _decode_rollout(fields: Fields, start_version: int, limits: Limits) -> Rollout:
-    tokens = fields.array("tokens", _INT32, 1, limits.max_response_tokens)
-    length = len(tokens)
-    logprobs = fields.array("logprobs", _FLOAT32, length, length)
-    versions = fields.array("versions", _INT32, length, length)
+def _decode_rollouts(fields: Fields, start_version: int, limits: Limits) -> tuple[Rollout, ...]:
+    size = limits.group_size
+    lengths = fields.array("lengths", _INT32, size, size)
+    if lengths.min() < 1 or lengths.max() > limits.max_response_tokens:
+        bad = int(lengths.min() if lengths.min() < 1 else lengths.max())
+        raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a rollout", bad)
+    ends = lengths.cumsum()
+    total = int(ends[-1])
+    tokens = fields.array("tokens", _INT32, total, total)
+    logprobs = fields.array("logprobs", _FLOAT32, total, total)
+    versions = fields.array("versions", _INT32, total, total)
+    mask = fields.array("mask", _BOOL, total, total)
+    rewards = fields.array("rewards", _FLOAT64, size, size)
+    reasons = fields.items("finish_reasons", size, size)
     if tokens.min() < 0:
-        raise fields.refuse("tokens", "token ids 0 and up", int(tokens.min()))
-    if not (np.isfinite(logprobs).all() and logprobs.max() <= MAX_LOGPROB):
-        bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))][0]
-        raise fields.refuse("logprobs", f"finite numbers <= {MAX_LOGPROB}", float(bad))
-    if versions[0] < start_version:
-        raise fields.refuse("versions", f"start_version = {start_version} and up", int(versions[0]))
-    if (versions[1:] < versions[:-1]).any():
-        at = int((versions[1:] < versions[:-1]).argmax())
-        raise fields.refuse("versions", "non-decreasing versions", f"{versions[at]} then {versions[at + 1]}")
-    finish_reason = fields.text("finish_reason")
-    if finish_reason not in FINISH_REASONS:
-        raise fields.refuse("finish_reason", " or ".join(FINISH_REASONS))
-    return Rollout(
-        tokens=tokens,
-        logprobs=logprobs,
-        versions=versions,
-        mask=fields.array("mask", _BOOL, length, length),
-        reward=fields.number("reward"),
-        finish_reason=finish_reason,
-    )
+        raise _refuse_element("tokens", tokens, tokens < 0, ends, "token ids 0 and up")
+    # A NaN makes both comparisons false.
+    if not (logprobs.max() <= 0 and logprobs.min() > -math.inf):
+        bad_logprobs = ~((logprobs <= 0) & (logprobs > -math.inf))
+        raise _refuse_element("logprobs", logprobs, bad_logprobs, ends, "finite numbers <= 0")
+    _check_versions(versions, start_version, ends)
+    if not np.isfinite(rewards).all():
+        raise _refuse_element("reward", rewards, ~np.isfinite(rewards), np.arange(1, size + 1), "a finite number")
+    for i, reason in enumerate(reasons):
+        if reason not in FINISH_REASONS:
+            raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
+    rollouts = []
+    start = 0
+    for end, reward, reason in zip(ends.tolist(), rewards.tolist(), reasons, strict=True):
+        part = slice(start, end)
+        rollouts.append(
+            Rollout(
+                tokens=tokens[part], logprobs=logprobs[part], versions=versions[part], mask=mask[part], reward=reward,
+                finish_reason=reason,
+            )
+        )
+        start = end
+    return tuple(rollouts)
+
+
+def _check_versions(versions: npt.NDArray[Any], start_version: int, ends: npt.NDArray[Any]) -> None:
+    if versions.min() < start_version:
+        too_old = versions < start_version
+        raise _refuse_element("versions", versions, too_old, ends, f"start_version = {start_version} and up")
+    falls = versions[1:] < versions[:-1]
+    falls[ends[:-1] - 1] = False  # from one rollout to the next they may
+    if falls.any():
+        at = int(falls.argmax())
+        allowed = f"{versions[at]} and up, as the token before has it"
+        raise _refuse_element("versions", versions, np.append(False, falls), ends, allowed)
+
+
+def _refuse_element(
+    name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], ends: npt.NDArray[Any], allowed: str
+) -> WireError:
+    """Of the first bad element of a column; `ends` says where each rollout's part ends."""
+    at = int(is_bad.argmax())
+    return refusal(f"rollouts[{ends.searchsorted(at, side='right')}].{name}", column[at].item(), allowed)

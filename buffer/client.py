@@ -21,6 +21,7 @@ from async_rl.codec import encode_group
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, WaitTimeoutError, WireError
 from async_rl.types import Batch, RolloutGroup, Slot
+from buffer.keys import show_keys
 from buffer.wire import LONG_POLL_S, MAX_CAUSE_CHARS, Reply, decode_batch, pack_request, read_reply, read_slots
 
 ATTEMPTS = 4
@@ -28,14 +29,20 @@ ATTEMPTS = 4
 
 
 class LearnerClient:
-    """The learner's side. Blocking; for one thread."""
+    """The learner's side. Blocking; for one thread.
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+    Args:
+        keys: network.keys.
+    """
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
         self._address = address
         self._timeouts = timeouts
         self._ids = _request_ids()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        show_keys(self._socket, keys)
+        self._socket.sndtimeo = math.ceil(1000 * timeouts.wire_s / ATTEMPTS)
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
@@ -77,7 +84,10 @@ class LearnerClient:
         wait_s = fields.get("wait_s", 0.0)
         start_s = time.monotonic()
         for _ in range(ATTEMPTS):
-            self._socket.send(message)
+            try:
+                self._socket.send(message)
+            except zmq.Again:  # no connection to send it on
+                continue
             retry_s = time.monotonic() + wait_s + self._timeouts.wire_s / ATTEMPTS
             while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
                 reply = read_reply(self._socket.recv_multipart())
@@ -91,9 +101,10 @@ class WorkerClient:
 
     Args:
         worker: name of the worker, unique in the run; its slots are granted to this name.
+        keys: network.keys.
     """
 
-    def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
         self._address = address
         self._worker = worker
         self._wire_s = timeouts.wire_s
@@ -103,6 +114,7 @@ class WorkerClient:
         self._receiver: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        show_keys(self._socket, keys)
         self._socket.connect(address)
 
     async def admit(self, max_groups: int) -> list[Slot]:
@@ -193,5 +205,5 @@ def _accepted(reply: Reply) -> Reply:
 def _unanswered(who: str, request: str, address: str, waited_s: float) -> WaitTimeoutError:
     return WaitTimeoutError(
         f"{who} waited {waited_s:.0f} s (timeouts.wire_s) for the buffer at {address} to answer {request}, "
-        f"sent {ATTEMPTS} times"
+        f"sent {ATTEMPTS} times: it is gone, or turns away who has not the keys of its network.keys"
     )

@@ -22,10 +22,11 @@ from typing import Any
 
 import zmq
 
-from async_rl.codec import Limits, decode_group
-from async_rl.config import Config
-from async_rl.errors import WaitTimeoutError, WireError
+from async_rl.codec import Fields, Limits, decode_group
+from async_rl.config import Config, NetworkConfig
+from async_rl.errors import ConfigError, WaitTimeoutError, WireError
 from async_rl.types import RolloutGroup, Slot
+from buffer.keys import Doorkeeper, lock
 from buffer.store import Store
 from buffer.wire import (
     MAX_CAUSE_CHARS,
@@ -43,6 +44,8 @@ STOP_CHECK_S = 0.2
 MESSAGES_A_TURN = 256
 """Handled before parked requests get their turn."""
 MAX_WAIT_S = 60.0
+FREE_PORTS = (61000, 65536)
+"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,18 @@ class Parked:
 
 
 class BufferServer:
-    """The staleness-bounded buffer of one run, on a free loopback port.
+    """The staleness-bounded buffer of one run, at network.host.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
     once, so that the first to come does not get all slots. All methods but `serve` may be called from other threads.
+
+    Raises:
+        ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
     """
 
     def __init__(self, config: Config) -> None:
         self._limits = Limits.from_config(config)
-        self._num_workers = config.placement.rollout.servers
+        self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._shutdown_s = config.timeouts.shutdown_s
         self._store = Store(config.staleness.max, config.learner.prompts_per_step)
         self._lock = threading.Lock()
@@ -80,8 +86,13 @@ class BufferServer:
         # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
         self._router.setsockopt(zmq.MAXMSGSIZE, 2**20 + 4 * self._limits.max_group_bytes)
         self._router.setsockopt(zmq.SNDHWM, 0)
-        port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        self._doorkeeper: Doorkeeper | None = None
+        try:
+            self._doorkeeper = lock(self._router, config.network.keys)
+            self.address = _bind(self._router, config.network)
+        except ConfigError:
+            self._close_socket()
+            raise
 
     def serve(self, stop: threading.Event) -> None:
         """Answers until `stop` is set; blocks.
@@ -119,10 +130,15 @@ class BufferServer:
             )
         self._serving.release()
         with self._lock:
-            self._router.close(linger=0)
-            self._context.term()
+            self._close_socket()
             self._store.close()
             return self._counters()
+
+    def _close_socket(self) -> None:
+        self._router.close(linger=0)
+        if self._doorkeeper:
+            self._doorkeeper.stop()
+        self._context.term()
 
     def _counters(self) -> dict[str, float]:
         return {**self._store.counters(), "buffer/refused": float(self._refused)}
@@ -139,17 +155,20 @@ class BufferServer:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            with self._lock:
-                try:
-                    reply = self._handle(identity, frames)
-                except WireError as error:
-                    self._refused += 1
-                    reply = pack_reply(read_request_id(frames), {}, str(error)[:MAX_ERROR_CHARS])
+            reply = self.answer(identity, frames)
             if reply is not None:
                 self._router.send_multipart([identity, reply])
 
+    def answer(self, identity: bytes, frames: list[bytes]) -> bytes | None:
+        """The reply to one message, whatever it is; None if it is parked."""
+        with self._lock:
+            try:
+                return self._handle(identity, frames)
+            except WireError as error:
+                self._refused += 1
+                return pack_reply(read_request_id(frames), {}, str(error)[:MAX_ERROR_CHARS])
+
     def _handle(self, identity: bytes, frames: list[bytes]) -> bytes | None:
-        """The reply to one message; None if it is parked."""
         request = read_request(frames)
         fields = request.fields
         match request.op:
@@ -159,9 +178,9 @@ class BufferServer:
                 self._park_take(identity, request)
                 return None
             case "put":
-                return pack_reply(request.id, {"stored": self._put(fields.text("worker"), request.payload[0])})
+                return pack_reply(request.id, {"stored": self._put(self._worker(fields), request.payload[0])})
             case "fail":
-                worker, group_id = fields.text("worker"), fields.integer("group_id", 0)
+                worker, group_id = self._worker(fields), fields.integer("group_id", 0)
                 cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
                 if self._store.running_slot(group_id, worker):
                     self._store.fail(group_id, cause, requeue)
@@ -171,8 +190,14 @@ class BufferServer:
                 self._store.served(fields.integer("version", 0))
         return pack_reply(request.id, {})
 
+    def _worker(self, fields: Fields) -> str:
+        worker = fields.text("worker")
+        if worker not in self._workers:  # a slot granted to nobody would never come back
+            raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
+        return worker
+
     def _park_admit(self, identity: bytes, request: Request) -> bytes | None:
-        worker, max_groups = request.fields.text("worker"), request.fields.integer("max_groups", 1, 2**20)
+        worker, max_groups = self._worker(request.fields), request.fields.integer("max_groups", 1, 2**20)
         until_s = self._until_s(request)
         last_id, last_reply = self._last_grant.get(worker, (-1, b""))
         if request.id == last_id:
@@ -214,7 +239,7 @@ class BufferServer:
         if self._take:
             self._answer_take(self._take, now_s)
         shares: Mapping[str, int] = {}
-        if self._admits and len(self._seen_workers) >= self._num_workers and (capacity := self._store.capacity()):
+        if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self._store.capacity()):
             asked = {worker: parked.amount for worker, parked in self._admits.items()}
             shares = fair_shares(capacity, asked, self._store.running_by_worker())
         for worker, parked in list(self._admits.items()):
@@ -235,10 +260,24 @@ class BufferServer:
         self._router.send_multipart([parked.identity, pack_reply(parked.request.id, result), *frames], copy=False)
 
     def _describe(self, now_s: float) -> str:
-        missing = self._num_workers - len(self._seen_workers)
+        missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
-            return f"{missing} of {self._num_workers} rollout workers have not asked for prompts yet"
+            return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
         return self._store.describe(now_s)
+
+
+def _bind(router: zmq.Socket[bytes], network: NetworkConfig) -> str:
+    host = f"tcp://{network.host}"
+    try:
+        port = network.port or router.bind_to_random_port(host, *FREE_PORTS)
+        if network.port:
+            router.bind(f"{host}:{port}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"network.host = {network.host}, network.port = {network.port}: the buffer can't bind it ({error}). "
+            "Set network.host to an address of this host, network.port to a free port or 0"
+        ) from None
+    return f"{host}:{port}"
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:

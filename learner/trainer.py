@@ -58,7 +58,7 @@ class Learner:
         self._timeline = Timeline(f"learner/{rank}")
         self._gpus = GpuSampler(f"learner/{rank}")
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
-        self._client = LearnerClient(buffer_address, config.timeouts) if rank == 0 else None
+        self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._push_dtype = serving_dtype(config, self._device.type)
         self._verified = not config.weight_sync.verify
 

@@ -49,7 +49,7 @@ class Worker:
         self._task = task
         self._reward = reward
         self._tokenizer = tokenizer
-        self._client = WorkerClient(buffer_address, self._name, config.timeouts)
+        self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s)
         self._activity = Activity(self._name)
         self._gpus = GpuSampler(self._name)

@@ -22,6 +22,7 @@ QUICK = [
     "async-rl train configs/quickstart.yaml --dry-run",
     "async-rl prepare gsm8k train.jsonl data/gsm8k/train.parquet",
     "async-rl prepare gsm8k test.jsonl data/gsm8k/test.parquet",
+    "async-rl keys new keys",
     "python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0",
 ]
 NIGHTLY = [

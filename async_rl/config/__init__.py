@@ -32,6 +32,7 @@ from async_rl.config.learning import (
 from async_rl.config.system import (
     LearnerPlacement,
     LoggingConfig,
+    NetworkConfig,
     PlacementConfig,
     RolloutPlacement,
     RunConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
+    "NetworkConfig",
     "PlacementConfig",
     "RolloutConfig",
     "RolloutPlacement",
@@ -80,6 +82,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +74,36 @@ class LoggingConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when the user is logged in, else off."""
     project: str = "async-rl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """Of the buffer's socket, which carries groups and batches."""
+
+    host: str = "127.0.0.1"
+    """IPv4 address it binds, by which learner and workers reach it. Beyond loopback only with keys, or insecure."""
+    port: int = 0
+    """0: a free one."""
+    keys: str = ""
+    """Folder made by `async-rl keys new`: everything is encrypted, and only who holds the client's key is let in."""
+    insecure: bool = False
+    """Accept that whoever reaches `host` can read, and write into, the training data."""
+
+    def __post_init__(self) -> None:
+        try:
+            address = ipaddress.IPv4Address(self.host)
+        except ValueError:
+            address = ipaddress.IPv4Address(0)
+        check(
+            not address.is_unspecified, "network.host", self.host, "the IPv4 address of one interface, in numbers",
+            "127.0.0.1 where all processes share a host; else an address of this host that the others reach.",
+        )
+        check(0 <= self.port < 2**16, "network.port", self.port, "0 (a free one) to 65535")
+        check(
+            address.is_loopback or bool(self.keys) or self.insecure, "network.host", self.host,
+            "a loopback address unless network.keys or network.insecure is set",
+            "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

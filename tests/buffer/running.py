@@ -27,9 +27,10 @@ def with_worker(
     use: Callable[[WorkerClient], Coroutine[Any, Any, Any]],
     name: str = "rollout/0",
     timeouts: TimeoutsConfig = TIMEOUTS,
+    keys: str = "",
 ) -> Any:
     async def run() -> Any:
-        client = WorkerClient(address, name, timeouts)
+        client = WorkerClient(address, name, timeouts, keys)
         try:
             return await use(client)
         finally:

@@ -96,7 +96,7 @@ def test_slots_granted_to_a_cancelled_admit_go_to_the_next_one(buffer: BufferSer
     assert buffer.counters()["buffer/admitted"] == 4
 
 
-def test_a_failed_or_abandoned_group_is_granted_to_another_worker(buffer: BufferServer, learner: LearnerClient) -> None:
+def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, learner: LearnerClient) -> None:
     async def fail_one(worker: WorkerClient) -> None:
         slots = await worker.admit(4)
         for _ in range(2):
@@ -105,7 +105,7 @@ def test_a_failed_or_abandoned_group_is_granted_to_another_worker(buffer: Buffer
 
     with_worker(buffer.address, fail_one)
     assert buffer.abandon("rollout/0") == 2
-    slots = with_worker(buffer.address, lambda worker: worker.admit(9), name="rollout/1")
+    slots = with_worker(buffer.address, lambda worker: worker.admit(9))
     assert [(slot.group_id, slot.prompt_index) for slot in slots] == [(4, 1), (5, 2), (6, 3)]
     late = Slot(group_id=2, prompt_index=2, start_version=0)
     assert with_worker(buffer.address, lambda worker: worker.put(make_group(late))) is False

@@ -1,0 +1,101 @@
+"""Who may talk to the buffer: ZMQ CURVE keys in a folder, made by `async-rl keys new`.
+
+    server.key   server.key_secret     the buffer's: who poses as the buffer can't prove it
+    client.key   client.key_secret     learner's and workers': the buffer lets in nobody else
+
+Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
+client.key_secret and server.key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth import create_certificates, load_certificate
+from zmq.auth.thread import ThreadAuthenticator
+
+from async_rl.errors import ConfigError
+
+DOMAIN = "buffer"
+"""ZMQ asks no authenticator about a socket without a domain."""
+
+
+class Doorkeeper:
+    """Decides at the handshake, in a thread of its own, who may connect to a socket with keys."""
+
+    def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
+        self._client_key, _ = _load(folder / "client.key")
+        public, secret = _load(folder / "server.key_secret")
+        self._authenticator = ThreadAuthenticator(socket.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(DOMAIN, self)
+        socket.zap_domain = DOMAIN.encode()
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.curve_server = True
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator with the Z85 key of who knocks."""
+        return key == self._client_key
+
+    def stop(self) -> None:
+        self._authenticator.stop()
+
+
+def new_keys(folder: Path) -> None:
+    """Makes the folder with a key pair for each side; only its owner can read it.
+
+    Raises:
+        ConfigError: the folder holds keys already, or can't be written.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        taken = sorted(file.name for file in folder.glob("*.key*"))
+        if taken:
+            raise ConfigError(f"{folder} holds {', '.join(taken)} already: name another folder, or delete them first")
+        for side in ("server", "client"):
+            for file in create_certificates(folder, side):
+                Path(file).chmod(0o600)
+    except OSError as error:
+        raise ConfigError(f"keys can't be written to {folder}: {error}") from None
+
+
+def lock(socket: zmq.Socket[bytes], folder: str) -> Doorkeeper | None:
+    """From now on only clients with the keys of this folder get in; none is needed if it is empty.
+
+    Raises:
+        ConfigError: see `_load`.
+    """
+    return Doorkeeper(socket, Path(folder)) if folder else None
+
+
+def show_keys(socket: zmq.Socket[Any], folder: str) -> None:
+    """From now on the socket connects as a client of the buffer with the keys of this folder, if not empty.
+
+    Raises:
+        ConfigError: see `_load`.
+    """
+    if folder:
+        socket.curve_serverkey, _ = _load(Path(folder) / "server.key")
+        socket.curve_publickey, socket.curve_secretkey = _load(Path(folder) / "client.key_secret")
+
+
+def _load(file: Path) -> tuple[bytes, bytes]:
+    """Public and secret key; the secret one is empty in a file of a public key.
+
+    Raises:
+        ConfigError: no such file, not a key, or a secret that others can read.
+    """
+    is_secret = file.suffix == ".key_secret"
+    try:
+        if is_secret and file.stat().st_mode & 0o077:
+            raise ConfigError(f"network.keys: {file} can be read by others than its owner. chmod 600 {file}")
+        public, secret = load_certificate(file)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"network.keys: {error}. Make keys with `async-rl keys new DIR`") from None
+    if len(public) != 40 or (is_secret and len(secret or b"") != 40):
+        raise ConfigError(f"network.keys: {file} holds no CURVE key. Make keys with `async-rl keys new DIR`")
+    return public, secret or b""

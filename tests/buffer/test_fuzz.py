@@ -1,0 +1,109 @@
+"""Mutated messages, at the door and over a socket: refused or valid, and never more than that."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+
+import msgpack
+import zmq
+
+from buffer.server import BufferServer
+from buffer.wire import pack_request
+from tests.buffer.made import make_config, serving
+from tests.buffer.running import run_pipeline
+from tests.buffer.test_refusals import FIRST, put_frames
+
+AT_THE_DOOR, OVER_A_SOCKET = 90_000, 10_000
+FAR = 0x1111_1111_1111_1111
+"""No five mutations make a small number of it."""
+
+
+def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    frames = list(frames)
+    at = rng.randrange(len(frames))
+    data = bytearray(frames[at])
+    for _ in range(rng.randint(1, 5)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    if rng.random() < 0.1:
+        del data[rng.randrange(len(data)) :]
+    frames[at] = bytes(data)
+    if rng.random() < 0.05:
+        frames = rng.choice([frames[:1], frames * 2, frames[::-1], []])
+    return frames
+
+
+def valid_messages() -> list[list[bytes]]:
+    worker = "rollout/0"
+    return [
+        *(put_frames(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)),
+        [pack_request("fail", 5, worker=worker, group_id=2, cause="no cause", requeue=True)],
+        [pack_request("admit", 5, worker=worker, max_groups=3, wait_s=0.0)],
+        [pack_request("take", 5, version=0, wait_s=0.0)],
+        [pack_request("served", 5, version=0)],
+        [pack_request("trained", 5, version=1)],
+    ]
+
+
+def test_mutated_messages_of_a_worker_are_refused_or_valid_and_the_account_holds() -> None:
+    """They come from a worker that has slots, so that some are still valid and change the state."""
+    rng = random.Random(1)
+    originals = valid_messages()
+    answers = refusals = admitted = 0
+    for seed in range(10):
+        server = BufferServer(make_config(max_staleness=1))
+        stop = threading.Event()
+        threading.Timer(0.3, stop.set).start()
+        for frames in [[pack_request("served", 1, version=0)], originals[5]]:
+            server.answer(b"worker", frames)
+        server.serve(stop)  # grants the slots
+        rng.seed(seed)
+        for _ in range(AT_THE_DOOR // 10):
+            reply = server.answer(b"worker", mutate(rng.choice(originals), rng))
+            answers += 1
+            refusals += bool(reply and msgpack.unpackb(reply)["error"])
+        counters = server.counters()
+        admitted += int(counters["buffer/admitted"])
+        assert counters["buffer/refused"] > 0.5 * AT_THE_DOOR // 10
+        server.close()  # checks the account
+    assert answers == AT_THE_DOOR
+    assert refusals < answers, "some were valid"
+    assert admitted >= 10 * 3
+
+
+def test_mutated_messages_beside_a_run_leave_the_run_alone() -> None:
+    """The peer that sends them is no worker of the run, so that none of them can be valid."""
+    rng = random.Random(0)
+    originals = [
+        put_frames(dataclasses.replace(FIRST, group_id=FAR), worker="rubbish"),
+        [pack_request("fail", 5, worker="rubbish", group_id=FAR, cause="no cause", requeue=True)],
+        [pack_request("admit", 5, worker="rubbish", max_groups=5, wait_s=0.0)],
+        [pack_request("take", 5, version=FAR, wait_s=0.0)],
+        [pack_request("served", 5, version=FAR)],
+        [pack_request("trained", 5, version=FAR)],
+    ]
+    steps = 20
+
+    def send_rubbish(address: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 5000)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+            for _ in range(OVER_A_SOCKET):
+                socket.send_multipart(mutate(rng.choice(originals), rng) or [b""])
+            socket.send_multipart(
+                [pack_request("fail", FAR, worker="rubbish", group_id=-1, cause="", requeue=False)]
+            )
+            last = None
+            while last != FAR:
+                assert socket.poll(10_000), "the buffer stopped answering"
+                last = msgpack.unpackb(socket.recv_multipart()[0])["id"]
+
+    with serving(make_config(max_staleness=1)) as server:
+        peer = threading.Thread(target=send_rubbish, args=(server.address,))
+        peer.start()
+        trained = run_pipeline(server, make_config(max_staleness=1), steps=steps, workers=1)
+        peer.join()
+        assert [batch.version for batch in trained] == list(range(steps))
+        assert server.counters()["buffer/refused"] >= OVER_A_SOCKET

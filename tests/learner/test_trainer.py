@@ -74,7 +74,7 @@ class FakeClient:
 
     calls: list[tuple[str, int]]
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
         self.calls = []
 
     def take_raw(self, version: int) -> list[bytes]:

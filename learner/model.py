@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,33 +72,57 @@ def hidden_states(lm: Any, micro: MicroBatch, dtype: torch.dtype) -> Tensor:
     return output.last_hidden_state.flatten(0, 1)[micro.where]
 
 
-def load_policy(config: ModelConfig, device: torch.device, compute_dtype: torch.dtype) -> Policy:
-    """The model of a folder with float32 master weights, without dropout but the adapters', not yet sharded."""
+def load_policy(
+    config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
+) -> Policy:
+    """The model of a folder, without dropout but the adapters', not yet sharded.
+
+    Trained weights are float32 masters, frozen ones of the compute type.
+    """
     lm = AutoModelForCausalLM.from_pretrained(
-        config.path, dtype=torch.float32, attn_implementation=config.attn_implementation
+        config.path,
+        dtype=torch.float32 if is_trained else compute_dtype,
+        attn_implementation=config.attn_implementation,
     )
+    if not is_trained:
+        lm.requires_grad_(False)
     if config.lora.rank:
         add_adapters(lm, config.lora)
     return Policy(lm.eval().to(device), compute_dtype)
 
 
-def shard(module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, config: LearnerConfig) -> None:
+def shard(
+    module: nn.Module,
+    lm: Any,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    config: LearnerConfig,
+    offload: bool = False,
+) -> None:
     """FSDP2 in place: each transformer block is a unit, the rest (embeddings, head) the root's.
 
-    Parameters and optimizer state stay float32; with another compute type each unit is cast as it is
+    Parameters and optimizer state keep their type; with another compute type each unit is cast as it is
     gathered, and gradients are reduced in float32.
+
+    Args:
+        offload: shards live in CPU memory and come to the device as they are gathered.
     """
     precision = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
     blocks = set(lm._no_split_modules or ())
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
         if config.gradient_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
+    # without a backward pass to come, nothing stays gathered after the forward pass
+    fully_shard(
+        module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
+    )
 
 
 def layout_of(lm: Any) -> Layout:

@@ -34,6 +34,7 @@ from learner.microbatches import (
 from learner.model import layout_of, load_policy, shard
 from learner.objective import Objective, batch_advantages, policy_normaliser
 from learner.optimizer import Optimizer, OptimizerStep
+from learner.reward_model import RewardModel
 
 
 class Updater:
@@ -53,6 +54,7 @@ class Updater:
         mesh = init_device_mesh(device.type, (self.world_size,))
         self.policy = load_policy(config.model, device, dtype)
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
+        self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
         self._optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
         self._layout = layout_of(self.policy.lm)
         self.critic = None
@@ -66,9 +68,12 @@ class Updater:
         """Train on `batch`; returns the metrics of all ranks together. Collective.
 
         Raises:
-            AsyncRLError: three optimizer steps in a row without finite numbers.
+            AsyncRLError: learner.max_skipped_steps optimizer steps in a row without finite numbers.
         """
-        algorithm = self.config.algorithm
+        algorithm, metrics = self.config.algorithm, []
+        if self._reward_model:
+            metrics.append(Metric("reward/rule_mean", mean_reward(batch)))
+            batch = self._reward_model.score(batch)
         moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         minibatches = self._plan(batch)
         if self.objective.needs_step_start:
@@ -86,7 +91,7 @@ class Updater:
                 if moves_policy:
                     steps["policy"].append(self._optimizer.step(policy_loss))
         totals = tally.reduce()
-        metrics = [*batch_metrics(batch), *offpolicy_metrics(totals), *policy_metrics(totals)]
+        metrics += [*batch_metrics(batch), *offpolicy_metrics(totals), *policy_metrics(totals)]
         metrics += [metric for network, taken in steps.items() for metric in _step_metrics(network, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
@@ -161,6 +166,11 @@ class Updater:
                 (loss * self.world_size).backward()
             policy_loss += loss.detach()
         return policy_loss, critic_loss
+
+
+def mean_reward(batch: Batch) -> float:
+    rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+    return sum(rewards) / len(rewards)
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:

@@ -27,6 +27,8 @@ from async_rl.config.learning import (
     LearnerConfig,
     LoraConfig,
     ModelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
     SftConfig,
 )
 from async_rl.config.system import (
@@ -55,6 +57,8 @@ __all__ = [
     "ModelConfig",
     "NetworkConfig",
     "PlacementConfig",
+    "ReferenceConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutPlacement",
     "RunConfig",
@@ -76,6 +80,8 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -113,8 +119,9 @@ class Config:
 
     @property
     def drops_zero_variance(self) -> bool:
-        """Only where a group's advantages are its rewards against its own mean: equal ones are all zero."""
-        return self.algorithm.filter_zero_variance and self.algorithm.advantage == "grpo"
+        """Only where a group's advantages are its rewards against its own mean: equal ones are all zero. A reward model
+        gives other rewards than those the buffer sees."""
+        return self.algorithm.filter_zero_variance and not self.reward_model.path and self.algorithm.advantage == "grpo"
 
     @property
     def correction_kind(self) -> Literal["none", "token_tis"]:

@@ -101,6 +101,22 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen model of a KL term; loaded only if there is one."""
+
+    path: str = ""
+    """Empty: model.path as it was at the start of the run; with LoRA that is the policy without its adapters."""
+    offload: bool = False
+    """Keep it in CPU memory between uses (GPU only)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    path: str = ""
+    """Folder of a Hugging Face sequence-classification model with one output, the reward. Empty: the worker's rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     prompts_per_step: int = 16
     lr: float = 1e-6

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
+from benchmarks.commands import add_benchmarks
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -53,6 +54,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     keys.add_argument("action", choices=["new"])
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
     keys.set_defaults(run=_keys)
+
+    add_benchmarks(commands, _add_config)
 
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
     _add_config(doctor, nargs="?")

@@ -81,6 +81,7 @@ class RunLog:
             values.update(sampled(self.samples[-RECENT_SAMPLES:], self.step_ends_s[-1], end_s))
             self._recent = [span for span in self._recent if span.end_s > end_s]
         self.step_ends_s.append(end_s)
+        values["time/since_first_step_s"] = end_s - self.step_ends_s[0]
         self.steps.append(values)
         self.version = report.step
         self.logger.log(report.step, values)

@@ -169,7 +169,9 @@ def batch_metrics(batch: Batch) -> list[Metric]:
         "response/truncated_fraction": np.mean([r.finish_reason == "length" for r in rollouts]),
         **batch.counters,
     }
-    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
+    counts = enumerate(np.bincount(staleness))
+    at_staleness = [Metric(f"staleness/rollouts_{k}", float(count), "sum") for k, count in counts if count]
+    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()] + at_staleness
 
 
 def _reduction(key: str) -> Reduction:

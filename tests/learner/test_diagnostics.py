@@ -112,6 +112,8 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "staleness/max": 3.0,
         "staleness/in_flight": 1.0,
         "staleness/in_queue": 1.0,
+        "staleness/rollouts_1": 1.0,
+        "staleness/rollouts_3": 1.0,
         "response/length_mean": 2.0,
         "response/length_max": 3.0,
         "response/truncated_fraction": 0.0,

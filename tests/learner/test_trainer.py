@@ -168,6 +168,8 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     ]
     assert [report.step for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
+    assert all(any(key.startswith("staleness/rollouts_") for key in of_step) for of_step in keys)
+    keys = [{key for key in of_step if not key.startswith("staleness/rollouts_")} for of_step in keys]
     assert keys[0] == METRICS
     assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s"}
     assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}

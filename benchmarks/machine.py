@@ -1,0 +1,49 @@
+"""What the numbers of a benchmark depend on besides its command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+PACKAGES = ("torch", "sglang", "transformers", "ray")
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, cores, memory, GPUs, versions and the commit of this checkout."""
+    found = {
+        "processor": _processor(),
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "gpus": _gpus() or "none",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+    }
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> str:
+    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _output(*command: str) -> str:
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""

@@ -1,0 +1,250 @@
+"""The pictures of a report. Colours: cividis for the ordered staleness, Okabe-Ito for the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.curve import smooth
+from async_rl.lanes import STATE_COLORS
+from async_rl.timeline import STATES
+from benchmarks.results import Row, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from benchmarks.prediction import Forecast
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+Series = tuple[tuple[str, str], ...]
+
+
+def draw_all(rows: Sequence[Row], folder: Path, forecasts: dict[int, Forecast]) -> list[Path]:
+    """Every picture there are data for, as PNG files; `forecasts` by staleness."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures: list[tuple[str, Callable[[], Any]]] = [
+        ("trade_off", lambda: _trade_off(rows)),
+        ("reward_by_step", lambda: _learning_curves(rows, 0, "learner step")),
+        ("reward_by_time", lambda: _learning_curves(rows, 1, "seconds since the end of the first step")),
+        ("utilisation", lambda: _utilisation(rows, forecasts)),
+        ("offpolicy", lambda: _offpolicy(rows)),
+        ("staleness", lambda: _staleness_histogram(rows)),
+        ("drops", lambda: _drop_bias(rows)),
+    ]
+    paths = []
+    for name, draw in pictures:
+        figure = draw()
+        if figure is not None:
+            figure.savefig(folder / f"{name}.png", dpi=130)
+            import matplotlib.pyplot as plt
+
+            plt.close(figure)
+            paths.append(folder / f"{name}.png")
+    return paths
+
+
+def by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
+    found: dict[Series, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.series, []).append(row)
+    return {series: sorted(of_series, key=lambda row: row.staleness) for series, of_series in found.items()}
+
+
+def series_name(series: Series) -> str:
+    return ", ".join(f"{key} {label}" for key, label in series)
+
+
+def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
+    import matplotlib.pyplot as plt
+
+    columns = min(3, count)
+    lines = -(-count // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(max(width * columns, 6.5), height * lines), layout="constrained", squeeze=False,
+        **options,
+    )
+    flat = list(axes.flat)
+    for unused in flat[count:]:
+        unused.set_visible(False)
+    for one in flat:
+        one.grid(alpha=0.3)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, flat[:count]
+
+
+def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
+    """One line a series, means with standard errors over seeds, at evenly spaced bounds."""
+    bounds = sorted({row.staleness for row in rows})
+    for number, (series, of_series) in enumerate(by_series(rows).items()):
+        estimates = [row.estimate(key) for row in of_series]
+        shift = 0.08 * (number - (len(by_series(rows)) - 1) / 2)
+        axes.errorbar(
+            [bounds.index(row.staleness) + shift for row in of_series], [e.mean for e in estimates],
+            yerr=[0.0 if math.isnan(e.error) else e.error for e in estimates], capsize=3,
+            color=OKABE_ITO[number % len(OKABE_ITO)], marker=MARKERS[number % len(MARKERS)], label=series_name(series),
+        )
+    axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
+    axes.set_xlabel("staleness.max, versions")
+    axes.set_title(label, fontsize=10)
+
+
+def _legend(figure: Any, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if any(labels):
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), frameon=False)
+
+
+def _trade_off(rows: Sequence[Row]) -> Any:
+    figure, panels = _panels(3)
+    _against_staleness(panels[0], rows, "per_100_steps", "accuracy gained per 100 steps")
+    _against_staleness(panels[1], rows, "learner", "learner utilisation, share of time")
+    panels[1].set_ylim(0, 1)
+    _against_staleness(panels[2], rows, "per_minute", "accuracy gained per minute, measured")
+    for axes in panels:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _legend(figure, panels[0])
+    return figure
+
+
+def _learning_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
+    """Held-out accuracy where it was measured often enough, else the batches' mean reward; mean and standard error
+    over seeds, a panel for each series.
+    """
+    from matplotlib import colormaps
+
+    series = by_series(rows)
+    has_evals = all(len(run.evals) >= 4 for row in rows for run in row.runs)
+    bounds = sorted({row.staleness for row in rows})
+    figure, panels = _panels(len(series), width=6.5, height=4.2, sharey=True)
+    for axes, (name, of_series) in zip(panels, series.items(), strict=True):
+        for row in of_series:
+            color = colormaps["cividis"](bounds.index(row.staleness) / max(1, len(bounds) - 1) * 0.92)
+            xs, means, errors = _mean_curve(row.runs, x, has_evals)
+            style = ("-", "--", "-.", ":")[bounds.index(row.staleness) % 4]
+            axes.plot(xs, means, style, color=color, linewidth=1.8, label=f"{row.staleness}")
+            axes.fill_between(xs, means - errors, means + errors, color=color, alpha=0.18, linewidth=0)
+        axes.set_title(series_name(name), fontsize=10)
+        axes.set_xlabel(x_label)
+    panels[0].set_ylabel("held-out accuracy" if has_evals else "reward, mean of a batch, smoothed")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, title="staleness.max", loc="outside right upper", frameon=False)
+    return figure
+
+
+def _mean_curve(runs: Sequence[Run], x: int, has_evals: bool) -> tuple[Any, Any, Any]:
+    """(x [P], mean [P], standard error [P]) on a grid that all runs reach."""
+    curves = []
+    for run in runs:
+        points = run.evals if has_evals else run.points("reward/mean")
+        values = [point[2] for point in points]
+        values = values if has_evals else smooth(values, max(1, len(values) // 15))
+        curves.append(([point[x] for point in points], values))
+    grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
+    lines = np.array([np.interp(grid, xs, values) for xs, values in curves])
+    spread = lines.std(axis=0, ddof=1) / math.sqrt(len(lines)) if len(lines) > 1 else np.zeros_like(grid)
+    return grid, lines.mean(axis=0), spread
+
+
+def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
+    """Shares of time by state, stacked; predicted busy share and occupancy as marks. First series only: the system's
+    times do not depend on the loss.
+    """
+    rows = next(iter(by_series(rows).values()))
+    figure, panels = _panels(2, width=5.6, height=4.2, sharey=True)
+    for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
+        bottom = np.zeros(len(rows))
+        for state in STATES:
+            key = f"utilisation/{kind}" + ("" if state == "busy" else f"/{state}")
+            heights = np.array([np.mean([run.summary.get(key, 0.0) for run in row.runs]) for row in rows])
+            if heights.any():
+                axes.bar(
+                    range(len(rows)), heights, bottom=bottom, color=STATE_COLORS[state], label=state.replace("_", " "),
+                    width=0.7, edgecolor="white", linewidth=0.5,
+                )
+            bottom += heights
+        predicted = [(x, forecasts[row.staleness]) for x, row in enumerate(rows) if row.staleness in forecasts]
+        if predicted:
+            axes.plot(
+                [x for x, _ in predicted], [getattr(forecast, kind) for _, forecast in predicted], linestyle="none",
+                marker="D", markersize=7, markerfacecolor="white", markeredgecolor="black", label="busy, predicted",
+            )
+        if kind == "rollout":
+            occupancy = [np.nanmean(row.values["occupancy"]) for row in rows]
+            axes.plot(range(len(rows)), occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
+        axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
+        axes.set_xlabel("staleness.max, versions")
+        axes.set_title(f"{kind} pool", fontsize=10)
+    panels[0].set_ylabel("share of time")
+    panels[0].set_ylim(0, 1.02)
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        found, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, frameon=False)
+    return figure
+
+
+def _offpolicy(rows: Sequence[Row]) -> Any:
+    figure, panels = _panels(3)
+    _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights")
+    _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
+    _against_staleness(panels[2], rows, "kl", "KL(behaviour || proximal), nats a token")
+    panels[0].set_ylim(bottom=0)
+    panels[2].set_ylim(bottom=0)
+    panels[1].set_ylim(top=min(1.02, max(1.005, panels[1].get_ylim()[1])))
+    _legend(figure, panels[0])
+    return figure
+
+
+def _staleness_histogram(rows: Sequence[Row]) -> Any:
+    """Share of the trained rollouts at each staleness, a panel for each bound; all series together."""
+    bounds = sorted({row.staleness for row in rows})
+    largest = max(bounds)
+    figure, panels = _panels(len(bounds), width=3.0, height=2.4, sharey=True)
+    for axes, bound in zip(panels, bounds, strict=True):
+        counts = np.zeros(largest + 1)
+        for run in (run for row in rows if row.staleness == bound for run in row.runs):
+            for step in run.steps[1:]:
+                counts += [step.get(f"staleness/rollouts_{k}") or 0.0 for k in range(largest + 1)]
+        if not counts.any():
+            continue
+        axes.bar(range(largest + 1), counts / counts.sum(), color=OKABE_ITO[0], width=0.8)
+        axes.axvline(bound + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
+        axes.set_title(f"staleness.max {bound}", fontsize=9)
+        axes.set_xlim(-0.7, largest + 0.7)
+        axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
+    figure.supxlabel("staleness of a trained rollout, versions (dashed: the bound)", fontsize=10)
+    figure.supylabel("share of rollouts", fontsize=10)
+    return figure
+
+
+def _drop_bias(rows: Sequence[Row]) -> Any:
+    """Length and reward of the groups that were trained on against those dropped as late or without variance."""
+    fates = ("trained", "dropped")
+    kinds = (("response_tokens", "response tokens of a group"), ("reward", "mean reward of a group"))
+    if not any(f"buffer/dropped/{kinds[0][0]}" in run.summary["buffer"] for row in rows for run in row.runs):
+        return None
+    rows = next(iter(by_series(rows).values()))
+    figure, panels = _panels(2, width=5.0)
+    for axes, (kind, label) in zip(panels, kinds, strict=True):
+        for offset, fate in zip((-0.2, 0.2), fates, strict=True):
+            key = f"buffer/{fate}/{kind}"
+            of_rows = [[run.summary["buffer"][key] for run in row.runs if key in run.summary["buffer"]] for row in rows]
+            heights = [float(np.mean(values)) if values else 0.0 for values in of_rows]
+            axes.bar(
+                np.arange(len(rows)) + offset, heights, width=0.4, label=fate, hatch="" if fate == "trained" else "//",
+                color=OKABE_ITO[0] if fate == "trained" else OKABE_ITO[4], edgecolor="white",
+            )
+        axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
+        axes.set_xlabel("staleness.max, versions")
+        axes.set_title(label, fontsize=10)
+    _legend(figure, panels[0])
+    return figure

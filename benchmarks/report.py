@@ -1,0 +1,189 @@
+"""`async-rl report`: table, plots and one page that opens offline, from the files of a run or a sweep alone."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plots import draw_all
+from benchmarks.prediction import Measured, compare
+from benchmarks.results import Row, ranked, read_runs, recommendation, rows_of, time_to_accuracy
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("is_variance", "IS-weight variance", "{:.3g}"),
+    ("kl", "KL, nats a token", "{:.2g}"),
+    ("per_100_steps", "improvement per 100 steps", "{:+.3f}"),
+    ("learner", "utilisation, learner", "{:.1%}"),
+    ("wall_clock", "wall-clock improvement", "{:+.3f}"),
+    ("per_minute", "improvement per minute, measured", "{:+.3f}"),
+    ("rollout", "utilisation, rollout", "{:.1%}"),
+    ("occupancy", "occupancy of slots", "{:.1%}"),
+    ("ess", "ESS / tokens", "{:.3f}"),
+    ("staleness_mean", "staleness, mean", "{:.2f}"),
+    ("steps_per_minute", "steps per minute", "{:.1f}"),
+)
+NOTES = (
+    "Mean ± standard error over seeds; the best row by measured improvement per minute is bold.",
+    "Improvement: held-out accuracy at the end minus at the start (mean reward, last tenth of the steps minus the "
+    "first, where nothing was evaluated). Wall-clock improvement: improvement per 100 steps times the learner's "
+    "utilisation over that at the smallest staleness.",
+    "Utilisation: the learner computes an update; at least one rollout group is in flight and no push holds it up. "
+    "Occupancy: the server's running requests over its slots. Start-up and the first step are left out.",
+    "KL: of the behaviour from the proximal policy, k3 estimate. IS weights: proximal over behaviour, not truncated.",
+)
+CAPTIONS = {
+    "trade_off": "What staleness costs (left), what it buys (middle), and the trade (right). Bars: standard error.",
+    "reward_by_step": "By learner steps. Bands: standard error over seeds.",
+    "reward_by_time": "By wall-clock, on the span that all seeds reach. Bands: standard error over seeds.",
+    "utilisation": "Every second of a pool is one state. Diamonds: predicted from the durations of the other bounds.",
+    "offpolicy": "How far the data is from the policy that trains on it. Bars: standard error.",
+    "staleness": "Staleness of the rollouts that were trained on (oldest token).",
+    "drops": "Groups that were trained on against those that were dropped as late or without variance.",
+}
+
+
+def write_report(folder: Path) -> str:
+    """Writes table.md, table.csv, plots/*.png and report.html into `folder`; returns what to print.
+
+    Raises:
+        ConfigError: no finished run in it.
+    """
+    rows = rows_of(read_runs(folder))
+    measured = compare(rows)
+    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+    sentences = [text for text in (recommendation(rows), time_to_accuracy(rows)) if text]
+    tables = markdown(rows) + "\n" + prediction_table(measured)
+    (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
+    _write_csv(rows, folder / "table.csv")
+    (folder / "report.html").write_text(_page(folder, rows, measured, pictures, sentences))
+    return tables + "\n" + "\n".join(sentences)
+
+
+def header(rows: Sequence[Row]) -> list[str]:
+    return ["staleness", *(key for key, _ in rows[0].series), *(label for _, label, _ in COLUMNS), "seeds"]
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's texts; what no run measured is `-`."""
+    lines = []
+    for row in rows:
+        values = [_text(row, key, form) for key, _, form in COLUMNS]
+        lines.append([str(row.staleness), *(label for _, label in row.series), *values, str(len(row.runs))])
+    return lines
+
+
+def _text(row: Row, key: str, form: str) -> str:
+    estimate = row.estimate(key)
+    return "-" if math.isnan(estimate.mean) else estimate.text(form)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    best = ranked(rows)[:1]
+    lines = ["| " + " | ".join(header(rows)) + " |", "| " + "---: | " * len(header(rows))]
+    for row, texts in zip(rows, cells(rows), strict=True):
+        marked = [f"**{text}**" for text in texts] if row in best else texts
+        lines.append("| " + " | ".join(marked) + " |" + (" best" if row in best else ""))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+PREDICTION_HEADER = (
+    "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
+    "predicted", "both, measured", "work-conserving bound", "share of the bound",
+)  # fmt: skip
+
+
+def prediction_cells(measured: Sequence[Measured]) -> list[list[str]]:
+    def percent(value: float | None) -> str:
+        return "-" if value is None or math.isnan(value) else f"{value:.1%}"
+
+    lines = []
+    for m in measured:
+        learner, rollout, staleness = (f.learner, f.rollout, f.staleness) if (f := m.predicted) else (None,) * 3
+        lines.append(
+            [
+                str(m.staleness), percent(m.learner), percent(learner), percent(m.rollout), percent(rollout),
+                f"{m.staleness_mean:.2f}", "-" if staleness is None else f"{staleness:.2f}",
+                percent(m.learner + m.rollout), percent(m.bound), percent((m.learner + m.rollout) / m.bound),
+            ]
+        )
+    return lines
+
+
+def prediction_table(measured: Sequence[Measured]) -> str:
+    lines = ["| " + " | ".join(PREDICTION_HEADER) + " |", "| " + "---: | " * len(PREDICTION_HEADER)]
+    lines += ["| " + " | ".join(texts) + " |" for texts in prediction_cells(measured)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Numbers, mean and standard error in columns of their own."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        keys = [key for key, _, _ in COLUMNS]
+        names = [name for key in keys for name in (key, f"{key}_error")]
+        writer.writerow(["staleness", *(key for key, _ in rows[0].series), *names, "seeds"])
+        for row in rows:
+            estimates = [row.estimate(key) for key in keys]
+            numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
+            writer.writerow([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 13px }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd }
+th { border-bottom: 2px solid #444; vertical-align: bottom } tr.best { font-weight: 700; background: #fff6d6 }
+.lead { font-size: 17px; background: #eef5fb; padding: .8rem 1rem; border-left: 4px solid #0072b2 }
+figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #555; font-size: 13px }
+"""
+
+
+def _page(
+    folder: Path, rows: Sequence[Row], measured: Sequence[Measured], pictures: Sequence[Path], sentences: Sequence[str]
+) -> str:
+    best = ranked(rows)[:1]
+    marks = ["best" if row in best else "" for row in rows]
+    parts = [f"<h1>{html.escape(folder.resolve().name)}</h1>"]
+    parts += [f'<p class="lead">{html.escape(text)}</p>' for text in sentences]
+    parts += ["<h2>Trade-off</h2>", _table(header(rows), cells(rows), marks)]
+    parts += [f'<p class="note">{html.escape(note)}</p>' for note in NOTES]
+    parts += ["<h2>Utilisation: measured, predicted, possible</h2>"]
+    parts += [_table(PREDICTION_HEADER, prediction_cells(measured), [""] * len(measured))]
+    for picture in pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        caption = html.escape(CAPTIONS[picture.stem])
+        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    parts += ["<h2>How it was made</h2>", _origin(folder)]
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(folder.resolve().name)}</title>'
+        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
+    titles = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    body = "".join(
+        f'<tr class="{mark}">' + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
+        for line, mark in zip(lines, marks, strict=True)
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _origin(folder: Path) -> str:
+    """Command, machine and config of the sweep, as far as they are there."""
+    plan_file = folder / "sweep.json"
+    plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
+    facts = {"command": plan.get("command", ""), **plan.get("machine", {})}
+    lines = [f"{key}: {value}" for key, value in facts.items() if value]
+    config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
+    return (
+        f"<pre>{html.escape(chr(10).join(lines))}</pre><details><summary>Config of the first run</summary>"
+        f"<pre>{html.escape(config)}</pre></details>"
+    )

@@ -1,0 +1,119 @@
+"""Means over seeds with their uncertainty. Student's t throughout: seeds are few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CONFIDENCE = 0.95
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds. `error` is its standard error, nan for a single seed."""
+
+    mean: float
+    error: float
+    count: int
+
+    def text(self, form: str = "{:.3g}") -> str:
+        mean = form.format(self.mean)
+        return mean if math.isnan(self.error) else f"{mean} ± {form.format(self.error).lstrip('+')}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Raises ValueError without values."""
+    if not values:
+        raise ValueError("a mean needs at least one value, got none")
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(mean, math.nan, 1)
+    return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n), n)
+
+
+def t_tail(t: float, df: float) -> float:
+    """P(|T| >= |t|) for Student's T with `df` degrees of freedom.
+
+    With T = sqrt(df) tan(angle) the density is proportional to cos(angle)^(df - 1); both integrals by Gauss-Legendre.
+    """
+    start = math.atan(abs(t) / math.sqrt(df))
+
+    def integral(from_angle: float) -> float:
+        half = (math.pi / 2 - from_angle) / 2
+        return float(half * np.sum(_WEIGHTS * np.cos(from_angle + half * (_NODES + 1)) ** (df - 1)))
+
+    return min(1.0, integral(start) / integral(0.0))
+
+
+def t_quantile(confidence: float, df: float) -> float:
+    """The t that |T| stays below with probability `confidence`."""
+    low, high = 0.0, 1.0
+    while t_tail(high, df) > 1 - confidence:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, df) > 1 - confidence else (low, middle)
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Welch's t test of mean(a) - mean(b): two-sided, unequal variances."""
+
+    difference: float
+    p_value: float
+    """nan if one side has a single value."""
+
+    @property
+    def is_significant(self) -> bool:
+        return self.p_value < 1 - CONFIDENCE
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
+    """Source: Welch 1947, "The generalization of 'Student's' problem when several different population variances are
+    involved".
+    """
+    first, second = estimate(a), estimate(b)
+    difference = first.mean - second.mean
+    error, df = _welch_error(first.error, first.count, second.error, second.count)
+    if math.isnan(error):
+        return Comparison(difference, math.nan)
+    if error == 0:
+        return Comparison(difference, 0.0 if difference else 1.0)
+    return Comparison(difference, t_tail(difference / error, df))
+
+
+def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Confidence interval of mean(a) / mean(b), by Fieller's theorem; (-inf, inf) where the seeds do not bound it.
+
+    The ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2).
+    Source: Fieller 1954, "Some problems in interval estimation"; t with Welch's degrees of freedom.
+    """
+    top, bottom = estimate(a), estimate(b)
+    if math.isnan(top.error) or math.isnan(bottom.error) or bottom.mean == 0:
+        return -math.inf, math.inf
+    scale = abs(top.mean / bottom.mean)
+    error, df = _welch_error(top.error, top.count, bottom.error * scale, bottom.count)
+    t = t_quantile(CONFIDENCE, df) if error else 0.0
+    square = bottom.mean**2 - (t * bottom.error) ** 2
+    half_linear = top.mean * bottom.mean
+    constant = top.mean**2 - (t * top.error) ** 2
+    under_root = half_linear**2 - square * constant
+    if square <= 0 or under_root < 0:
+        return -math.inf, math.inf
+    root = math.sqrt(under_root)
+    return (half_linear - root) / square, (half_linear + root) / square
+
+
+def _welch_error(error_a: float, count_a: int, error_b: float, count_b: int) -> tuple[float, float]:
+    """(standard error, degrees of freedom) of a difference of two means."""
+    squares = error_a**2, error_b**2
+    total = sum(squares)
+    if math.isnan(total) or total == 0:
+        return math.sqrt(total), 1.0
+    return math.sqrt(total), total**2 / (squares[0] ** 2 / (count_a - 1) + squares[1] ** 2 / (count_b - 1))

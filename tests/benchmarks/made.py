@@ -1,0 +1,83 @@
+"""Run directories as finished runs leave them, from known numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.config import Config, LearnerConfig, LoggingConfig, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.configfile import dump_config
+from async_rl.timeline import STATES
+from benchmarks.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis, write_record
+from benchmarks.simulate import Workload, simulate
+
+WORKLOAD = Workload(
+    concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
+    group_cv=0.3,
+)  # fmt: skip
+EVAL_EVERY = 10
+
+
+def base_yaml(folder: Path) -> Path:
+    config = Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+        rollout=RolloutConfig(concurrency=WORKLOAD.concurrency), logging=LoggingConfig(wandb="disabled"),
+        learner=LearnerConfig(prompts_per_step=WORKLOAD.prompts_per_step),
+    )
+    path = folder / "base.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def make_sweep(folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, steps: int = 40) -> Path:
+    """Cells whose times are the simulator's for WORKLOAD, and whose learning slows with the square of staleness."""
+    config = str(base_yaml(folder))
+    sweep = folder / "sweep"
+    axes = [staleness_axis(",".join(map(str, bounds))), seed_axis(seeds, 0)]
+    for cell in all_cells(axes, sweep):
+        make_run(cell, steps)
+        resolved = cell_config(config, (), cell)
+        (cell.folder / "config.yaml").write_text(dump_config(resolved))
+        write_record(cell, resolved, 60.0, f"async-rl train {config}")
+    return sweep
+
+
+def make_run(cell: Cell, steps: int) -> None:
+    bound, seed = int(cell.labels["staleness"]), int(cell.labels["seed"])
+    rng = np.random.default_rng((bound, seed))
+    result = simulate(WORKLOAD, bound, steps, seed)
+    in_flight = result.occupancy * WORKLOAD.concurrency / max(result.rollout, 0.1)
+    group_s = WORKLOAD.group_s(in_flight)
+    cell.folder.mkdir(parents=True)
+    lines = [{"step": 0, "eval/accuracy": 0.3}]
+    for step in range(1, steps + 1):
+        accuracy = 0.3 + 0.01 * step * (1 - 0.04 * bound**2) + rng.normal(0, 0.004)
+        record = {
+            "step": step, "time/since_first_step_s": (step - 1) * result.step_s, "staleness/max": float(bound),
+            "staleness/mean": result.mean_staleness, f"staleness/rollouts_{bound}": 128.0, "reward/mean": accuracy,
+            "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
+            "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": WORKLOAD.train_s,
+            "time/wait_data_s": 0.001, "time/sync_s": WORKLOAD.sync_s, "push/pause_s": WORKLOAD.sync_s,
+            "rollout/group_s": group_s, "rollout/group_s_squared": group_s**2 * 1.09, "rollout/concurrency": in_flight,
+        }  # fmt: skip
+        lines.append(record)
+        if step % EVAL_EVERY == 0:
+            lines.append({"step": step, "eval/accuracy": accuracy})
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sync = WORKLOAD.sync_s / result.step_s
+    summary = {
+        "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
+        "staleness_max": bound, "occupancy/rollout": result.occupancy,
+        "buffer": {"buffer/trained": 16.0 * steps, "buffer/dropped_zero_variance": 0.0,
+                   "buffer/trained/response_tokens": 60.0, "buffer/trained/reward": 0.5,
+                   "buffer/dropped/response_tokens": 40.0, "buffer/dropped/reward": 0.4},
+        **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
+        "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,
+        "utilisation/learner/sync": sync, "utilisation/rollout/sync": sync,
+        "utilisation/learner/wait_data": 1 - result.utilisation - sync,
+        "utilisation/rollout/wait_weights": 1 - result.rollout - sync,
+    }  # fmt: skip
+    (cell.folder / "summary.json").write_text(json.dumps(summary))

@@ -1,0 +1,114 @@
+"""Table, pictures and page from run directories with known numbers."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from benchmarks.prediction import compare
+from benchmarks.report import write_report
+from benchmarks.results import Run, read_runs, recommendation, rows_of, seconds_to, time_to_accuracy
+from tests.benchmarks.made import WORKLOAD, make_sweep
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sweep(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def printed(sweep: Path) -> str:
+    return write_report(sweep)
+
+
+def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, printed: str) -> None:
+    lines = (sweep / "table.md").read_text().split("\n\n")[0].splitlines()
+    assert lines[0].startswith("| staleness | IS-weight variance | KL")
+    assert [line.replace("*", "").split("|")[1].strip() for line in lines[2:]] == ["0", "1", "3"]
+    (best,) = [line for line in lines if line.endswith("best")]
+    assert best.startswith("| **1** |")  # at 1 the learner is nearly always busy, at 3 a step teaches 36 % less
+    assert all("±" in line for line in lines[2:])
+
+
+def test_wall_clock_improvement_is_improvement_times_utilisation_over_that_at_0(sweep: Path) -> None:
+    rows = rows_of(read_runs(sweep))
+    base = rows[0].estimate("learner").mean
+    for row in rows:
+        expected = [
+            gain * busy / base for gain, busy in zip(row.values["per_100_steps"], row.values["learner"], strict=True)
+        ]
+        assert row.values["wall_clock"] == pytest.approx(expected)
+    assert rows[0].estimate("wall_clock").mean == pytest.approx(rows[0].estimate("per_100_steps").mean, rel=0.01)
+
+
+def test_the_csv_holds_the_numbers(sweep: Path, printed: str) -> None:
+    with (sweep / "table.csv").open() as file:
+        records = list(csv.DictReader(file))
+    assert [record["staleness"] for record in records] == ["0", "1", "3"]
+    assert float(records[2]["is_variance"]) == pytest.approx(0.3, rel=0.1)
+    assert float(records[2]["is_variance_error"]) > 0
+    assert records[0]["seeds"] == "3"
+
+
+def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str) -> None:
+    page = (sweep / "report.html").read_text()
+    pictures = sorted(path.name for path in (sweep / "plots").glob("*.png"))
+    assert pictures == sorted(
+        f"{name}.png"
+        for name in ("trade_off", "reward_by_step", "reward_by_time", "utilisation", "offpolicy", "staleness", "drops")
+    )
+    assert page.count("data:image/png;base64,") == len(pictures)
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
+    assert 'class="best"' in page
+
+
+def test_the_recommendation_names_gain_interval_and_significance(sweep: Path, printed: str) -> None:
+    sentence = recommendation(rows_of(read_runs(sweep)))
+    assert sentence.startswith("On this hardware staleness 1 gains most reward per wall-clock: +")
+    assert re.search(r"\d\.\d\d times \(95% interval \d\.\d\d to \d\.\d\d\) that of staleness 0", sentence)
+    assert re.search(r"the next best, staleness 3, is significant over 3 seeds \(Welch's t test, p = ", sentence)
+    assert sentence.count(". ") == 0
+    assert sentence in printed
+
+
+def test_time_to_a_fixed_accuracy_is_a_ratio_with_an_interval(sweep: Path, printed: str) -> None:
+    rows = rows_of(read_runs(sweep))
+    text = time_to_accuracy(rows)
+    ratio = float(re.search(r"(\d\.\d\d) times faster", text)[1])  # type: ignore[index]
+    speed = rows[1].estimate("steps_per_minute").mean / rows[0].estimate("steps_per_minute").mean
+    assert ratio == pytest.approx(0.96 * speed, rel=0.1)  # a step at 1 teaches 4 % less
+    assert "interval" in text
+
+
+def test_time_to_an_accuracy_is_read_between_two_evaluations() -> None:
+    run = Run({}, {}, [], [(0, 0.0, 0.2), (10, 20.0, 0.4), (20, 40.0, 0.3), (30, 60.0, 0.6)], Path())
+    assert seconds_to(run, 0.3) == pytest.approx(10.0)
+    assert seconds_to(run, 0.5) == pytest.approx(40 + 20 * 2 / 3)
+    assert seconds_to(run, 0.1) == 0.0
+    assert seconds_to(run, 0.7) is None
+
+
+def test_what_other_bounds_predict_is_what_the_simulator_measured(sweep: Path) -> None:
+    """The made runs are the simulator's, so fitting the workload back must give its utilisation."""
+    for measured in compare(rows_of(read_runs(sweep))):
+        assert measured.predicted is not None
+        assert measured.predicted.learner == pytest.approx(measured.learner, rel=0.1)
+        assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
+        assert measured.learner + measured.rollout <= measured.bound * 1.05
+    assert WORKLOAD.train_s == 0.4
+
+
+def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no finished run"):
+        write_report(tmp_path)
+
+
+def test_a_single_run_makes_a_report_too(sweep: Path, printed: str) -> None:
+    run = sorted((sweep / "cells").iterdir())[0]
+    text = write_report(run)
+    assert "can't" not in text
+    assert (run / "report.html").exists()

@@ -1,0 +1,74 @@
+"""Against tables of Student's t and a textbook example."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.statistics import estimate, ratio_interval, t_quantile, t_tail, welch
+
+
+def test_an_estimate_is_mean_and_standard_error() -> None:
+    result = estimate([1.0, 2.0, 3.0, 6.0])  # variance 14/3, over 4 values
+    assert (result.mean, result.count) == (3.0, 4)
+    assert result.error == pytest.approx(math.sqrt(14 / 12))
+    assert result.text("{:.2f}") == "3.00 ± 1.08"
+
+
+def test_a_single_seed_has_no_error() -> None:
+    assert math.isnan(estimate([2.0]).error)
+    assert estimate([2.0]).text("{:+.1f}") == "+2.0"
+
+
+@pytest.mark.parametrize(
+    ("confidence", "df", "table"),
+    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 4, 2.776), (0.95, 10, 2.228), (0.99, 5, 4.032), (0.95, 120, 1.980)],
+)
+def test_quantiles_are_those_of_the_table(confidence: float, df: float, table: float) -> None:
+    assert t_quantile(confidence, df) == pytest.approx(table, abs=6e-4)
+    assert t_tail(table, df) == pytest.approx(1 - confidence, abs=1e-4)
+
+
+def test_a_quantile_of_fractional_degrees_lies_between_its_neighbours() -> None:
+    assert t_quantile(0.95, 5) < t_quantile(0.95, 4.5) < t_quantile(0.95, 4)
+
+
+def test_one_degree_of_freedom_is_cauchy() -> None:
+    assert t_tail(1.0, 1) == pytest.approx(0.5)  # quartiles of the Cauchy distribution are -1 and 1
+
+
+def test_welch_of_a_worked_example() -> None:
+    """Means 2 and 5, variances 1 and 4 over 3 values each: t = -3 / sqrt(5/3) = -2.3238, df = (5/3)^2 / (17/18)."""
+    result = welch([1.0, 2.0, 3.0], [3.0, 5.0, 7.0])
+    assert result.difference == -3.0
+    assert result.p_value == pytest.approx(t_tail(-2.32379, 2.94118), abs=1e-5)
+    assert 0.1 < result.p_value < 0.11
+    assert not result.is_significant
+
+
+def test_a_clear_difference_is_significant_and_equal_values_are_not() -> None:
+    assert welch([1.0, 1.1, 0.9], [5.0, 5.1, 4.9]).is_significant
+    assert welch([1.0, 1.0], [1.0, 1.0]).p_value == 1.0
+    assert math.isnan(welch([1.0], [2.0, 3.0]).p_value)
+
+
+def test_the_interval_of_a_ratio_holds_the_ratio_and_shrinks_with_the_spread() -> None:
+    low, high = ratio_interval([2.9, 3.0, 3.1], [1.4, 1.5, 1.6])
+    assert low < 2.0 < high
+    tight_low, tight_high = ratio_interval([2.99, 3.0, 3.01], [1.49, 1.5, 1.51])
+    assert low < tight_low < 2.0 < tight_high < high
+
+
+def test_the_interval_of_a_ratio_satisfies_fieller_s_equation() -> None:
+    a, b = [4.0, 5.0, 6.0, 5.5], [2.0, 2.5, 3.0, 2.2]
+    top, bottom = estimate(a), estimate(b)
+    low, high = ratio_interval(a, b)
+    t_squared = [(top.mean - r * bottom.mean) ** 2 / (top.error**2 + (r * bottom.error) ** 2) for r in (low, high)]
+    assert t_squared[0] == pytest.approx(t_squared[1])  # both ends lie on the same quantile
+    assert 2.4 < math.sqrt(t_squared[0]) < 2.8  # between t(7) = 2.36 and t(3) = 3.18
+
+
+def test_a_denominator_that_may_be_zero_bounds_nothing() -> None:
+    assert ratio_interval([1.0, 2.0, 3.0], [-1.0, 0.1, 1.0]) == (-math.inf, math.inf)
+    assert ratio_interval([1.0], [2.0, 2.1]) == (-math.inf, math.inf)

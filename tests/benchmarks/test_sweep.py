@@ -1,0 +1,163 @@
+"""Cells, resuming, failures and the display of a sweep, with a stand-in for the training of a cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from async_rl.cli import main
+from async_rl.configfile import dump_config
+from async_rl.errors import ConfigError
+from benchmarks.cells import Cell, all_cells, cell_config, key_axis, named_axis, numbers, seed_axis, staleness_axis
+from benchmarks.sweep import Progress, Sweep, progress_table, run_in_process, run_sweep, time_left
+from tests.benchmarks.made import base_yaml, make_run
+
+
+def make(folder: Path, **changes: Any) -> Sweep:
+    axes = (staleness_axis("1,0"), seed_axis(2, 0))
+    return Sweep(**{"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", **changes})
+
+
+class Trainer:
+    """Trains nothing but remembers for which cells; fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.cells: list[str] = []
+
+    def __call__(self, sweep: Sweep, cell: Cell, tell: Callable[[float], None]) -> str:
+        self.cells.append(cell.name)
+        tell(0.5)
+        if cell.name == self.fails:
+            return "it did not work"
+        make_run(cell, steps=12)
+        config = cell_config(sweep.config, sweep.base_overrides(), cell)
+        (cell.folder / "config.yaml").write_text(dump_config(config))
+        return ""
+
+
+def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path) -> None:
+    axes = [staleness_axis("0,2"), key_axis("learner.lr=1e-4,3e-4"), seed_axis(2, 5)]
+    cells = all_cells(axes, tmp_path)
+    assert [cell.name for cell in cells[:5]] == [
+        "staleness-0.learner.lr-1e-4.seed-5", "staleness-0.learner.lr-3e-4.seed-5",
+        "staleness-2.learner.lr-1e-4.seed-5", "staleness-2.learner.lr-3e-4.seed-5",
+        "staleness-0.learner.lr-1e-4.seed-6",
+    ]  # fmt: skip
+    assert set(cells[1].overrides) == {"staleness.max=0", "learner.lr=3e-4", "run.seed=5"}
+
+
+@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", ""])
+def test_bounds_that_are_no_whole_numbers_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--staleness must be whole numbers"):
+        numbers(text, "--staleness")
+
+
+def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.lr=1e-4,3e-4; got 'learner.lr'"):
+        key_axis("learner.lr")
+    with pytest.raises(ConfigError, match="--mode must be of bounded, exact, got 'loose'"):
+        named_axis("mode", "bounded,loose", {"bounded": (), "exact": ()})
+
+
+def test_a_key_that_does_not_exist_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
+    trainer = Trainer()
+    sweep = make(tmp_path, axes=(staleness_axis("0"), seed_axis(1, 0), key_axis("learner.rate=1")))
+    with pytest.raises(ConfigError, match=r"cell staleness-0.*learner\.rate"):
+        run_sweep(sweep, trainer)
+    assert trainer.cells == []
+
+
+def test_a_failed_cell_is_reported_does_not_stop_the_rest_and_is_tried_again(tmp_path: Path) -> None:
+    sweep, trainer = make(tmp_path), Trainer(fails="staleness-1.seed-0")
+    progress = run_sweep(sweep, trainer)
+    assert trainer.cells == [f"staleness-{k}.seed-{seed}" for seed in (0, 1) for k in (0, 1)]
+    assert progress.failed == {"staleness-1.seed-0": "it did not work"}
+    assert len(progress.seconds) == 3
+    again = Trainer()
+    assert run_sweep(sweep, again).failed == {}
+    assert again.cells == ["staleness-1.seed-0"]  # finished ones are kept
+
+
+def test_a_sweep_in_pieces_goes_on_where_it_stopped_and_grows_by_seeds(tmp_path: Path) -> None:
+    first, second, third = Trainer(), Trainer(), Trainer()
+    assert len(run_sweep(make(tmp_path, max_cells=3), first).pending) == 1
+    assert run_sweep(make(tmp_path), second).pending == []
+    assert (len(first.cells), len(second.cells)) == (3, 1)
+    run_sweep(make(tmp_path, axes=(staleness_axis("0,1"), seed_axis(3, 0))), third)
+    assert third.cells == ["staleness-0.seed-2", "staleness-1.seed-2"]
+
+
+def test_a_sweep_of_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run_sweep(make(tmp_path), Trainer())
+    with pytest.raises(ConfigError, match=r"run with another config.*group_size: 8.*now.*group_size: 4.*--name"):
+        run_sweep(make(tmp_path, overrides=("rollout.group_size=4",)), Trainer())
+
+
+def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    left_over = tmp_path / "sweep" / "cells" / "staleness-0.seed-0" / "metrics.jsonl"
+    left_over.parent.mkdir(parents=True)
+    left_over.write_text("{")
+    run_sweep(sweep, Trainer())
+    assert left_over.read_text() != "{"
+
+
+def test_equal_time_for_every_cell_is_a_limit_in_seconds(tmp_path: Path) -> None:
+    overrides = make(tmp_path, seconds=30.0).base_overrides()
+    assert "run.seconds=30.0" in overrides
+    assert any(override.startswith("run.steps=") for override in overrides)
+    assert not any(override.startswith("run.s") for override in make(tmp_path).base_overrides())
+
+
+def test_the_time_left_counts_like_cells_alike(tmp_path: Path) -> None:
+    cells = all_cells(make(tmp_path).axes, tmp_path)
+    progress = Progress(cells, seconds={"staleness-0.seed-0": 120.0, "staleness-1.seed-0": 60.0})
+    assert progress.seconds_left() == 180.0
+    assert time_left(progress) == "about 3 min left"
+    assert Progress(cells).seconds_left() is None
+    assert Progress(cells[:1]).seconds_left() is None
+
+
+def test_the_live_table_shows_every_state(tmp_path: Path) -> None:
+    cells = all_cells(make(tmp_path).axes, tmp_path)
+    progress = Progress(
+        cells, seconds={"staleness-0.seed-0": 61.4}, failed={"staleness-1.seed-0": "out of memory"},
+        running="staleness-0.seed-1", share=0.4,
+    )  # fmt: skip
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(progress_table(progress))
+    text = console.export_text()
+    for part in ("seed 0", "seed 1", "61 s", "failed", "40%", "·", "1 of 4 cells", "out of memory"):
+        assert part in text
+
+
+def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> None:
+    """A real process: the model folder does not exist."""
+    sweep = make(tmp_path)
+    cell = all_cells(sweep.axes, sweep.folder)[0]
+    error = run_in_process(sweep, cell, lambda share: None)
+    assert error.startswith("exit code 2")
+    assert "model.path" in error
+    assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
+
+
+def test_the_command_reports_what_is_finished_and_remembers_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.sweep.run_in_process", Trainer())
+    config = str(base_yaml(tmp_path))
+    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
+    assert main(["sweep", config, *options]) == 0
+    assert "On this hardware" in capsys.readouterr().out
+    plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert plan["axes"] == {"staleness": ["0", "1"], "seed": ["0", "1"]}
+    assert plan["machine"]["processor"]
+    assert main(["report", str(tmp_path / "s")]) == 0
+    assert main(["plan", str(tmp_path / "s"), "--staleness", "0,1", "--devices", "4"]) == 0
+    assert "Take staleness.max" in capsys.readouterr().out

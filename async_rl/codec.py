@@ -24,7 +24,7 @@ from async_rl.config import Config
 from async_rl.errors import WireError
 from async_rl.types import Rollout, RolloutGroup
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of every message; raised when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
@@ -36,7 +36,7 @@ FINISH_REASONS = ("stop", "length")
 
 _GROUP_FIELDS = (
     "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "lengths", "tokens",
-    "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker",
+    "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker", "baseline_reward",
 )
 _WHOLE = object()
 _INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
@@ -98,6 +98,9 @@ class Fields:
         if type(value) not in (int, float) or not low <= value < math.inf or value == -math.inf:
             raise self.refuse(name, "a finite number" + (f" >= {low}" if low > -math.inf else ""))
         return float(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        return None if self._values[name] is None else self.number(name)
 
     def boolean(self, name: str) -> bool:
         value = self._values[name]
@@ -170,6 +173,7 @@ def encode_group(group: RolloutGroup) -> bytes:
             "finish_reasons": [rollout.finish_reason for rollout in rollouts],
             "duration_s": float(group.duration_s),
             "worker": group.worker,
+            "baseline_reward": None if group.baseline_reward is None else float(group.baseline_reward),
         }
     )
 
@@ -203,6 +207,7 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
         rollouts=_decode_rollouts(fields, start_version, limits),
         duration_s=fields.number("duration_s", 0.0),
         worker=fields.text("worker"),
+        baseline_reward=fields.number_or_none("baseline_reward"),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from async_rl.config import Config
+from async_rl.config import AlgorithmConfig, Config
+from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 
 
@@ -39,6 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read_file(Path(path))
     for override in overrides:
         _override(tree, override)
+    _apply_preset(tree)
     config: Config = _build(Config, tree, "")
     return config
 
@@ -94,6 +96,22 @@ def _override(tree: _Tree, override: str) -> None:
         node, kind = below, typing.cast(type, field_type)
     field_type = _field_type(kind, last, ".".join(sections), source)
     node[last] = _tag(field_type, value, source)
+
+
+def _apply_preset(tree: _Tree) -> None:
+    """The keys of `algorithm.preset` that were not given; an unknown name is left to the section's own check."""
+    section = tree.setdefault("algorithm", {})
+    given = section.get("preset") if isinstance(section, dict) else None
+    name = given.value if isinstance(given, _Given) else AlgorithmConfig.preset
+    if isinstance(section, dict) and isinstance(name, str) and name in PRESETS:
+        _fill(section, _tag(AlgorithmConfig, PRESETS[name], f"preset {name}"))
+
+
+def _fill(tree: _Tree, defaults: _Tree) -> None:
+    for key, default in defaults.items():
+        present = tree.setdefault(key, default)
+        if isinstance(present, dict) and isinstance(default, dict):
+            _fill(present, default)
 
 
 def _override_in_dict(node: _Tree, name: str, keys: list[str], value: Any) -> None:

@@ -70,6 +70,8 @@ class RolloutGroup:
     duration_s: float
     """From the grant of the slot to the last reward."""
     worker: str = ""
+    baseline_reward: float | None = None
+    """Of a greedy answer to the prompt, which is not trained on; only with algorithm.advantage remax."""
 
     @property
     def oldest_version(self) -> int:

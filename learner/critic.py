@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification
 
 from async_rl.config import Config
-from learner.advantages import gae
 from learner.microbatches import MicroBatch
 from learner.model import hidden_states
 
@@ -41,21 +39,3 @@ def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype
         for parameter in lm.score.parameters():
             nn.init.zeros_(parameter)
     return Critic(lm.to(device).eval(), compute_dtype)
-
-
-def micro_batch_gae(
-    micro: MicroBatch,
-    values: Tensor,  # [N], detached
-    gamma: float,
-    lam: float,
-) -> tuple[Tensor, Tensor]:
-    """GAE of every answer, its reward given at its last trained token; (advantages [N], returns [N])."""
-    lengths = list(micro.lengths)
-    rows = pad_sequence(list(values.split(lengths)), batch_first=True)  # [k, T]
-    mask = pad_sequence(list(micro.trained.split(lengths)), batch_first=True)
-    steps = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, steps, -1).amax(1, keepdim=True)
-    rewards = torch.where(steps == last, micro.rewards[:, None], 0.0)
-    advantages, returns = gae(rewards, rows, mask, gamma, lam)
-    exists = steps < torch.tensor(lengths, device=mask.device)[:, None]
-    return advantages[exists], returns[exists]

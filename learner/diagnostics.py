@@ -1,45 +1,68 @@
-"""What a step says about itself: additive token statistics, reduced over ranks, and batch metrics."""
+"""What a step says about itself: additive statistics of tokens by staleness, reduced over ranks, and batch metrics.
+
+Keys: `offpolicy/...`, `policy/...` over all trained tokens, `by_staleness/<n>/...` over those of staleness n; the last
+bucket, 10, holds everything older.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.metrics import Metric, Reduction
 from async_rl.types import Batch
+from learner.logspace import bounded_exp, sum_by_answer
 from learner.losses import kl_k1, kl_k3
+
+Totals = dict[str, npt.NDArray[np.float64]]
+BUCKETS = 11
+"""Staleness 0..9, and 10 or more."""
 
 
 class Tally:
-    """Sums and maxima by name, kept on the device until `reduce` adds up all micro-batches of all ranks."""
+    """Sums and maxima by name, kept on the device until `reduce` adds up all micro-batches of all ranks.
+
+    A value is a scalar or a vector; every rank must use the same names and sizes.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor) -> None:
-        """Add scalars to sums. Every rank must use the same names."""
+        """Add to sums."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def peak(self, **values: Tensor) -> None:
-        """Raise maxima to scalars that are at least 0."""
+        """Raise maxima to values that are at least 0."""
         for name, value in values.items():
             value = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def reduce(self) -> dict[str, float]:
-        """Totals over all ranks; collective."""
-        totals: dict[str, float] = {}
+    def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
+        """Add the values [N] of trained tokens to sums [BUCKETS]."""
+        names = sorted(values)
+        buckets = staleness.clamp(max=BUCKETS - 1)
+        columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
+        columns = torch.where(trained[:, None], columns, 0.0)
+        sums = columns.new_zeros(BUCKETS, len(names)).index_add(0, buckets, columns)
+        self.add(**dict(zip(names, sums.unbind(-1), strict=True)))
+
+    def reduce(self) -> Totals:
+        """Totals over all ranks; collective. Scalars come as arrays without axes."""
+        totals: Totals = {}
         for values, operation in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             if values:
                 names = sorted(values)
-                stacked = torch.stack([values[name] for name in names])
-                dist.all_reduce(stacked, op=operation)
-                totals.update(zip(names, stacked.tolist(), strict=True))
+                flat = torch.cat([values[name].reshape(-1) for name in names])
+                dist.all_reduce(flat, op=operation)
+                parts = flat.cpu().split([values[name].numel() for name in names])
+                totals.update({n: p.reshape(values[n].shape).numpy() for n, p in zip(names, parts, strict=True)})
         return totals
 
 
@@ -47,74 +70,109 @@ def tally_offpolicy(
     tally: Tally,
     proximal: Tensor,  # [N]
     behaviour: Tensor,  # [N]
-    weights: Tensor,  # [N] importance weights, not truncated
     trained: Tensor,  # [N] bool
     comparable: Tensor,  # [N] bool: sampled by the weights being trained, from their own KV
-    cap: float,
+    staleness: Tensor,  # [N] int64
+    answers: Tensor,  # [N] index of each token's answer
+    count: int,
+    weights: Tensor,  # [N] applied to the loss
+    truncated: Tensor,  # [N] bool: the weight was held at floor or cap
+    dropped: Tensor,  # [N] bool: by a mask
 ) -> None:
-    """How far the data is from the policy at step start, over the trained tokens."""
-    kept = torch.where(trained, weights, 0.0)
-    difference = torch.where(trained & comparable, (behaviour - proximal).abs(), 0.0)
-    tally.add(
-        tokens=trained.sum(),
-        weight=kept.double().sum(),
-        weight_squared=kept.double().square().sum(),
-        truncated=(kept > cap).sum(),
-        k1=torch.where(trained, kl_k1(behaviour, proximal), 0.0).double().sum(),
-        k3=torch.where(trained, kl_k3(behaviour, proximal), 0.0).double().sum(),
-        comparable=(trained & comparable).sum(),
-        mismatch=difference.double().sum(),
+    """How far the data is from the policy at step start, and what the correction made of it."""
+    log_rho = torch.where(trained, proximal - behaviour, 0.0)
+    rho = bounded_exp(log_rho).double()
+    weights = weights.double()
+    tally.add_by_staleness(
+        staleness, trained,
+        tokens=torch.ones_like(rho), rho=rho, rho_squared=rho.square(),
+        weight=weights, weight_squared=weights.square(),
+        truncated=truncated, dropped=dropped,
+        k1=kl_k1(behaviour, proximal), k3=kl_k3(behaviour, proximal),
+        comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
     )
-    tally.peak(weight_max=kept.max())
-
-
-def offpolicy_metrics(totals: dict[str, float]) -> list[Metric]:
-    """Metrics of `tally_offpolicy`; ESS/N = (sum w)^2 / (N sum w^2) is raw: truncation hides the tail.
-
-    The mismatch is left out where no token is comparable.
-    """
-    n = max(totals["tokens"], 1.0)
-    mean = totals["weight"] / n
-    values = {
-        "offpolicy/is_weight_mean": mean,
-        "offpolicy/is_weight_var": max(totals["weight_squared"] / n - mean**2, 0.0),
-        "offpolicy/is_weight_max": totals["weight_max"],
-        "offpolicy/ess": ratio(totals["weight"] ** 2, n * totals["weight_squared"]),
-        "offpolicy/truncated_fraction": totals["truncated"] / n,
-        "offpolicy/kl_behaviour_proximal": totals["k1"] / n,
-        "offpolicy/kl_behaviour_proximal_k3": totals["k3"] / n,
-    }
-    if totals["comparable"]:
-        values["mismatch/mean_abs"] = totals["mismatch"] / totals["comparable"]
-    return [Metric(key, value, _reduction(key)) for key, value in values.items()]
+    tally.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
+        0, staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
+    ))
+    products = bounded_exp(sum_by_answer(log_rho, answers, count)).double()
+    exist = sum_by_answer(trained.double(), answers, count) > 0
+    tally.add(
+        answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum()
+    )
 
 
 def tally_policy(
     tally: Tally,
+    logprobs: Tensor,  # [N]
+    proximal: Tensor,  # [N]
     entropy: Tensor,  # [N]
     advantages: Tensor,  # [N]
     clipped: Tensor,  # [N] bool
     trained: Tensor,  # [N] bool
+    staleness: Tensor,  # [N] int64
 ) -> None:
-    """Entropy, and how often the clip took the gradient of a token away, by the sign of its advantage."""
-    positive, negative = trained & (advantages > 0), trained & (advantages < 0)
-    tally.add(
-        policy_tokens=trained.sum(),
-        entropy=torch.where(trained, entropy, 0.0).sum(),
-        positive=positive.sum(),
-        negative=negative.sum(),
-        clipped_positive=(clipped & positive).sum(),
-        clipped_negative=(clipped & negative).sum(),
+    """Where the learner has moved since the step's start, and where the loss's clip acted, by sign of advantage."""
+    positive, negative = advantages > 0, advantages < 0
+    tally.add_by_staleness(
+        staleness, trained,
+        policy_tokens=torch.ones_like(entropy), entropy=entropy,
+        moved_k1=kl_k1(proximal, logprobs), moved_k3=kl_k3(proximal, logprobs),
+        positive=positive, negative=negative, clipped_positive=clipped & positive, clipped_negative=clipped & negative,
     )
 
 
-def policy_metrics(totals: dict[str, float]) -> list[Metric]:
-    """Metrics of `tally_policy`; a clip fraction is a share of the tokens with that sign."""
-    return [
-        Metric("policy/entropy", ratio(totals["entropy"], totals["policy_tokens"])),
-        Metric("offpolicy/clip_fraction_positive", ratio(totals["clipped_positive"], totals["positive"])),
-        Metric("offpolicy/clip_fraction_negative", ratio(totals["clipped_negative"], totals["negative"])),
+_ENTROPY = "entropy"
+_OVERALL_KEYS = {_ENTROPY: "policy/entropy"}
+
+
+def token_metrics(totals: Totals) -> list[Metric]:
+    """Metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
+
+    Importance weights are those of tokens, rho = proximal / behaviour, before any rule. ESS/N = (sum w)^2 / (N sum w^2)
+    of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied. chi2, which is
+    mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens with that sign of
+    advantage. The mismatch is left out where no token is comparable.
+    """
+    peaks = totals["rho_max"]
+    by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
+    overall = {name: float(values.sum()) for name, values in by_bucket.items()}
+    metrics = [
+        Metric(_OVERALL_KEYS.get(name, f"offpolicy/{name}"), value, _reduction(name))
+        for name, value in _token_values(overall, float(peaks.max())).items()
     ]
+    answers, product, squared = (float(totals[name]) for name in ("answers", "product", "product_squared"))
+    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, answers * squared)))
+    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, answers) - 1))
+    if overall["comparable"]:
+        metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
+    for bucket in range(BUCKETS):
+        cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
+        if cell["tokens"]:
+            values = {"tokens": cell["tokens"], **_token_values(cell, float(peaks[bucket]))}
+            metrics += [Metric(f"by_staleness/{bucket}/{name}", x, _reduction(name)) for name, x in values.items()]
+    return metrics
+
+
+def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
+    n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
+    mean = t["rho"] / n
+    return {
+        "is_weight_mean": mean,
+        "is_weight_var": max(t["rho_squared"] / n - mean**2, 0.0),
+        "is_weight_max": rho_max,
+        "ess": ratio(t["rho"] ** 2, n * t["rho_squared"]),
+        "ess_truncated": ratio(t["weight"] ** 2, n * t["weight_squared"]),
+        "chi2": t["rho_squared"] / n - 1,
+        "truncated_fraction": t["truncated"] / n,
+        "masked_fraction": t["dropped"] / n,
+        "kl_behaviour_proximal": t["k1"] / n,
+        "kl_behaviour_proximal_k3": t["k3"] / n,
+        "kl_proximal_learner": ratio(t["moved_k1"], policy_tokens),
+        "kl_proximal_learner_k3": ratio(t["moved_k3"], policy_tokens),
+        "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
+        "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
+        _ENTROPY: ratio(t["entropy"], policy_tokens),
+    }
 
 
 def tally_critic(
@@ -135,12 +193,12 @@ def tally_critic(
     )
 
 
-def explained_variance(totals: dict[str, float]) -> float:
+def explained_variance(totals: Totals) -> float:
     """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
-    n = max(totals["critic_tokens"], 1.0)
+    n = max(float(totals["critic_tokens"]), 1.0)
     unexplained = totals["residual_squared"] / n - (totals["residual"] / n) ** 2
     variance = totals["returns_squared"] / n - (totals["returns"] / n) ** 2
-    return 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+    return float(1.0 - unexplained / variance) if variance > 1e-12 else 0.0
 
 
 def batch_metrics(batch: Batch) -> list[Metric]:
@@ -171,7 +229,17 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     }
     counts = enumerate(np.bincount(staleness))
     at_staleness = [Metric(f"staleness/rollouts_{k}", float(count), "sum") for k, count in counts if count]
+    buckets = np.minimum(staleness, BUCKETS - 1)
+    for bucket in np.unique(buckets):
+        cell = buckets == bucket
+        values[f"by_staleness/{bucket}/reward"] = rewards[cell].mean()
+        values[f"by_staleness/{bucket}/response_length"] = lengths[cell].mean()
     return [Metric(key, float(value), _reduction(key)) for key, value in values.items()] + at_staleness
+
+
+def median_trained_tokens(batch: Batch) -> float:
+    """Of the batch's answers."""
+    return float(np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts]))
 
 
 def _reduction(key: str) -> Reduction:

@@ -14,6 +14,7 @@ the right, where nothing trained looks.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,8 @@ class MicroBatch:
     proximal: Tensor | None = None  # [N] set when it must outlive the first optimizer step
     values: Tensor | None = None  # [N] of the critic at step start, likewise
     reference: Tensor | None = None  # [N] logprobs of the frozen reference; set where a KL term asks for them
+    m2po_limit: float = math.inf
+    """Largest (log rho)^2 that the M2PO mask leaves in the minibatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.config import Config
+from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.metrics import Metric
 from async_rl.types import Batch
 from async_rl.weights.publisher import serving_dtype
+from learner.credit import batch_advantages
 from learner.critic import load_critic
-from learner.diagnostics import Tally, batch_metrics, explained_variance, offpolicy_metrics, policy_metrics
+from learner.diagnostics import Tally, batch_metrics, explained_variance, median_trained_tokens, token_metrics
 from learner.microbatches import (
     MicroBatch,
     MiniBatch,
@@ -32,8 +34,9 @@ from learner.microbatches import (
     split_minibatches,
 )
 from learner.model import layout_of, load_policy, shard
-from learner.objective import Objective, batch_advantages, policy_normaliser
+from learner.objective import Objective, policy_normaliser
 from learner.optimizer import Optimizer, OptimizerStep
+from learner.reference import Reference
 from learner.reward_model import RewardModel
 
 
@@ -57,8 +60,12 @@ class Updater:
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
         self._optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
         self._layout = layout_of(self.policy.lm)
+        self._reference = None
+        if self.objective.needs_reference:
+            self._reference = Reference(config, self.policy, device, dtype, mesh)
+            self._layout = self._layout.for_both(self._reference.layout)
         self.critic = None
-        if config.algorithm.advantage == "gae":
+        if config.algorithm.advantage in CRITIC_ADVANTAGES:
             self.critic = load_critic(config, device, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self._layout = self._layout.for_both(layout_of(self.critic.lm))
@@ -76,9 +83,8 @@ class Updater:
             batch = self._reward_model.score(batch)
         moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         minibatches = self._plan(batch)
-        if self.objective.needs_step_start:
-            for minibatch in minibatches:
-                self._remember_step_start(minibatch)
+        for minibatch in minibatches:
+            self._remember_step_start(minibatch)
         tally = Tally()
         steps: dict[str, list[OptimizerStep]] = {"policy": [], "critic": []}
         for epoch in range(algorithm.epochs):
@@ -91,7 +97,8 @@ class Updater:
                 if moves_policy:
                     steps["policy"].append(self._optimizer.step(policy_loss))
         totals = tally.reduce()
-        metrics += [*batch_metrics(batch), *offpolicy_metrics(totals), *policy_metrics(totals)]
+        metrics += [*batch_metrics(batch), *token_metrics(totals)]
+        metrics += self.objective.finish(totals, median_trained_tokens(batch))
         metrics += [metric for network, taken in steps.items() for metric in _step_metrics(network, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
@@ -141,9 +148,13 @@ class Updater:
     @torch.no_grad()
     def _remember_step_start(self, minibatch: MiniBatch) -> None:
         for micro in minibatch.micro_batches:
-            micro.proximal = self.policy(micro)[0]
-            if self.critic is not None:
+            if self.objective.needs_proximal:
+                micro.proximal = self.policy(micro)[0]
+            if self.critic is not None and self.objective.needs_values:
                 micro.values = self.critic(micro)
+            if self._reference:
+                micro.reference = self._reference.logprobs(micro)
+        self.objective.prepare(minibatch.micro_batches)
 
     def _accumulate(
         self, minibatch: MiniBatch, tally: Tally, moves_policy: bool, is_first_epoch: bool

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import warnings
 from collections import Counter
@@ -33,6 +34,10 @@ from rollout_server.rewards import Reward
 from rollout_server.tasks import Task
 
 REPORT_INTERVAL_S = 0.5
+_GREEDY_TEMPERATURE = 1e-4
+"""Not 0, which engines treat each in their own way: a token 1e-3 nats behind the best has a chance of e^-10."""
+_BASELINE_IDS = -(2**32)
+"""Greedy answers have ids from here down: none of a group, none of an evaluation."""
 _COUNTED = ("groups", "rollouts", "tokens", "failed")
 
 
@@ -142,7 +147,9 @@ class Worker:
                 temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
             )
             try:
-                completions, rewards = await self._answers(request)
+                (completions, rewards), baseline = await asyncio.gather(
+                    self._answers(request), self._greedy_reward(request)
+                )
             except RewardError as error:
                 await self._fail(slot, error)
                 return
@@ -150,7 +157,7 @@ class Worker:
                 group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
                 temperature=request.temperature, prompt_tokens=prompt.tokens,
                 rollouts=tuple(map(_rollout, completions, rewards)),
-                duration_s=time.monotonic() - granted_s, worker=self._name,
+                duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
             )
             await self._client.put(group)
             self._failures_in_a_row = 0
@@ -158,6 +165,15 @@ class Worker:
         finally:
             self._activity.leave(entered)
             self._group_finished.set()
+
+    async def _greedy_reward(self, request: GenerationRequest) -> float | None:
+        """Of the most probable answer, where the advantage is measured against it (ReMax)."""
+        if self._config.algorithm.advantage != "remax":
+            return None
+        greedy = dataclasses.replace(
+            request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
+        )
+        return (await self._answers(greedy))[1][0]
 
     async def _answers(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
         """The engine's completions and their rewards; each of the two has its timeout."""

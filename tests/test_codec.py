@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.codec import MAX_ROUNDING, Limits, decode_group, encode_group
+from async_rl.codec import MAX_ROUNDING, SCHEMA_VERSION, Limits, decode_group, encode_group
 from async_rl.errors import WireError
 from async_rl.types import Rollout, RolloutGroup, Slot
 from tests.buffer.made import make_group, make_rollout
@@ -177,7 +177,7 @@ def test_unknown_missing_and_renamed_fields_are_refused() -> None:
     for change, message in (
         ({**good, "colour": 1}, "colour: got 'a field', allowed no such field"),
         ({k: v for k, v in good.items() if k != "worker"}, "worker: missing"),
-        ({**good, "schema": 1}, "schema: got 1, allowed an integer in 2..2"),
+        ({**good, "schema": 99}, f"schema: got 99, allowed an integer in {SCHEMA_VERSION}..{SCHEMA_VERSION}"),
         ({**good, "group_id": True}, "group_id: got True"),
         ([1], "message: got a list of 1, allowed a map"),
     ):
@@ -211,3 +211,12 @@ def test_mutated_bytes_decode_or_are_refused_and_nothing_else_happens() -> None:
         except WireError:
             refused += 1
     assert refused > 5000
+
+
+@pytest.mark.parametrize("baseline", [None, 0.0, -1.5])
+def test_the_reward_of_a_greedy_baseline_travels_or_its_absence_does(baseline: float | None) -> None:
+    group = dataclasses.replace(make_group(SLOT), baseline_reward=baseline)
+    assert decode_group(encode_group(group), LIMITS).baseline_reward == baseline
+    with pytest.raises(WireError, match="baseline_reward"):
+        message = {**msgpack.unpackb(encode_group(group)), "baseline_reward": "1"}
+        decode_group(msgpack.packb(message), LIMITS)

@@ -9,8 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from async_rl.config.algorithm import (
+    GROUP_ADVANTAGES,
+    AlgorithmConfig,
+    ClipConfig,
+    CorrectionConfig,
+    CorrectionKind,
+    KlConfig,
+    MasksConfig,
+)
 from async_rl.config.combinations import check_combinations
 from async_rl.config.data import (
     BufferConfig,
@@ -20,9 +28,6 @@ from async_rl.config.data import (
     TaskConfig,
 )
 from async_rl.config.learning import (
-    AlgorithmConfig,
-    ClipConfig,
-    CorrectionConfig,
     CriticConfig,
     LearnerConfig,
     LoraConfig,
@@ -48,12 +53,15 @@ __all__ = [
     "ClipConfig",
     "Config",
     "CorrectionConfig",
+    "CorrectionKind",
     "CriticConfig",
     "EvalConfig",
+    "KlConfig",
     "LearnerConfig",
     "LearnerPlacement",
     "LoggingConfig",
     "LoraConfig",
+    "MasksConfig",
     "ModelConfig",
     "NetworkConfig",
     "PlacementConfig",
@@ -121,10 +129,14 @@ class Config:
     def drops_zero_variance(self) -> bool:
         """Only where a group's advantages are its rewards against its own mean: equal ones are all zero. A reward model
         gives other rewards than those the buffer sees."""
-        return self.algorithm.filter_zero_variance and not self.reward_model.path and self.algorithm.advantage == "grpo"
+        algorithm = self.algorithm
+        return algorithm.filter_zero_variance and not self.reward_model.path and algorithm.advantage in GROUP_ADVANTAGES
 
     @property
-    def correction_kind(self) -> Literal["none", "token_tis"]:
-        if self.algorithm.correction.kind == "auto":
-            return "token_tis" if self.staleness.max > 0 else "none"
-        return self.algorithm.correction.kind
+    def correction_kind(self) -> CorrectionKind:
+        """What `algorithm.correction.kind: auto` comes to."""
+        algorithm = self.algorithm
+        if algorithm.correction.kind != "auto":
+            return algorithm.correction.kind
+        is_corrected_elsewhere = algorithm.proximal == "behaviour" or algorithm.advantage == "vtrace"
+        return "none" if self.staleness.max == 0 or is_corrected_elsewhere else "token_tis"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from async_rl.config.algorithm import GROUP_ADVANTAGES
 from async_rl.config.check import check
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ def check_combinations(config: Config) -> None:
         ConfigError: two settings do not work together; gives the reason and the alternative.
     """
     _check_sizes(config)
+    _check_algorithm(config)
     _check_slots(config)
     _check_replay(config)
     _check_mask(config)
@@ -30,13 +32,27 @@ def _check_sizes(config: Config) -> None:
         f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
     )
     check(
-        config.algorithm.advantage != "grpo" or config.rollout.group_size >= 2, "rollout.group_size",
-        config.rollout.group_size, "at least 2 with algorithm.advantage grpo", "Or set algorithm.advantage: gae.",
+        config.algorithm.advantage not in GROUP_ADVANTAGES or config.rollout.group_size >= 2, "rollout.group_size",
+        config.rollout.group_size, f"at least 2 with algorithm.advantage {config.algorithm.advantage}",
+        "Or set algorithm.advantage: gae.",
     )
     check(
         config.learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
         config.learner.max_tokens_per_microbatch,
         f"at least task.max_prompt_tokens + rollout.max_response_tokens = {config.longest_tokens}",
+    )
+
+
+def _check_algorithm(config: Config) -> None:
+    advantage = config.algorithm.advantage
+    check(
+        advantage != "remax" or not config.reward_model.path, "reward_model.path", config.reward_model.path,
+        "empty with algorithm.advantage remax",
+        "Its greedy answers are scored in the worker, on another scale. Use rloo or grpo.",
+    )
+    check(
+        config.reference.path == "" or config.algorithm.kl.kind != "none", "reference.path", config.reference.path,
+        "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
     )
 
 

@@ -40,51 +40,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipConfig:
-    low: float = 0.2
-    high: float = 0.28
-    dual: float = 3.0
-    """Dual clip: bounds the loss of a negative-advantage token at dual * |A|. 0 turns it off."""
-
-    def __post_init__(self) -> None:
-        check(0 < self.low <= 1, "algorithm.clip.low", self.low, "in (0, 1]")
-        check(self.high > 0, "algorithm.clip.high", self.high, "above 0")
-        check(self.dual == 0 or self.dual > 1, "algorithm.clip.dual", self.dual, "0 (off) or above 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionConfig:
-    kind: Literal["auto", "none", "token_tis"] = "auto"
-    """auto: none at staleness.max 0, token_tis above."""
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        check(self.cap > 0, "algorithm.correction.cap", self.cap, "above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    advantage: Literal["grpo", "gae"] = "grpo"
-    """grpo: group-normalised reward, no critic. gae: PPO with a separate critic."""
-    gamma: float = 1.0
-    lam: float = 0.95
-    filter_zero_variance: bool = True
-    """Groups of equal rewards, which teach a group-normalised advantage nothing, are dropped and counted. Such groups
-    one after another with the same reward (a solved task, or a hopeless one) end the run. gae keeps them all."""
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    epochs: int = 1
-    minibatches: int = 1
-    """Optimizer steps per batch are epochs * minibatches."""
-
-    def __post_init__(self) -> None:
-        check(0 < self.gamma <= 1, "algorithm.gamma", self.gamma, "in (0, 1]")
-        check(0 <= self.lam <= 1, "algorithm.lam", self.lam, "in [0, 1]")
-        check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
-        check(self.minibatches >= 1, "algorithm.minibatches", self.minibatches, "at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     path: str = ""
     """Empty: starts from model.path with a fresh value head."""

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from hypothesis import settings
 
 from tests.learner.handmade import save_tiny_model
-from tests.learner.rank_process import rank_main
+from tests.learner.rank_process import ALGORITHMS, rank_main
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy
@@ -38,8 +38,9 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `rank_main` wrote on each of two ranks, for budgets of 26 and 24 tokens a micro-batch."""
+    """What `rank_main` wrote on each of two ranks, for (algorithm, tokens a micro-batch)."""
     out = tmp_path_factory.mktemp("two_ranks")
-    arguments = (2, str(out / "store"), str(tiny_model_path), [26, 24], str(out))
+    cases = [*((algorithm, 26) for algorithm in ALGORITHMS), ("token_mean", 24)]
+    arguments = (2, str(out / "store"), str(tiny_model_path), cases, str(out))
     mp.start_processes(rank_main, arguments, nprocs=2, start_method="spawn")
     return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(2)]

@@ -10,38 +10,55 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from async_rl.config import AlgorithmConfig, LearnerConfig
+from async_rl.config import AlgorithmConfig, CorrectionConfig, LearnerConfig, MasksConfig
 from learner.diagnostics import Tally
 from learner.ranks import broadcast_frames
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
 
+ALGORITHMS = {
+    "token_mean": AlgorithmConfig(advantage="gae"),
+    "sequence_mean": AlgorithmConfig(
+        loss="gspo",
+        aggregation="sequence_mean",
+        correction=CorrectionConfig(kind="geometric_tis", masks=MasksConfig(geometric=(0.5, 1.5))),
+    ),
+    "constant": AlgorithmConfig(
+        advantage="reinforce_pp",
+        aggregation="constant",
+        correction=CorrectionConfig(kind="sequence_tis", masks=MasksConfig(m2po=0.04, opsm=0.5)),
+        entropy_coef=0.01,
+    ),
+}
 
-def rank_main(rank: int, ranks: int, store_file: str, model: str, budgets: list[int], out: str) -> None:
-    """Each rank writes what `measure` gives for each token budget, and rank 0's frames, to `out`."""
+
+def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[tuple[str, int]], out: str) -> None:
+    """Each rank writes what `measure` gives for each (algorithm, token budget), and rank 0's frames, to `out`."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
-    results = {budget: measure(Path(model), budget) for budget in budgets}
+    results = {case: measure(Path(model), *case) for case in cases}
     frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
     torch.save({"frames": [frame.decode() for frame in frames], "results": results}, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def measure(model: Path, max_tokens: int) -> dict[str, Any]:
-    """Loss and gradients of PPO on a batch, trained tokens [rank][micro-batch], metrics of an update."""
+def measure(model: Path, algorithm: str, max_tokens: int) -> dict[str, Any]:
+    """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
     learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens)
-    config = make_config(model, algorithm=AlgorithmConfig(advantage="gae"), learner=learner)
+    config = make_config(model, algorithm=ALGORITHMS[algorithm], learner=learner)
     updater = Updater(config, torch.device("cpu"))
-    assert updater.critic is not None
-    head = updater.critic.lm.score.weight
-    torch.nn.init.constant_(head.to_local(), 0.1)
+    networks = {"policy": updater.policy.lm}
+    if updater.critic is not None:
+        networks["critic"] = updater.critic.lm
+        torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_batch()
     (minibatch,) = updater._plan(batch)
+    updater._remember_step_start(minibatch)
     loss, _ = updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}
-    for name, module in (("policy", updater.policy.lm), ("critic", updater.critic.lm)):
+    for name, module in networks.items():
         result[name] = {}
         for key, parameter in module.named_parameters():
             assert isinstance(parameter.grad, DTensor)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from async_rl.config import LoraConfig, ModelConfig, ReferenceConfig
+from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
 from async_rl.errors import ConfigError
 from learner.reference import Reference
 from learner.update import Updater
@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 def open_both(model_path: Path, rank: int = 0, dtype: Any = "float32", **reference: Any) -> tuple[Updater, Reference]:
     model = ModelConfig(path=str(model_path), dtype=dtype, lora=LoraConfig(rank=rank))
-    config = make_config(model_path, model=model, reference=ReferenceConfig(**reference))
+    algorithm = AlgorithmConfig(kl=KlConfig(kind="k2_loss"))
+    config = make_config(model_path, model=model, algorithm=algorithm, reference=ReferenceConfig(**reference))
     updater = Updater(config, CPU)
     compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     return updater, Reference(config, updater.policy, CPU, compute, init_device_mesh("cpu", (1,)))

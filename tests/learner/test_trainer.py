@@ -34,39 +34,16 @@ from learner.trainer import Learner, check_bound
 from tests.learner.handmade import make_batch, make_config, make_group, make_rollout
 
 METRICS = {
-    "batch/rollouts",
-    "batch/response_tokens",
-    "reward/mean",
-    "reward/std",
-    "staleness/mean",
-    "staleness/max",
-    "staleness/in_flight",
-    "staleness/in_queue",
-    "offpolicy/is_weight_mean",
-    "offpolicy/is_weight_var",
-    "offpolicy/is_weight_max",
-    "offpolicy/ess",
-    "offpolicy/truncated_fraction",
-    "offpolicy/kl_behaviour_proximal",
-    "offpolicy/kl_behaviour_proximal_k3",
-    "offpolicy/clip_fraction_positive",
-    "offpolicy/clip_fraction_negative",
-    "mismatch/mean_abs",
-    "policy/loss",
-    "policy/entropy",
-    "policy/grad_norm",
-    "policy/lr",
-    "policy/skipped_steps",
-    "response/length_mean",
-    "response/length_max",
-    "response/truncated_fraction",
-    "time/step_s",
-    "time/wait_data_s",
-    "time/train_s",
-    "time/sync_s",
-    "throughput/trained_tokens_per_s",
-    "buffer/depth",
-}
+    "batch/rollouts", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
+    "staleness/in_flight", "staleness/in_queue", "offpolicy/is_weight_mean", "offpolicy/is_weight_var",
+    "offpolicy/is_weight_max", "offpolicy/ess", "offpolicy/ess_truncated", "offpolicy/ess_sequence", "offpolicy/chi2",
+    "offpolicy/chi2_sequence", "offpolicy/masked_fraction", "offpolicy/kl_proximal_learner",
+    "offpolicy/kl_proximal_learner_k3", "offpolicy/truncated_fraction", "offpolicy/kl_behaviour_proximal",
+    "offpolicy/kl_behaviour_proximal_k3", "offpolicy/clip_fraction_positive", "offpolicy/clip_fraction_negative",
+    "mismatch/mean_abs", "policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "policy/skipped_steps",
+    "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s", "time/wait_data_s",
+    "time/train_s", "time/sync_s", "throughput/trained_tokens_per_s", "buffer/depth",
+}  # fmt: skip
 
 
 class FakeClient:
@@ -168,8 +145,9 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     ]
     assert [report.step for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
-    assert all(any(key.startswith("staleness/rollouts_") for key in of_step) for of_step in keys)
-    keys = [{key for key in of_step if not key.startswith("staleness/rollouts_")} for of_step in keys]
+    for prefix in ("staleness/rollouts_", "by_staleness/0/"):
+        assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
+        keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS
     assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s"}
     assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}

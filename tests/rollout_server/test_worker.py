@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import (
+    AlgorithmConfig,
     Config,
     EvalConfig,
     LearnerConfig,
@@ -311,3 +312,18 @@ def test_a_narrowed_sampling_distribution_is_warned_about_once() -> None:
         warnings.simplefilter("always")
         asyncio.run(make())
     assert len([w for w in caught if "importance ratios are biased" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("advantage", ["remax", "grpo"])
+def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage: Any) -> None:
+    config = config_of(algorithm=AlgorithmConfig(advantage=advantage, filter_zero_variance=False))
+    engine = EchoEngine()
+    (batch,), *_ = rolled_out(config, engine, lambda prompt, response: SCORED)
+    greedy = [request for request in engine.requests if request.temperature < 0.01]
+    assert [group.baseline_reward for group in batch.groups] == [SCORED if advantage == "remax" else None] * 4
+    assert {request.prompt.index for request in greedy} >= (
+        {group.prompt_index for group in batch.groups} if advantage == "remax" else set()
+    )
+    assert all(request.n == 1 and request.group_id < 0 for request in greedy)
+    assert advantage == "remax" or not greedy
+    assert all(len(group.rollouts) == 3 for group in batch.groups)

@@ -1,0 +1,33 @@
+"""Ratios of probabilities without overflow, and sums over the tokens of an answer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are held in +-20 before exp, so that no ratio overflows sums in float32."""
+
+
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """exp(x) with x held in +-MAX_LOG_RATIO. Any shape."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sum_by_answer(
+    values: Tensor,  # [N] of tokens, answer after answer
+    answers: Tensor,  # [N] index of each token's answer
+    count: int,
+) -> Tensor:
+    """[count]"""
+    return values.new_zeros(count).index_add(0, answers, values)
+
+
+def mean_by_answer(
+    values: Tensor,  # [N]
+    trained: Tensor,  # [N] bool
+    answers: Tensor,  # [N]
+    count: int,
+) -> Tensor:
+    """Mean over the trained tokens of each answer, 0 where it has none. [count]"""
+    tokens = sum_by_answer(trained.to(values.dtype), answers, count).clamp(min=1)
+    return sum_by_answer(values * trained, answers, count) / tokens

@@ -60,7 +60,7 @@ async def bare_seconds(config: Config, engine: Engine, task: Task, groups: int, 
 async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: int) -> float:
     """Time until the consumer has taken `groups` groups from the buffer, worker and buffer running."""
     batches = groups // config.learner.prompts_per_step
-    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches))
+    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
     server = BufferServer(config)
     stop = threading.Event()
     serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)
@@ -82,7 +82,11 @@ async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: i
 
     start_s = time.monotonic()
     producing = asyncio.create_task(produce())
-    await asyncio.to_thread(consume)
+    consuming = asyncio.create_task(asyncio.to_thread(consume))
+    await asyncio.wait((consuming, producing), return_when=asyncio.FIRST_COMPLETED)
+    if producing.done():
+        producing.result()  # raises what ended the worker, for which the consumer would wait in vain
+    await consuming
     seconds = time.monotonic() - start_s
     await worker.stop()
     await producing

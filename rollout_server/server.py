@@ -133,6 +133,9 @@ class ServerProcess:
         # A context length is longer than the model's by the tokens SGLang reserves, at most; it refuses
         # without this.
         self._environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        # A server that closes an idle connection, after 5 s, may do so while the next request is on its way there.
+        # The clients close theirs after 15 s.
+        self._environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"
         self._environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._process: subprocess.Popen[bytes] | None = None
         self._left_behind: set[Path] = set()

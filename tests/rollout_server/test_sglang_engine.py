@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,18 @@ def test_the_longest_prompt_gets_the_longest_answer(sglang_server: EngineInThrea
     group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # cold: it repeats itself
     (answers,) = generate(sglang_server, group)
     assert any(len(a.tokens) == 512 for a in answers)
+
+
+def test_the_server_keeps_idle_connections_for_longer_than_its_clients_do(sglang_server: EngineInThread) -> None:
+    # Otherwise it may close one just when a client sends the next request on it, and the group would be lost.
+    host, port = sglang_server.engine.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(f"GET /ready HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(5.5)  # uvicorn's default is 5
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nothing to read, not even the end
+            connection.recv(1)
 
 
 def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(

@@ -38,6 +38,8 @@ NIGHTLY = [
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3",
+    "async-rl sft configs/sweep_cpu.yaml",
+    "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3",
     "async-rl report runs/quickstart-sweep",
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.side_by_side configs/quickstart.yaml --staleness 0,4 run.steps=100",

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.errors import ProcessDiedError
 from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
+from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.runlog import RunLog, new_run_dir
 
 WATCH_INTERVAL_S = 5.0
@@ -54,11 +54,14 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
     (run_dir / "config.yaml").write_text(dump_config(config))
-    with _sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, _ray(config):
+    with _sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, open_ray(config):
         log.logger.note(f"run directory: {run_dir}")
         from async_rl.processes import ProcessGroup
 
-        processes = ProcessGroup(run_dir)
+        reservation = reserve(config)
+        log.logger.note(f"placed: {reservation}")
+        config = settle(config, reservation)
+        processes = ProcessGroup(run_dir, reservation)
         try:
             _start(config, processes, log)
             _evaluate(config, processes, log, version=0)
@@ -92,17 +95,12 @@ def _start(config: Config, processes: Any, log: RunLog) -> None:
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
-    share = _gpus_per_process(config)
     buffer = processes.start("buffer", BufferProcess, config, max_concurrency=4)
     rollouts = {
-        f"rollout/{i}": processes.start(
-            f"rollout/{i}", RolloutProcess, config, i, num_gpus=share * config.placement.rollout.tp
-        )
-        for i in range(servers)
+        f"rollout/{i}": processes.start(f"rollout/{i}", RolloutProcess, config, i) for i in range(servers)
     }
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, num_gpus=share)
-        for r in range(ranks)
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r) for r in range(ranks)
     }
     urls = processes.gather(
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.server_start_s, "the start"
@@ -172,36 +170,6 @@ def _close_buffer(config: Config, processes: Any) -> dict[str, float]:
     return counters
 
 
-def _gpus_per_process(config: Config) -> float:
-    """One GPU for each learner rank and tensor-parallel rank; on fewer GPUs they share; 0 on CPU."""
-    import ray
-
-    available = ray.cluster_resources().get("GPU", 0.0)
-    placement = config.placement
-    wanted = placement.learner.ranks + placement.rollout.servers * placement.rollout.tp
-    return min(1.0, int(100 * available / wanted) / 100)
-
-
-@contextlib.contextmanager
-def _ray(config: Config) -> Iterator[None]:
-    """A private Ray on this machine, or the cluster that RAY_ADDRESS names; ends what it started."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
-    joined = os.environ.get("RAY_ADDRESS", "")
-    own: dict[str, Any] = {
-        "include_dashboard": False,
-        "num_cpus": 1 + config.placement.rollout.servers + config.placement.learner.ranks,
-        "object_store_memory": 128 * 2**20,  # only reports travel through it
-    }
-    ray.init(address=joined or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if joined else own))
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM takes the same orderly way out as Ctrl-C."""
@@ -235,5 +203,8 @@ def dry_run(config: Config) -> str:
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
     }
-    lines = [f"{key:<46} {value}" for key, value in derived.items()]
-    return dump_config(config) + "\n# derived\n" + "\n".join("# " + line for line in lines) + "\n"
+    sections = {"derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config)}
+    text = dump_config(config)
+    for title, lines in sections.items():
+        text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
+    return text

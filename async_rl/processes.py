@@ -7,6 +7,7 @@ Ray carries control only: no trajectory and no weight passes through it. Each pr
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import socket
 import sys
@@ -26,6 +27,8 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.metrics import Report
+from async_rl.network import use_interface
+from async_rl.placement import Reservation
 
 LOG_TAIL_LINES = 15
 
@@ -33,8 +36,8 @@ LOG_TAIL_LINES = 15
 class BufferProcess:
     """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others."""
 
-    def __init__(self, config: Config) -> None:
-        redirect_output(config.run_dir / "logs" / "buffer.log")
+    def __init__(self, folder: str, config: Config) -> None:
+        config = enter(folder, config, "buffer")
         from buffer.server import BufferServer
 
         self._server = BufferServer(config)
@@ -57,10 +60,9 @@ class BufferProcess:
 class RolloutProcess:
     """One rollout server with its worker."""
 
-    def __init__(self, config: Config, index: int) -> None:
-        redirect_output(config.run_dir / "logs" / f"rollout-{index}.log")
+    def __init__(self, folder: str, config: Config, index: int) -> None:
+        self._config = enter(folder, config, f"rollout-{index}")
         pin_cpus(config, index)
-        self._config = config
         self._index = index
 
     async def start(self) -> str:
@@ -107,15 +109,14 @@ class RolloutProcess:
 class LearnerProcess:
     """One learner rank."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        redirect_output(config.run_dir / "logs" / f"learner-{rank}.log")
+    def __init__(self, folder: str, config: Config, rank: int) -> None:
+        self._config = enter(folder, config, f"learner-{rank}")
         pin_cpus(config, config.placement.rollout.servers + rank)
-        self._config = config
         self._rank = rank
 
     def free_address(self) -> tuple[str, int]:
         """Where this host can serve the rendezvous of all ranks."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
+        with socket.create_server((self._config.network.host, 0)) as probe:
             return probe.getsockname()[:2]
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
@@ -130,6 +131,22 @@ class LearnerProcess:
 
     def run(self) -> Iterator[Report]:
         yield from self._learner.run()
+
+
+def enter(folder: str, config: Config, name: str) -> Config:
+    """What every process of a run does first; returns the config as it holds on this host.
+
+    Args:
+        folder: the driver's working directory: paths of the config are relative to it.
+        name: of the process's log file.
+    """
+    os.chdir(folder)
+    redirect_output(config.run_dir / "logs" / f"{name}.log")
+    if config.placement.num_nodes > 1:
+        network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
+        config = dataclasses.replace(config, network=network)
+    use_interface(config.network.host)
+    return config
 
 
 def redirect_output(log_file: Path) -> None:
@@ -172,16 +189,17 @@ def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
 class ProcessGroup:
     """All actors of a run by name. Any call that fails names the process and shows its log."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, reservation: Reservation) -> None:
         self.run_dir = run_dir
         self.actors: dict[str, ActorHandle] = {}
+        self._reservation = reservation
 
-    def start(self, name: str, cls: type, *args: Any, num_gpus: float = 0, max_concurrency: int = 1) -> ActorHandle:
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
+    def start(self, name: str, cls: type, *args: Any, max_concurrency: int = 1) -> ActorHandle:
+        options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
         remote_class: Any = ray.remote(cls)
-        self.actors[name] = remote_class.options(**options).remote(*args)
+        self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
@@ -208,16 +226,20 @@ class ProcessGroup:
             if isinstance(error.cause, AsyncRLError):
                 raise error.cause from None
             raise ProcessDiedError(
-                f"{name} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
+                f"{self._on_host(name)} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
                 f"{_last_frames(error)}"
             ) from None
         except RayActorError as error:
             raise ProcessDiedError(
-                f"{name} died ({_first_line(error)}). If nothing is logged, the system may have ended it for memory: "
-                f"see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch.{self.log_tail(name)}"
+                f"{self._on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
+                "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
+                + self.log_tail(name)
             ) from None
         except RayError as error:
             raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
+
+    def _on_host(self, name: str) -> str:
+        return f"{name} on {self._reservation.host_of(name)}"
 
     def log_tail(self, name: str) -> str:
         """The last lines of the process's log files, indented, for an error message."""

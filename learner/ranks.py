@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
+from async_rl.network import use_interface
 
 
 def init_distributed(
@@ -20,8 +20,7 @@ def init_distributed(
     The group's timeout covers the longest that ranks wait for rank 0: a batch, then a push.
     """
     timeouts = config.timeouts
-    if master_address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    use_interface(config.network.host)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())

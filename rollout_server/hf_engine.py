@@ -63,7 +63,7 @@ class HFEngine:
         self._training, self._evaluation = (DecodingBatch(self.model, eos_tokens) for _ in range(2))
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
-        self._endpoints = WeightEndpoints(self, self._config.timeouts)
+        self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

@@ -7,6 +7,7 @@ between two tokens: a push that breaks off changes nothing.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_rl.config import TimeoutsConfig
+from async_rl.config import NetworkConfig, TimeoutsConfig
+from async_rl.network import authorization
 from async_rl.weights.nccl_gloo import Receiver
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -36,11 +38,13 @@ class Updatable(Protocol):
 
 
 class WeightEndpoints:
-    """An HTTP server on a free loopback port. A refusal is answered 400, with `success: false` and why."""
+    """An HTTP server on a free port. A refusal is answered 400, with `success: false` and why."""
 
-    def __init__(self, engine: Updatable, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, engine: Updatable, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
         self._timeouts = timeouts
+        self._host = network.host
+        self._headers = authorization(network)
         self._receiver = Receiver()
         self._staged: dict[str, Tensor] | None = None
         """What the current update has brought; None outside an update."""
@@ -48,18 +52,26 @@ class WeightEndpoints:
 
     async def start(self) -> str:
         """Listens; returns the base URL."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_get("/ready", self._ready)
         for path, handler in self._handlers().items():
             app.router.add_post(path, _answering(handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return f"http://{self._host}:{self._runner.addresses[0][1]}"
 
     async def aclose(self) -> None:
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+        """Asks for the API key, as SGLang does."""
+        for name, value in self._headers.items():
+            if not secrets.compare_digest(request.headers.get(name, ""), value):
+                return web.json_response({"success": False, "message": "wrong API key"}, status=401)
+        return await handler(request)
 
     def _handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
         return {

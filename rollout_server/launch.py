@@ -16,6 +16,8 @@ from rollout_server import shims
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
 """Process id of the parent, set by one who wants the server to end with him."""
+API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
+"""The server's API key: on its command line everybody on the host could read it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,7 +49,8 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        server_args = prepare_server_args(sys.argv[1:])
+        key = os.environ.pop(API_KEY_VARIABLE, "")
+        server_args = prepare_server_args(sys.argv[1:] + (["--api-key", key] if key else []))
         server_args.resolve_once()
         launch_server(server_args, run_scheduler_process_func=run_scheduler)
     finally:

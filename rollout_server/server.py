@@ -28,7 +28,8 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
-from rollout_server.launch import PARENT_VARIABLE
+from async_rl.network import api_key, authorization
+from rollout_server.launch import API_KEY_VARIABLE, PARENT_VARIABLE
 
 LOG_TAIL_LINES = 20
 _START_ATTEMPTS = 3
@@ -57,7 +58,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         )
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
-        "model-path": config.model.path, "host": "127.0.0.1", "dtype": dtype, "random-seed": config.run.seed,
+        "model-path": config.model.path, "host": config.network.host, "dtype": dtype, "random-seed": config.run.seed,
         "context-length": longest + _RESERVED_TOKENS,
         "weight-version": "0",
         "skip-tokenizer-init": True,  # tokens in, tokens out: nothing to detokenize
@@ -89,7 +90,7 @@ def _kv_tokens(config: Config, model: Any, longest: int, dtype: str, free_memory
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     token_bytes = 2 * model.num_hidden_layers * heads * head_dim * (4 if dtype == "float32" else 2)
-    affordable = int(_KV_SHARE * free_memory_bytes / config.placement.rollout.servers / token_bytes)
+    affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
     return max(longest + _RESERVED_TOKENS, min(rollouts * longest, affordable))
 
 
@@ -109,14 +110,12 @@ def command_line(flags: Flags) -> list[str]:
     return words
 
 
-def free_port() -> int:
-    """A loopback port nobody listens on now, below the range from which the kernel serves outgoing
-    connections.
-    """
+def free_port(host: str) -> int:
+    """A port nobody listens on now, below the range from which the kernel serves outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             return port
 
 
@@ -129,7 +128,8 @@ class ServerProcess:
         self.log_file = log_file
         self._flags = flags
         self._timeouts = config.timeouts
-        self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+        self._network = config.network
+        self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
         # A context length is longer than the model's by the tokens SGLang reserves, at most; it refuses
         # without this.
         self._environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -148,8 +148,8 @@ class ServerProcess:
         `timeouts.server_start_s`.
         """
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port, identity = free_port(), f"async-rl-{uuid.uuid4().hex}"
-            self.url = f"http://127.0.0.1:{port}"
+            port, identity = free_port(self._network.host), f"async-rl-{uuid.uuid4().hex}"
+            self.url = f"http://{self._network.host}:{port}"
             self._process = self._spawn(self._flags | {"port": port, "served-model-name": identity})
             try:
                 await self._wait_ready(identity)
@@ -199,14 +199,15 @@ class ServerProcess:
             )
 
     async def _wait_ready(self, identity: str) -> None:
+        timeout_s, headers = self._timeouts.server_start_s, authorization(self._network)
         try:
-            async with aiohttp.ClientSession() as session, asyncio.timeout(self._timeouts.server_start_s):
+            async with aiohttp.ClientSession(headers=headers) as session, asyncio.timeout(timeout_s):
                 while not await self._answers(session, identity):
                     self.check_alive()
                     await asyncio.sleep(0.1)  # another program's start gives no event to wait for
         except TimeoutError:
             raise WaitTimeoutError(
-                f"waited {self._timeouts.server_start_s:.0f} s (timeouts.server_start_s) for {self.name} "
+                f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} "
                 "to start\n"
                 f"last lines of {self.log_file}:\n{self.log_tail()}"
             ) from None
@@ -260,8 +261,7 @@ def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
 
 def threads_per_process(config: Config) -> int:
     """Learner ranks and servers share the cores of a host without GPUs."""
-    processes = config.placement.learner.ranks + config.placement.rollout.servers
-    return max(1, (os.cpu_count() or 1) // processes)
+    return max(1, (os.cpu_count() or 1) // config.placement.processes_per_node)
 
 
 def free_memory_bytes() -> int:

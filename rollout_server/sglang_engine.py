@@ -18,6 +18,7 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.network import authorization
 from async_rl.types import IntArray
 from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.server import ServerProcess, free_memory_bytes, server_flags, threads_per_process
@@ -47,7 +48,8 @@ class SGLangEngine:
         await self._server.start()
         self.url = self._server.url
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
+            headers=authorization(self._config.network),
         )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

@@ -44,29 +44,84 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerPlacement:
-    ranks: int = 1
+    nodes: int = 1
+    gpus_per_node: int = 0
+    """Ranks on each node, a GPU of its own each. 0: `ranks` says how many, on the GPUs that there are, else on CPU."""
+    ranks: int = 0
+    """On all nodes together. 0: nodes * gpus_per_node, or one a node."""
+    resource: str = ""
+    """Ray resource a node must offer (`ray start --resources`), to tell kinds of hosts apart; empty: any node will do.
+    """
 
     def __post_init__(self) -> None:
-        check(self.ranks >= 1, "placement.learner.ranks", self.ranks, "at least 1")
+        check(self.nodes >= 1, "placement.learner.nodes", self.nodes, "at least 1")
+        check(self.gpus_per_node >= 0, "placement.learner.gpus_per_node", self.gpus_per_node, "0 or more")
+        derived = self.nodes * max(1, self.gpus_per_node)
+        ranks = self.ranks or derived
+        check(
+            ranks == derived if self.gpus_per_node else ranks >= 1 and ranks % self.nodes == 0,
+            "placement.learner.ranks", ranks,
+            f"nodes * gpus_per_node = {derived}" if self.gpus_per_node else f"a multiple of {self.nodes} nodes",
+        )
+        object.__setattr__(self, "ranks", ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlacement:
+    nodes: int = 0
+    """Of their own, without learner ranks. 0: servers run on the learner's nodes."""
     servers: int = 1
     tp: int = 1
+    """GPUs of each server."""
+    resource: str = ""
+    """As placement.learner.resource, for nodes of their own."""
+    max_restarts: int = 3
+    """Times one server may die between two learner steps; once more, or 0, and its death ends the run."""
 
     def __post_init__(self) -> None:
-        check(self.servers >= 1, "placement.rollout.servers", self.servers, "at least 1")
+        check(self.nodes >= 0, "placement.rollout.nodes", self.nodes, "0 (on the learner's nodes) or more")
+        check(
+            self.servers >= 1 and self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
+            f"a multiple of {self.nodes} nodes" if self.nodes > 1 else "at least 1",
+        )
         check(self.tp >= 1, "placement.rollout.tp", self.tp, "at least 1")
+        check(self.max_restarts >= 0, "placement.rollout.max_restarts", self.max_restarts, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     learner: LearnerPlacement = field(default_factory=LearnerPlacement)
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
+    colocated: bool = False
+    """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
     pin_cpus: bool = False
     """Each rollout server and learner rank keeps to an equal share of this host's cores, all its own: without GPUs,
     overlap is real only then."""
+
+    def __post_init__(self) -> None:
+        check(
+            not self.colocated or (self.rollout.nodes == 0 and self.rollout.tp == 1), "placement.colocated", True,
+            "false where servers have nodes of their own, or span GPUs (placement.rollout.nodes, tp)",
+        )
+        check(
+            self.rollout.nodes > 0 or self.rollout.servers % self.learner.nodes == 0, "placement.rollout.servers",
+            self.rollout.servers, f"a multiple of the learner's {self.learner.nodes} nodes, which they share",
+        )
+        check(not (self.pin_cpus and self.num_nodes > 1), "placement.pin_cpus", True, "false on several nodes")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.learner.nodes + self.rollout.nodes
+
+    @property
+    def processes_per_node(self) -> int:
+        """Learner ranks and servers on the fullest node: they share its cores."""
+        ranks = self.learner.ranks // self.learner.nodes
+        return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
+
+    @property
+    def servers_per_node(self) -> int:
+        return self.rollout.servers // (self.rollout.nodes or self.learner.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +133,16 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Of the buffer's socket, which carries groups and batches."""
+    """Of this host's sockets. On several nodes each process listens on the address by which Ray knows its node
+    (`ray start --node-ip-address` chooses it), and keys are made for the run where there are none."""
 
     host: str = "127.0.0.1"
-    """IPv4 address it binds, by which learner and workers reach it. Beyond loopback only with keys, or insecure."""
+    """IPv4 address that sockets bind and others reach. Beyond loopback only with keys, or insecure."""
     port: int = 0
-    """0: a free one."""
+    """Of the buffer. 0: a free one."""
     keys: str = ""
-    """Folder made by `async-rl keys new`: everything is encrypted, and only who holds the client's key is let in."""
+    """Folder made by `async-rl keys new`: groups and batches are encrypted, only who holds the client's key is let in,
+    and rollout servers beyond loopback ask for an API key made from it."""
     insecure: bool = False
     """Accept that whoever reaches `host` can read, and write into, the training data."""
 

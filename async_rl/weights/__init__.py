@@ -23,30 +23,19 @@ __all__ = ["PushReport", "WeightPublisher", "open_publisher"]
 def open_publisher(config: Config, engine_urls: list[str], rank: int, device: torch.device) -> WeightPublisher:
     """The learner's half of the configured transport; call on every learner rank.
 
-    `auto`: gloo on CPU; on GPUs nccl when each learner rank and server has devices of its own, else disk (NCCL
-    refuses two ranks on one device).
+    `auto` is for the driver to settle, who knows the placement; here it is the one for this device alone.
     """
     from async_rl.weights.disk import DiskPublisher
     from async_rl.weights.nccl_gloo import BroadcastPublisher
 
-    match resolve_transport(config, device.type):
+    transport = config.weight_sync.transport
+    if transport == "auto":
+        transport = "gloo" if device.type == "cpu" else "disk"
+    match transport:
         case "nccl":
             return BroadcastPublisher(config, engine_urls, rank, device, backend="nccl")
         case "gloo":
             return BroadcastPublisher(config, engine_urls, rank, device, backend="gloo")
         case "disk":
             return DiskPublisher(config, engine_urls, rank, device)
-        case other:
-            raise ConfigError(f"weight_sync.transport must be auto, nccl, gloo or disk, got {other!r}")
-
-
-def resolve_transport(config: Config, device_type: str) -> str:
-    """The transport that `auto` stands for on this machine."""
-    if config.weight_sync.transport != "auto":
-        return config.weight_sync.transport
-    if device_type == "cpu":
-        return "gloo"
-    import torch
-
-    wanted = config.placement.learner.ranks + config.placement.rollout.servers * config.placement.rollout.tp
-    return "nccl" if torch.cuda.device_count() >= wanted else "disk"
+    raise ConfigError(f"weight_sync.transport must be auto, nccl, gloo or disk, got {transport!r}")

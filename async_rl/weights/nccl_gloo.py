@@ -43,7 +43,7 @@ class BroadcastPublisher(WeightPublisher):
     def connect(self) -> None:
         if self.rank != 0:
             return
-        host = "127.0.0.1"
+        host = self.host
         world_size = 1 + len(self.engine_urls) * self.tp
         timeout = datetime.timedelta(seconds=self.timeouts.join_s)
         # The store listens before any server is asked to join: a server that finds nobody blocks its whole scheduler.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.network import authorization
 from async_rl.timeline import Span
 
 
@@ -82,7 +83,9 @@ class WeightPublisher(ABC):
         self.timeouts = config.timeouts
         self.tp = config.placement.rollout.tp
         self.dtype = serving_dtype(config, device.type)
+        self.host = config.network.host
         self.session = requests.Session()
+        self.session.headers.update(authorization(config.network))
 
     @abstractmethod
     def connect(self) -> None:

@@ -80,7 +80,7 @@ def test_flags_become_words_of_the_command_line() -> None:
 
 
 def test_a_free_port_can_be_listened_on() -> None:
-    with socket.create_server(("127.0.0.1", free_port())):
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
         pass
 
 

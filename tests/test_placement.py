@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.config import (
+    Config,
+    LearnerPlacement,
+    ModelConfig,
+    NetworkConfig,
+    PlacementConfig,
+    RolloutPlacement,
+    RunConfig,
+    TaskConfig,
+)
+from async_rl.configfile import load_config
+from async_rl.errors import ConfigError
+from async_rl.network import api_key, authorization, interface_of
+from async_rl.pipeline import dry_run
+from async_rl.placement import Bundle, Host, Reservation, assign, bundles, settle
+from buffer.keys import new_keys
+from learner.tiny_model import save_tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+
+def config(
+    learner: LearnerPlacement | None = None, rollout: RolloutPlacement | None = None, colocated: bool = False,
+    run_dir: str = "runs",
+) -> Config:
+    placement = PlacementConfig(
+        learner=learner or LearnerPlacement(), rollout=rollout or RolloutPlacement(), colocated=colocated
+    )
+    return Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), placement=placement,
+        run=RunConfig(dir=run_dir),
+    )
+
+
+TWO_NODES = config(LearnerPlacement(gpus_per_node=8), RolloutPlacement(nodes=1, servers=2, tp=4))
+
+
+def test_learner_and_servers_get_nodes_of_their_own() -> None:
+    learner, rollout = bundles(TWO_NODES)
+    assert list(learner.gpus_of) == ["buffer", *(f"learner/{r}" for r in range(8))]
+    assert (learner.gpus, learner.cpus) == (8, 8)
+    assert dict(rollout.gpus_of) == {"rollout/0": 4, "rollout/1": 4}
+    assert (rollout.gpus, rollout.cpus) == (8, 2)
+
+
+def test_many_nodes_share_ranks_and_servers_evenly() -> None:
+    parts = bundles(config(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
+    assert [list(p.gpus_of) for p in parts] == [
+        ["buffer", "rollout/0", "learner/0", "learner/1"], ["rollout/1", "learner/2", "learner/3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
+)
+def test_without_numbers_the_gpus_there_are_used_or_shared(gpus: int, each: float, total: float) -> None:
+    (bundle,) = bundles(config(), gpus)
+    assert (bundle.gpus_of["learner/0"], bundle.gpus_of["rollout/0"], bundle.gpus) == (each, each, total)
+
+
+def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
+    (bundle,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
+    assert bundle.gpus == 2
+    assert bundle.gpus_of["learner/1"] == bundle.gpus_of["rollout/1"] == 0.5
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
+    with pytest.raises(ConfigError) as caught:
+        assign(bundles(TWO_NODES), small)
+    text = str(caught.value)
+    assert "16 GPUs wanted, 12 there" in text
+    assert "rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)" in text
+    assert "b has 64 CPUs, 4 GPUs" in text
+    with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
+        assign(bundles(TWO_NODES), [Host(name="big", cpus=64, gpus=16)])
+
+
+def test_hosts_are_chosen_so_that_all_fit() -> None:
+    hosts = [Host(name="large", cpus=9, gpus=8), Host(name="small", cpus=9, gpus=2)]
+    wanted = [Bundle(gpus_of={"a": 1.0}, gpus=1), Bundle(gpus_of={"b": 8.0}, gpus=8)]
+    assert [host.name for host in assign(wanted, hosts)] == ["small", "large"]
+
+
+def test_a_resource_tells_kinds_of_hosts_apart() -> None:
+    hosts = [Host(name="x", cpus=8, gpus=0), Host(name="y", cpus=8, gpus=0, resources=frozenset({"CPU", "fast"}))]
+    wanted = bundles(config(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
+    assert [host.name for host in assign(wanted, hosts)] == ["y", "x"]
+    with pytest.raises(ConfigError, match="resource fast"):
+        assign(wanted, [hosts[0], dataclasses.replace(hosts[0], name="z")])
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "message"),
+    [
+        ({"nodes": 2, "gpus_per_node": 4, "ranks": 4}, {}, "nodes * gpus_per_node = 8"),
+        ({"nodes": 2, "ranks": 3}, {}, "a multiple of 2 nodes"),
+        ({}, {"nodes": 2, "servers": 3}, "a multiple of 2 nodes"),
+        ({"nodes": 2}, {"servers": 1}, "a multiple of the learner's 2 nodes"),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused(
+    learner: dict[str, int], rollout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config(LearnerPlacement(**learner), RolloutPlacement(**rollout))
+
+
+@pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "disk"), (2, "nccl")])
+def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
+    parts = bundles(config(), gpus)
+    assert settle(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+
+
+def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
+    asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
+    settled = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert (Path(settled.network.keys) / "client.key_secret").is_file()
+    away = dataclasses.replace(settled.network, host="10.0.0.1")
+    assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
+    assert len(api_key(away)) == 64
+    assert authorization(settled.network) == {}  # loopback
+    new_keys(tmp_path / "others")
+    assert api_key(dataclasses.replace(away, keys=str(tmp_path / "others"))) != api_key(away)
+
+
+def test_the_interface_of_an_address_is_found_or_the_addresses_are_listed() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9; it has .*lo 127\.0\.0\.1"):
+        interface_of("203.0.113.9")
+
+
+def test_an_address_beyond_loopback_without_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="async-rl keys new"):
+        NetworkConfig(host="10.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The model and the data that the GSM8K configs leave to the user, in small."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    save_tiny_model("tiny-qwen2", folder / "model", seed=0)
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 32_768}))
+    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1 + 1?"}], "ability": "math",
+           "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
+    pq.write_table(pa.Table.from_pylist([row]), folder / "rows.parquet")
+    rows = folder / "rows.parquet"
+    return [f"model.path={folder / 'model'}", f"task.path={rows}", f"task.eval_path={rows}", f"run.dir={folder}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("gsm8k_single_gpu", ["this host: buffer, rollout/0, learner/0: 2 CPUs"]),
+        ("gsm8k_two_node", [
+            "host 1: buffer, learner/0..7: 8 CPUs, 8 GPUs (8 learner ranks x 1)",
+            "host 2: rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)",
+            "not held against any host: set RAY_ADDRESS to a Ray cluster's for that",
+        ]),
+    ],
+)
+def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
+    name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 0.0)
+    text = dry_run(load_config(ROOT / "configs" / f"{name}.yaml", stand_ins))
+    assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
+
+
+def test_gpus_asked_for_in_numbers_are_refused_on_a_host_without(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 1.0)
+    asked = load_config(
+        ROOT / "configs" / "gsm8k_single_gpu.yaml",
+        [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],
+    )
+    with pytest.raises(ConfigError, match=r"2 GPUs wanted, 1 there\n.*1 learner rank x 1 \+ 1 server x 1"):
+        dry_run(asked)

@@ -79,6 +79,7 @@ class MicroBatch:
     answers: tuple[tuple[int, int], ...]
     """(group, answer) of each, in the batch."""
     proximal: Tensor | None = None  # [N] set when it must outlive the first optimizer step
+    learner: Tensor | None = None  # [N] learner logprobs of the latest forward pass, detached
     values: Tensor | None = None  # [N] of the critic at step start, likewise
     reference: Tensor | None = None  # [N] logprobs of the frozen reference; set where a KL term asks for them
     m2po_limit: float = math.inf

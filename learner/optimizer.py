@@ -74,6 +74,10 @@ class Optimizer:
         self._count_skipped(finite, total_loss, grad_norm)
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
+    def drop(self) -> None:
+        """Forget the gradients without a step."""
+        self._adamw.zero_grad(set_to_none=True)
+
     def _count_skipped(self, finite: bool, loss: float, grad_norm: float) -> None:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == self._max_skipped:

@@ -9,6 +9,7 @@ loss               objective.py: a sum over trained tokens, divided by what the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ from async_rl.weights.publisher import serving_dtype
 from learner.credit import batch_advantages
 from learner.critic import load_critic
 from learner.diagnostics import Tally, batch_metrics, explained_variance, median_trained_tokens, token_metrics
+from learner.losses import kl_k3
 from learner.microbatches import (
     MicroBatch,
     MiniBatch,
@@ -77,7 +79,7 @@ class Updater:
         Raises:
             AsyncRLError: learner.max_skipped_steps optimizer steps in a row without finite numbers.
         """
-        algorithm, metrics = self.config.algorithm, []
+        metrics: list[Metric] = []
         if self._reward_model:
             metrics.append(Metric("reward/rule_mean", mean_reward(batch)))
             batch = self._reward_model.score(batch)
@@ -86,23 +88,64 @@ class Updater:
         for minibatch in minibatches:
             self._remember_step_start(minibatch)
         tally = Tally()
-        steps: dict[str, list[OptimizerStep]] = {"policy": [], "critic": []}
-        for epoch in range(algorithm.epochs):
-            for minibatch in minibatches:
-                policy_loss, critic_loss = self._accumulate(
-                    minibatch, tally, moves_policy, is_first_epoch=epoch == 0
-                )
-                if self.critic is not None:
-                    steps["critic"].append(self._critic_optimizer.step(critic_loss))
-                if moves_policy:
-                    steps["policy"].append(self._optimizer.step(policy_loss))
+        steps, stops = self._step_all(minibatches, tally, moves_policy)
         totals = tally.reduce()
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, median_trained_tokens(batch))
         metrics += [metric for network, taken in steps.items() for metric in _step_metrics(network, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
-        return metrics
+        return metrics + stops
+
+    def _step_all(
+        self, minibatches: Sequence[MiniBatch], tally: Tally, moves_policy: bool
+    ) -> tuple[dict[str, list[OptimizerStep]], list[Metric]]:
+        """The optimizer steps of a batch, unless it is too far off or the policy has moved enough.
+
+        Returns:
+            (steps by network, how often a KL limit ended them).
+        """
+        algorithm = self.config.algorithm
+        steps: dict[str, list[OptimizerStep]] = {"policy": [], "critic": []}
+        is_skipped = is_stopped = False
+        for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
+            policy_loss, critic_loss = self._accumulate(minibatch, tally, moves_policy, is_first_epoch=epoch == 0)
+            if algorithm.skip_batch_kl and not any(steps.values()):
+                is_skipped = self._kl_behaviour_proximal(minibatches) > algorithm.skip_batch_kl
+            elif algorithm.early_stop_kl and moves_policy:
+                is_stopped = self._kl_proximal_learner(minibatch) > algorithm.early_stop_kl
+            if is_skipped or is_stopped:
+                self._optimizer.drop()
+                if self.critic is not None:
+                    self._critic_optimizer.drop()
+                break
+            if self.critic is not None:
+                steps["critic"].append(self._critic_optimizer.step(critic_loss))
+            if moves_policy:
+                steps["policy"].append(self._optimizer.step(policy_loss))
+        stops = {"policy/skipped_batches": is_skipped, "policy/early_stops": is_stopped}
+        limits = (algorithm.skip_batch_kl, algorithm.early_stop_kl)
+        counts = zip(stops.items(), limits, strict=True)
+        return steps, [Metric(key, float(happened), "sum") for (key, happened), limit in counts if limit]
+
+    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch]) -> float:
+        """KL(behaviour || proximal) of the batch (k3, nats a token)."""
+        pairs = [(m.behaviour, m.proximal, m.trained) for b in minibatches for m in b.micro_batches]
+        return self._mean_kl(pairs, sum(minibatch.num_tokens for minibatch in minibatches))
+
+    def _kl_proximal_learner(self, minibatch: MiniBatch) -> float:
+        """KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token)."""
+        pairs = [(m.proximal, m.learner, m.trained) for m in minibatch.micro_batches]
+        return self._mean_kl(pairs, minibatch.num_tokens)
+
+    def _mean_kl(self, pairs: Sequence[tuple[Tensor | None, Tensor | None, Tensor]], num_tokens: int) -> float:
+        """Over all ranks; collective. A non-finite one is over no limit: the optimizer deals with it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for p, q, trained in pairs:
+            assert p is not None and q is not None
+            total += torch.where(trained, kl_k3(p, q), 0.0).double().sum()
+        dist.all_reduce(total)
+        return float(total) / num_tokens
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -165,6 +208,9 @@ class Updater:
         for micro in minibatch.micro_batches:
             with torch.set_grad_enabled(moves_policy):
                 logprobs, entropy = self.policy(micro)
+            micro.learner = logprobs.detach()
+            if self.config.algorithm.steps_per_batch == 1:
+                micro.proximal = micro.learner
             values = None if self.critic is None else self.critic(micro)
             losses = self.objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch)
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.

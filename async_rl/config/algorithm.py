@@ -121,6 +121,11 @@ class AlgorithmConfig:
     epochs: int = 1
     minibatches: int = 1
     """Optimizer steps per batch are epochs * minibatches."""
+    early_stop_kl: float = 0.0
+    """KL(proximal || learner) of a minibatch, in nats a token, over which the rest of a batch's optimizer steps is left
+    out. 0 turns it off."""
+    skip_batch_kl: float = 0.0
+    """KL(behaviour || proximal), in nats a token, over which a batch is counted and not trained on. 0 turns it off."""
     filter_zero_variance: bool = True
     """Groups of equal rewards, which teach an advantage within the group nothing, are dropped and counted. Such groups
     one after another with the same reward (a solved task, or a hopeless one) end the run. Advantages that look beyond
@@ -133,8 +138,26 @@ class AlgorithmConfig:
         check(self.epochs >= 1, "algorithm.epochs", self.epochs, "at least 1")
         check(self.minibatches >= 1, "algorithm.minibatches", self.minibatches, "at least 1")
         check(0 <= self.entropy_coef < math.inf, "algorithm.entropy_coef", self.entropy_coef, "0 (off) or more")
+        self._check_limits()
         self._check_ratios()
         self._check_gspo()
+
+    @property
+    def steps_per_batch(self) -> int:
+        return self.epochs * self.minibatches
+
+    def _check_limits(self) -> None:
+        for name in ("early_stop_kl", "skip_batch_kl"):
+            value = getattr(self, name)
+            check(0 <= value < math.inf, f"algorithm.{name}", value, "0 (off) or more")
+            check(
+                value == 0 or self.proximal != "interpolate", f"algorithm.{name}", value,
+                "0 with algorithm.proximal interpolate", "Interpolated logprobs don't show how far the policy is.",
+            )
+        check(
+            self.early_stop_kl == 0 or self.steps_per_batch > 1, "algorithm.early_stop_kl", self.early_stop_kl,
+            "0 with one optimizer step per batch", "Set algorithm.epochs or algorithm.minibatches above 1.",
+        )
 
     def _check_ratios(self) -> None:
         kind = self.correction.kind

@@ -1,0 +1,130 @@
+"""What keeps a step from harm: KL limits, and numbers that aren't finite."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.types import Batch
+from learner.update import Updater
+from tests.learner.handmade import make_batch, make_config
+from tests.learner.test_update import reference_logprobs, values_of, weights_of
+
+CPU = torch.device("cpu")
+LEARNER = LearnerConfig(prompts_per_step=3, lr=3e-2, max_tokens_per_microbatch=40)
+
+
+def open_updater(path: Path, **algorithm: Any) -> Updater:
+    config = make_config(path, algorithm=AlgorithmConfig(**algorithm), learner=LEARNER, critic=CriticConfig(lr=1e-3))
+    return Updater(config, CPU)
+
+
+def all_weights(updater: Updater) -> dict[str, Tensor]:
+    found = weights_of(updater)
+    if updater.critic is not None:
+        found |= {f"critic.{n}": p.full_tensor().clone() for n, p in updater.critic.named_parameters()}  # type: ignore[attr-defined]
+    return found
+
+
+def kl_by_hand(path: Path, batch: Batch) -> float:
+    """k3 of KL(behaviour || policy of the folder), mean over trained tokens."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    terms = []
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            with torch.no_grad():
+                ours = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).numpy()
+            difference = ours.astype(np.float64) - rollout.logprobs
+            terms.append((np.exp(difference) - 1 - difference)[rollout.mask])
+    return float(np.concatenate(terms).mean())
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"epochs": 2, "minibatches": 2}, {"advantage": "gae"}])
+def test_a_batch_over_the_kl_limit_is_counted_and_moves_nothing(
+    tiny_model_path: Path, one_rank: None, algorithm: dict[str, Any]
+) -> None:
+    batch = make_batch()
+    kl = kl_by_hand(tiny_model_path, batch)
+    for limit, skipped in ((0.999 * kl, 1), (1.001 * kl, 0)):
+        updater = open_updater(tiny_model_path, skip_batch_kl=limit, **algorithm)
+        before = all_weights(updater)
+        metrics = values_of(updater.update(batch))
+        assert metrics["policy/skipped_batches"] == skipped
+        assert ("policy/grad_norm" in metrics) == (not skipped)
+        stays = all(torch.equal(tensor, before[name]) for name, tensor in all_weights(updater).items())
+        assert stays == bool(skipped)
+    assert "policy/skipped_batches" not in values_of(open_updater(tiny_model_path, **algorithm).update(batch))
+
+
+def test_epochs_end_as_soon_as_the_policy_has_moved_too_far(tiny_model_path: Path, one_rank: None) -> None:
+    """The reference takes one step a time and measures how far the next minibatch is from step start."""
+    batch = make_batch()
+    epochs, limits, expected = 4, [], []
+    for taken in range(1, epochs + 1):
+        updater = open_updater(tiny_model_path, epochs=taken)
+        updater.update(batch)
+        limits.append(float(np.mean(kl_moved(tiny_model_path, updater, batch))))
+        expected.append(weights_of(updater))
+    assert limits[0] < limits[1] < limits[2]
+    for stop in (0, 1, 2):  # just under what step `stop + 1` has moved: no further step is taken
+        updater = open_updater(tiny_model_path, epochs=epochs, early_stop_kl=0.999 * limits[stop])
+        assert values_of(updater.update(batch))["policy/early_stops"] == 1
+        for name, tensor in weights_of(updater).items():
+            torch.testing.assert_close(tensor, expected[stop][name], atol=0, rtol=0)
+    never = open_updater(tiny_model_path, epochs=epochs, early_stop_kl=100.0)
+    assert values_of(never.update(batch))["policy/early_stops"] == 0
+    assert all(torch.equal(tensor, expected[3][name]) for name, tensor in weights_of(never).items())
+
+
+def kl_moved(path: Path, updater: Updater, batch: Batch) -> list[float]:
+    """k3 of KL(policy of the folder || policy now) at every trained token."""
+    start = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    now = copy.deepcopy(start)
+    now.load_state_dict(weights_of(updater), strict=False)
+    terms: list[float] = []
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            with torch.no_grad():
+                p, q = (
+                    reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).double()
+                    for lm in (start, now)
+                )
+            terms += (torch.exp(q - p) - 1 - (q - p))[torch.tensor(rollout.mask)].tolist()
+    return terms
+
+
+def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    bad = make_batch()
+    bad.groups[0].rollouts[0].logprobs[:] = float("nan")
+    bad.groups[0].rollouts[0].mask[:] = True
+    config = make_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
+    with pytest.raises(AsyncRLError, match="policy: 1 optimizer steps in a row had no finite loss"):
+        Updater(config, CPU).update(bad)
+    skipping = open_updater(tiny_model_path, skip_batch_kl=1e-9)  # NaN is over no limit: it is counted as what it is
+    metrics = values_of(skipping.update(bad))
+    assert (metrics["policy/skipped_steps"], metrics["policy/skipped_batches"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"early_stop_kl": 0.1}, "algorithm.early_stop_kl must be 0 with one optimizer step per batch"),
+        ({"skip_batch_kl": -1.0}, r"algorithm.skip_batch_kl must be 0 \(off\) or more"),
+        ({"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}, "0 with algorithm.proximal interpolate"),
+    ],
+)
+def test_limits_that_could_not_act_are_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AlgorithmConfig(**algorithm)

@@ -39,6 +39,8 @@ class Report:
     metrics: tuple[Metric, ...] = ()
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
+    alarms: tuple[str, ...] = ()
+    """Conditions that came up, each a line for the person at the console."""
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
@@ -124,6 +126,12 @@ class MetricsLogger:
     def note(self, text: str) -> None:
         """One line for the person at the console, above the bar."""
         self._console.print(text, soft_wrap=True)
+
+    def alarm(self, text: str) -> None:
+        """A note that wandb sends on to the user too."""
+        self.note(text)
+        if self._wandb is not None:
+            self._wandb.alert(text)
 
     def _write(self, record: dict[str, float]) -> None:
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")

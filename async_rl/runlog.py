@@ -39,6 +39,8 @@ class RunLog:
 
     def add(self, process: str, report: Report) -> None:
         self._add_spans(report)
+        for text in report.alarms:
+            self.logger.alarm(text)
         if process == "learner/0":
             end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
             self._pending.append((report, end_s))

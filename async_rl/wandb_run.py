@@ -67,6 +67,9 @@ class WandbRun:
     def log(self, record: dict[str, float]) -> None:
         self._attempt(lambda: self._run.log(record))
 
+    def alert(self, text: str) -> None:
+        self._attempt(lambda: self._run.alert(title="async-rl alarm", text=text))
+
     def close(self) -> None:
         """Waits at most FINISH_TIMEOUT_S for uploads; the rest stays in run_dir/wandb for `wandb sync`."""
         self._attempt(self._run.finish)

@@ -19,6 +19,7 @@ from async_rl.weights import open_publisher
 from async_rl.weights.publisher import serving_dtype
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
+from learner.alarms import Alarms, rules_for
 from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames, init_distributed
 from learner.update import Updater
@@ -60,6 +61,7 @@ class Learner:
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._push_dtype = serving_dtype(config, self._device.type)
+        self._alarms = Alarms(rules_for(self._push_dtype))
         self._verified = not config.weight_sync.verify
 
     def run(self) -> Iterator[Report]:
@@ -92,11 +94,14 @@ class Learner:
             push_metrics, spans = self._push(batch, is_last) if self._is_push_due(is_last) else ([], ())
             end_s = time.time()
             metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
+            alarms, states = self._alarms.check(self.version, metrics)
+            metrics += states
             if is_last:
                 self._save()
             yield Report(
                 step=self.version,
                 metrics=tuple(metrics) if self.rank == 0 else (),
+                alarms=alarms if self.rank == 0 else (),
                 spans=self._timeline.drain() + spans,
                 samples=self._gpus.drain(),
             )

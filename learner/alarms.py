@@ -1,0 +1,97 @@
+"""Says aloud, once, that a measured value has left the range in which training is known to work.
+
+Rank 0 of the learner checks every step. A text goes to the console and to wandb; `alarm/<name>` is 1 in the metrics
+while the condition lasts, and 0 otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from async_rl.metrics import Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One condition on one metric."""
+
+    name: str
+    key: str
+    limit: float
+    is_floor: bool
+    """The value must not be below the limit; else its magnitude must not be above."""
+    advice: str
+    """What it means, and the knob to turn."""
+
+    def is_broken(self, value: float) -> bool:
+        return value < self.limit if self.is_floor else not abs(value) <= self.limit
+
+
+def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
+    """Thresholds: design.md, section 6. Rounding sets the mismatch: bfloat16 gets ten times more room."""
+    mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
+    return (
+        Rule(
+            "ess", "offpolicy/ess", 0.3, True,
+            "few tokens carry most of the importance weight. Lower staleness.max or learner.lr",
+        ),
+        Rule(
+            "kl", "offpolicy/kl_behaviour_proximal", 0.1, False,
+            "the policy has moved far, in nats a token, from the one that sampled. Lower staleness.max or learner.lr",
+        ),
+        Rule(
+            "truncated", "offpolicy/truncated_fraction", 0.05, False,
+            "truncated importance weights bias the gradient. Lower staleness.max or learner.lr, or raise "
+            "algorithm.correction.cap",
+        ),
+        Rule(
+            "mismatch", "mismatch/mean_abs", mismatch, False,
+            "engine and learner compute different logprobs from the same weights. Use model.dtype: float32, "
+            "rollout.top_p: 1.0 and no quantisation in rollout.server_args",
+        ),
+        Rule(
+            "vtrace", "vtrace/reach", 0.5, True,
+            "V-trace carries less than half of a final reward back over the median answer. Use algorithm.advantage: "
+            "gae, or lower staleness.max",
+        ),
+        Rule(
+            "policy_skipped", "policy/skipped_steps", 0, False,
+            "a loss or gradient of the policy was not finite. Lower learner.lr or use model.dtype: float32",
+        ),
+        Rule(
+            "critic_skipped", "critic/skipped_steps", 0, False,
+            "a loss or gradient of the critic was not finite. Lower critic.lr or use model.dtype: float32",
+        ),
+    )  # fmt: skip
+
+
+class Alarms:
+    """Remembers which conditions last."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules = rules
+        self._active: set[str] = set()
+
+    def check(self, step: int, metrics: Sequence[Metric]) -> tuple[tuple[str, ...], list[Metric]]:
+        """(a text for each condition that is new at this step, `alarm/<name>` of each condition that was measured).
+
+        A condition whose metric is missing stays as it is.
+        """
+        values = {metric.key: metric.value for metric in metrics}
+        texts = []
+        states = []
+        for rule in self._rules:
+            if rule.key not in values:
+                continue
+            value = values[rule.key]
+            broken = rule.is_broken(value) or math.isnan(value)
+            if broken and rule.name not in self._active:
+                side = "below" if rule.is_floor else "above"
+                texts.append(f"ALARM at step {step}: {rule.key} is {value:.3g}, {side} {rule.limit:g}: {rule.advice}.")
+            (self._active.add if broken else self._active.discard)(rule.name)
+            states.append(Metric(f"alarm/{rule.name}", float(broken), "max"))
+        return tuple(texts), states

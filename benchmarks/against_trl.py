@@ -41,7 +41,7 @@ def run_trl(config: Config, steps: int) -> dict[str, float]:
     by_text = {prompt.text: prompt for prompt in prompts}
     lengths: list[int] = []
 
-    def reward_function(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    def reward_function(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
         lengths.extend(len(ids) for ids in columns["completion_ids"])
         return [reward(by_text[p], c) for p, c in zip(prompts, completions, strict=True)]
 

@@ -42,13 +42,13 @@ torch=$(sed -n 's/^torch==//p' "$constraints")
 
 echo "setup: installing the $set set into $venv (minutes the first time)"
 if [ "$set" = cuda ]; then
-    install --editable '.[dev,sglang-gpu]'
+    install --editable '.[dev,peers,sglang-gpu]'
 else
     install "torch==$torch+cpu" 2>/dev/null || {
         echo "setup: no CPU-only build of torch $torch here, taking the default one (larger, works the same)"
         install "torch==$torch"
     }
-    install --requirement requirements/sglang-cpu.txt --editable '.[dev]'
+    install --requirement requirements/sglang-cpu.txt --editable '.[dev,peers]'
     install --no-deps --requirement requirements/sglang-cpu-nodeps.txt
 fi
 echo "$inputs" > "$stamp"

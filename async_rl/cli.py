@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     prepare.add_argument("source", type=Path, metavar="IN.jsonl")
     prepare.add_argument("target", type=Path, metavar="OUT.parquet")
     prepare.set_defaults(run=_prepare)
+
+    buffer = commands.add_parser("buffer", help="run the buffer alone, for clients of your own")
+    _add_config(buffer, nargs="?")
+    buffer.add_argument("--every-s", type=float, default=10.0, metavar="S", help="seconds between lines of counters")
+    buffer.set_defaults(run=_buffer)
 
     keys = commands.add_parser("keys", help="make the keys that let the buffer leave loopback")
     keys.add_argument("action", choices=["new"])
@@ -125,6 +131,22 @@ def _prepare(args: argparse.Namespace) -> int:
 
     rows = prepare_gsm8k(args.source, args.target)
     print(f"{rows} rows written to {args.target}")
+    return 0
+
+
+def _buffer(args: argparse.Namespace) -> int:
+    from async_rl.configfile import load_config
+    from async_rl.pipeline import sigterm_as_interrupt
+    from buffer.standalone import serve_alone
+
+    if args.config and "=" in args.config:
+        args.config, args.overrides = None, [args.config, *args.overrides]
+    unused = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none"]
+    with sigterm_as_interrupt():
+        counters = serve_alone(
+            load_config(args.config, [*unused, *args.overrides]), partial(print, flush=True), args.every_s
+        )
+    print("ended in order: " + "  ".join(f"{key} {value:.0f}" for key, value in counters.items() if value))
     return 0
 
 

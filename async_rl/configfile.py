@@ -32,12 +32,12 @@ class _Given:
 _Tree = dict[str, "_Tree | _Given"]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file with `key.sub=value` overrides on top, each value parsed as YAML.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file, if one is given, with `key.sub=value` overrides on top, parsed as YAML.
 
     Paths in it stay as written: relative to the working directory, not to the file. Raises ConfigError.
     """
-    tree = _read_file(Path(path))
+    tree = _read_file(Path(path)) if path else {}
     for override in overrides:
         _override(tree, override)
     _apply_preset(tree)

@@ -54,7 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
     (run_dir / "config.yaml").write_text(dump_config(config))
-    with _sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, open_ray(config):
+    with sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, open_ray(config):
         log.logger.note(f"run directory: {run_dir}")
         from async_rl.processes import ProcessGroup
 
@@ -171,7 +171,7 @@ def _close_buffer(config: Config, processes: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM takes the same orderly way out as Ctrl-C."""
 
     def interrupt(signum: int, frame: Any) -> None:

@@ -21,6 +21,10 @@ class StalenessError(AsyncRLError):
     """The staleness bound or the accounting identity was violated: a bug, never trained through."""
 
 
+class NothingToLearnError(AsyncRLError):
+    """The buffer will hand out no batch any more; says why. The learner saves what it has and ends."""
+
+
 class WireError(AsyncRLError, ValueError):
     """A message was refused at the door. Names the field and the value."""
 

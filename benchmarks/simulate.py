@@ -12,10 +12,16 @@ from __future__ import annotations
 import argparse
 import heapq
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from buffer.staleness import Rules
 from buffer.store import Store
+from buffer.store_rows import Outcome
+
+WORKER = "rollout/0"
+FINISHED = Outcome(newest_version=0, response_tokens=0.0, reward=0.0, equal_rewards=False, duration_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class Workload:
     """Of a group that is alone at the engine."""
     group_cv: float = 1.0
     """Standard deviation of a group's duration over its mean."""
+    durations: tuple[float, ...] = ()
+    """Measured durations to draw from, instead of lognormal ones; their mean is group_mean_s."""
     load_s: float = 0.0
     """What every further group in flight adds to the duration of each: 0 on hardware with room, and on a full
     engine group_mean_s, where the throughput no longer grows.
@@ -43,6 +51,8 @@ class Workload:
     failed: float = 0.0
     """Share of the groups that are dropped when they finish (no reward, or no variance)."""
     every_steps: int = 1
+    late: Literal["wait", "drop"] = "wait"
+    """staleness.late."""
 
     @property
     def standstill_s(self) -> float:
@@ -65,6 +75,8 @@ class Result:
     occupancy: float
     """Groups in flight over `concurrency`, mean over all time."""
     step_s: float
+    dropped: float
+    """Share of the groups that were late, of those trained or late."""
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
@@ -79,7 +91,10 @@ class _Simulation:
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
-        self._store = Store(max_staleness, workload.prompts_per_step)
+        size = workload.prompts_per_step
+        self._store = Store(
+            Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=size, late=workload.late)
+        )
         self._store.served(0)
         self._rng = np.random.default_rng(seed)
         self._sigma = float(np.sqrt(np.log1p(workload.group_cv**2)))
@@ -97,8 +112,9 @@ class _Simulation:
         for version in range(steps):
             while (batch := store.take(version)) is None:
                 self._generate(None)
+            self._abort()
             self._generate(workload.handout_s)
-            self._ages += [version - group.slot.start_version for group in batch.groups]
+            self._ages += [version - group.start_version for group in batch.groups]
             train_s = workload.train_s * self._factor(workload.train_cv)
             trained_s += train_s
             self._generate(train_s)
@@ -109,10 +125,12 @@ class _Simulation:
                 self._group_seconds += len(self._ends) * workload.standstill_s
                 store.served(version + 1)
                 self._admit()
-        store.check_identity()
+        store.state.check_identity()
+        late = store.state.account.dropped["late"]
         return Result(
             trained_s / self._now_s, float(np.mean(self._ages)), max(self._ages), self._busy_s / self._now_s,
             self._group_seconds / self._now_s / workload.concurrency, self._now_s / steps,
+            late / (late + store.state.account.trained),
         )
 
     def _generate(self, seconds: float | None) -> None:
@@ -139,14 +157,26 @@ class _Simulation:
         if self._rng.random() < self._workload.failed:
             self._store.fail(group_id, "", requeue=False)
         else:
-            self._store.finish(group_id, b"")
+            self._store.finish(group_id, b"", FINISHED)
+        self._admit()
+
+    def _abort(self) -> None:
+        """What the hand-out dropped stops running; its slots are free."""
+        if late := set(self._store.aborts(WORKER)):
+            self._store.forget_aborts(WORKER, late)
+            self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
+            heapq.heapify(self._ends)
         self._admit()
 
     def _admit(self) -> None:
         """As the worker does: as many as there are slots and places at the engine."""
-        for slot in self._store.admit("rollout/0", self._workload.concurrency - len(self._ends), self._now_s):
-            duration_s = self._workload.group_mean_s * float(self._rng.lognormal(-(self._sigma**2) / 2, self._sigma))
-            heapq.heappush(self._ends, (self._work_s + duration_s, slot.group_id))
+        for slot in self._store.admit(WORKER, self._workload.concurrency - len(self._ends), self._now_s):
+            heapq.heappush(self._ends, (self._work_s + self._duration_s(), slot.group_id))
+
+    def _duration_s(self) -> float:
+        if self._workload.durations:
+            return float(self._rng.choice(self._workload.durations))
+        return self._workload.group_mean_s * float(self._rng.lognormal(-(self._sigma**2) / 2, self._sigma))
 
     def _factor(self, cv: float) -> float:
         """Lognormal with mean 1."""
@@ -168,15 +198,16 @@ def main() -> None:
     parser.add_argument("--load-s", type=float, default=default.load_s)
     parser.add_argument("--cv", dest="group_cv", type=float, default=default.group_cv)
     parser.add_argument("--every-steps", type=int, default=default.every_steps)
+    parser.add_argument("--late", choices=("wait", "drop"), default=default.late)
     options = vars(parser.parse_args())
     bounds, steps, seed = options.pop("staleness"), options.pop("steps"), options.pop("seed")
     workload = Workload(**options)
-    print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max")
+    print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max  late")
     for bound in map(int, bounds.split(",")):
         result = simulate(workload, bound, steps, seed)
         print(
             f"{bound:13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "
-            f"{result.max_staleness:13}"
+            f"{result.max_staleness:13}  {result.dropped:4.0%}"
         )
 
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -19,7 +20,7 @@ import zmq.asyncio
 
 from async_rl.codec import encode_group
 from async_rl.config import TimeoutsConfig
-from async_rl.errors import AsyncRLError, WaitTimeoutError, WireError
+from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.keys import show_keys
 from buffer.wire import LONG_POLL_S, MAX_CAUSE_CHARS, Reply, decode_batch, pack_request, read_reply, read_slots
@@ -55,6 +56,7 @@ class LearnerClient:
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
             WireError: the learner is at another version.
+            NothingToLearnError: there will be no batch any more.
         """
         start_s = time.monotonic()
         while True:
@@ -62,9 +64,23 @@ class LearnerClient:
             reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
             if reply.frames:
                 return reply.frames
+            if "end" in reply.result:
+                raise NothingToLearnError(reply.result["end"])
             waited_s = time.monotonic() - start_s
             if waited_s >= self._timeouts.batch_s:
                 raise WaitTimeoutError(f"learner waited {waited_s:.0f} s for batch {version}: {reply.result['state']}")
+
+    def await_push(self, version: int) -> None:
+        """Returns once `version`, the newest, may be pushed: in exact mode when all groups of the old one are done.
+
+        Raises:
+            WaitTimeoutError: not within timeouts.batch_s; says what is missing.
+        """
+        start_s = time.monotonic()
+        while "ready" not in (result := self._call("may_push", version=version, wait_s=LONG_POLL_S).result):
+            waited_s = time.monotonic() - start_s
+            if waited_s >= self._timeouts.batch_s:
+                raise WaitTimeoutError(f"learner waited {waited_s:.0f} s to push version {version}: {result['state']}")
 
     def trained(self, version: int) -> None:
         """The batch taken last was trained on and yielded `version`; tokens of that version are legal from now on."""
@@ -128,6 +144,18 @@ class WorkerClient:
         reply = await self._call(self._open_admit, "admit", "slots", max_groups=max_groups, wait_s=LONG_POLL_S)
         self._open_admit = None
         return read_slots(reply.result)
+
+    async def dropped(self, heard: Sequence[int]) -> list[int]:
+        """Groups this worker runs that the buffer has dropped, as soon as there are any; none after a few seconds.
+
+        Args:
+            heard: what the call before returned; it is named again until then.
+        """
+        reply = await self._call(
+            next(self._ids), "dropped", "dropped groups", heard=list(heard), wait_s=LONG_POLL_S
+        )
+        groups: list[int] = reply.result["groups"]
+        return groups
 
     async def put(self, group: RolloutGroup) -> bool:
         """Delivers a finished group. False if it makes no difference: it was there already, or was given up.

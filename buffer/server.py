@@ -3,7 +3,9 @@
     operation   asked by   answered
     admit       worker     with slots as soon as there are some, empty after its wait_s
     put, fail   worker     at once
+    dropped     worker     with groups it runs for nothing as soon as there are some, empty after its wait_s
     take        learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
+    may_push    learner    as soon as the rules allow, with what it waits for after its wait_s
     trained     learner    at once
     served      learner    at once; parked admits are answered next
 
@@ -27,7 +29,9 @@ from async_rl.config import Config, NetworkConfig
 from async_rl.errors import ConfigError, WaitTimeoutError, WireError
 from async_rl.types import RolloutGroup, Slot
 from buffer.keys import Doorkeeper, lock
+from buffer.staleness import Rules
 from buffer.store import Store
+from buffer.store_rows import Outcome
 from buffer.wire import (
     MAX_CAUSE_CHARS,
     MAX_ERROR_CHARS,
@@ -46,6 +50,7 @@ MESSAGES_A_TURN = 256
 MAX_WAIT_S = 60.0
 FREE_PORTS = (61000, 65536)
 """Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
+MAX_HEARD = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Parked:
     identity: bytes
     request: Request
     amount: int
-    """max_groups of an admit, version of a take."""
+    """max_groups of an admit, version of a take or may_push."""
     until_s: float
 
 
@@ -73,13 +78,15 @@ class BufferServer:
         self._limits = Limits.from_config(config)
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._shutdown_s = config.timeouts.shutdown_s
-        self._store = Store(config.staleness.max, config.learner.prompts_per_step)
+        self._drop_equal = config.drops_zero_variance
+        self._store = Store(Rules.from_config(config))
         self._lock = threading.Lock()
         self._serving = threading.Lock()
         self._refused = 0
         self._seen_workers: set[str] = set()
         self._admits: dict[str, Parked] = {}
-        self._take: Parked | None = None
+        self._dropped: dict[str, Parked] = {}
+        self._learner: Parked | None = None  # a take or a may_push
         self._last_grant: dict[str, tuple[int, bytes]] = {}  # by worker: request id and reply, should it get lost
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -115,6 +122,7 @@ class BufferServer:
         """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
         with self._lock:
             self._admits.pop(worker, None)
+            self._dropped.pop(worker, None)
             return self._store.abandon(worker)
 
     def close(self) -> dict[str, float]:
@@ -141,11 +149,12 @@ class BufferServer:
         self._context.term()
 
     def _counters(self) -> dict[str, float]:
-        return {**self._store.counters(), "buffer/refused": float(self._refused)}
+        return {**self._store.state.counters(), "buffer/refused": float(self._refused)}
 
     def _sleep_ms(self) -> int:
         with self._lock:
-            parked = [*self._admits.values(), *([self._take] if self._take else [])]
+            learner = [self._learner] if self._learner else []
+            parked = [*self._admits.values(), *self._dropped.values(), *learner]
         until_s = min((p.until_s for p in parked), default=float("inf"))
         return round(1000 * min(STOP_CHECK_S, max(0.0, until_s - time.monotonic()))) + 1
 
@@ -174,8 +183,13 @@ class BufferServer:
         match request.op:
             case "admit":
                 return self._park_admit(identity, request)
-            case "take":
-                self._park_take(identity, request)
+            case "dropped":
+                self._park_dropped(identity, request)
+                return None
+            case "take" | "may_push":
+                version = fields.integer("version", 0)
+                self._store.check_takeable(version)
+                self._learner = Parked(identity, request, version, self._until_s(request))
                 return None
             case "put":
                 return pack_reply(request.id, {"stored": self._put(self._worker(fields), request.payload[0])})
@@ -206,10 +220,12 @@ class BufferServer:
         self._admits[worker] = Parked(identity, request, max_groups, until_s)
         return None
 
-    def _park_take(self, identity: bytes, request: Request) -> None:
-        version = request.fields.integer("version", 0)
-        self._store.check_takeable(version)
-        self._take = Parked(identity, request, version, self._until_s(request))
+    def _park_dropped(self, identity: bytes, request: Request) -> None:
+        worker, heard = self._worker(request.fields), request.fields.items("heard", 0, MAX_HEARD)
+        if not all(type(group_id) is int for group_id in heard):
+            raise request.fields.refuse("heard", "a list of group ids")
+        self._store.forget_aborts(worker, heard)
+        self._dropped[worker] = Parked(identity, request, 0, self._until_s(request))
 
     def _until_s(self, request: Request) -> float:
         wait_s = request.fields.number("wait_s", 0.0)
@@ -222,7 +238,7 @@ class BufferServer:
         if slot is None:
             return False
         self._check_slot(group, slot)
-        self._store.finish(group.group_id, payload)
+        self._store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
         return True
 
     def _check_slot(self, group: RolloutGroup, slot: Slot) -> None:
@@ -230,33 +246,43 @@ class BufferServer:
             got, granted = getattr(group, field), getattr(slot, field)
             if got != granted:
                 raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
-        if group.newest_version > self._store.version:
-            raise WireError(
-                f"versions: got {group.newest_version}, allowed at most {self._store.version}, the newest announced"
-            )
+        announced = self._store.state.version
+        if group.newest_version > announced:
+            raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
 
     def _answer_parked(self, now_s: float) -> None:
-        if self._take:
-            self._answer_take(self._take, now_s)
+        if self._learner:
+            self._answer_learner(self._learner, now_s)
+        for worker, parked in list(self._dropped.items()):
+            if (groups := self._store.aborts(worker)) or parked.until_s <= now_s:
+                del self._dropped[worker]
+                self._router.send_multipart([parked.identity, pack_reply(parked.request.id, {"groups": groups})])
         shares: Mapping[str, int] = {}
         if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self._store.capacity()):
             asked = {worker: parked.amount for worker, parked in self._admits.items()}
             shares = fair_shares(capacity, asked, self._store.running_by_worker())
         for worker, parked in list(self._admits.items()):
             if shares.get(worker) or parked.until_s <= now_s:
-                slots = self._store.admit(worker, shares.get(worker, 0), now_s)
+                slots = self._store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id)
                 reply = pack_reply(parked.request.id, pack_slots(slots))
                 self._last_grant[worker] = (parked.request.id, reply)
                 del self._admits[worker]
                 self._router.send_multipart([parked.identity, reply])
 
-    def _answer_take(self, parked: Parked, now_s: float) -> None:
-        taken = self._store.take(parked.amount)
-        if taken is None and now_s < parked.until_s:
-            return
-        frames = batch_frames(taken, self._counters(), self._limits) if taken else []
-        result: dict[str, Any] = {} if taken else {"state": self._describe(now_s)}
-        self._take = None
+    def _answer_learner(self, parked: Parked, now_s: float) -> None:
+        result: dict[str, Any] = {}
+        frames: list[bytes] = []
+        if parked.request.op == "may_push":
+            result = {"ready": True} if self._store.may_push() else {}
+        elif taken := self._store.take(parked.amount, now_s):
+            frames = batch_frames(taken, self._counters(), self._limits)
+        elif self._store.ended:
+            result = {"end": self._store.ended}
+        if not (result or frames):
+            if now_s < parked.until_s:
+                return
+            result = {"state": self._describe(now_s)}
+        self._learner = None
         self._router.send_multipart([parked.identity, pack_reply(parked.request.id, result), *frames], copy=False)
 
     def _describe(self, now_s: float) -> str:

@@ -2,44 +2,90 @@
 
 Notation (design.md sections 3 and 5):
     M  staleness.max                    B  learner.prompts_per_step
-    v  number of the next batch to choose: that many batches were chosen before it
+    F  ceil(buffer.fresh_fraction * B): fresh groups (in no batch yet) that every batch holds at least; B without replay
+    E  weight_sync.every_steps          v  number of the next batch to choose: that many batches were chosen before it
     p  served version; never falls, p <= v
     s  start version of a group: p at its admission. Its tokens have versions >= s, because every server serves >= p
     d  deadline of a group: s + M, the last batch that may hold it. In batch b <= s + M its tokens are b - s <= M old
     live(d)  number of live groups (running, or finished and in no batch yet) with deadline <= d
 
-Admission:   a group may start while slots_held < (M + 1) B. It holds its slot until it is dropped or until a version
-             trained on it is served (batch b yields version b + 1).
-Hand-out:    batch v is the B finished groups with the earliest deadlines, ties by id; and it is handed out only once
-             they leave live(d) <= (d - v) B for every d in v..v+M.
+Admission:   a group may start while slots_held < (M + 1) F. It holds its slot until it is dropped or until a version
+             trained on it is served (batch b yields version b + 1). A used group holds none.
+Hand-out:    batch v is n fresh groups with the earliest deadlines, ties by id, and B - n used ones within their
+             deadlines; n is the smallest number >= F for which there are that many used ones and which leaves
+             live(d) <= (d - v) F for every d in v..v+M. While there is no such n <= B, the learner waits.
 
-Claim: whenever the number of the next batch is v,   live(d) <= (d - v + 1) B   for every d >= v.              (*)
+Claim: whenever the number of the next batch is v,   live(d) <= (d - v + 1) F   for every d >= v.              (*)
 For d = v - 1 the same holds as live(v - 1) = 0: nobody has missed a deadline. So no token of a batch is older than M.
 
 Proof, by induction over events. At the start nothing is live.
-  Hand-out of batch v leaves live(d) <= (d - v) B for d in v..v+M, which is (*) for v + 1 (and its d = v is the zero).
+  Hand-out of batch v leaves live(d) <= (d - v) F for d in v..v+M, which is (*) for v + 1 (and its d = v is the zero).
       Beyond v + M there is nothing to show: s <= p <= v, so no deadline is later.
   Finishing does not change live(d); a drop lowers it; p and v rising by the learner's doing does not change it.
   Admission at served version p: the new group's deadline is p + M, so only live(d) with d >= p + M grows. The batches
-      p..v-1 yield versions p+1..v, none of them served, so their (v - p) B groups hold slots. Hence after admission
-      live(d) <= slots_held - (v - p) B <= (M + 1) B - (v - p) B = (p + M - v + 1) B <= (d - v + 1) B.
-Choosing the earliest deadlines takes as many groups with deadline <= d as any choice of B finished groups can, for
+      p..v-1 yield versions p+1..v, none of them served, so their (v - p) F fresh groups at least hold slots. Hence
+      live(d) <= slots_held - (v - p) F <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
+  Resuming at version w: batches from w on are undone, groups with tokens newer than w are dropped. Live then are
+      groups that were live when batch w was chosen, and groups admitted later at the same p; the latter held slots
+      together with the groups of the batches p..w-1, so both steps above hold with w for v.
+Choosing the earliest deadlines takes as many groups with deadline <= d as any choice of n finished groups can, for
 every d at once: if it fails the condition, every choice does, and waiting is right.
 
-No deadlock: a wait for a batch ends once all that runs has finished, for then the earliest B of the live groups leave
-max(0, live(d) - B) <= (d - v) B by (*). And there are B live groups, or else there is room to admit: of (M + 1) B slots
-at most (v - p) B are held by trained groups, and the learner waits with v - p < weight_sync.every_steps <= M + 1
-(Config refuses anything else), which leaves at least B. Running groups wait for nobody but their engine.
+No deadlock: a wait for a batch ends once all that runs has finished, for then the earliest F of the live groups leave
+max(0, live(d) - F) <= (d - v) F by (*). And there are B live groups, or else there is room to admit: of (M + 1) F slots
+at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so (M + 1) F >= E B leaves at least
+B. Config refuses anything else. That is needed when E = 1 (the first batch has no used groups to fill up with) and
+when F = B; for E > 1 with replay it may refuse more than it must, for how many used groups there will be depends on
+which ones expire. Running groups wait for nobody but their engine.
+
+The other late policies (`staleness.late`) do not wait for running groups, so the bound is not (*)'s doing:
+    drop     batch v is taken from finished groups with deadline >= v, so it is within the bound; after its hand-out
+             every live group with deadline <= v would miss it and is dropped. Other groups lose nothing by that.
+    mask     no deadline. A finished group may be in batch v while it has a token of version >= v - M; tokens older than
+             that are masked (`young_enough`), so none of them is trained on. Oldest start version first, ties by id.
+Both need B finished groups and nothing else, and v stands still meanwhile: no deadlock.
+
+Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): a group gets its batch number t at admission, the lowest with
+a vacant place among those that may start: max(0, t - k) <= p, that is t <= p + k. Batch t is the B groups with number
+t. A push waits until no group runs and no place of the batches <= p + k is vacant. So a group of batch t starts and
+ends at version max(0, t - k): when p = t - k > 0 is served, batches up to t - 1 are full and stay full. Its tokens are
+exactly min(t, k) old in batch t. Slots are the same: while p is served, the batches p..p+k hold (k + 1) B of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from async_rl.config import Config
+from async_rl.types import BoolArray, IntArray
 
 
-def admission_capacity(slots_held: int, max_staleness: int, prompts_per_step: int) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What of the configuration decides on admission and hand-out; M, B and F of the proof."""
+
+    max_staleness: int
+    prompts_per_step: int
+    fresh_per_step: int
+    max_uses: int = 1
+    late: Literal["wait", "drop", "mask"] = "wait"
+    exact: bool = False
+
+    @classmethod
+    def from_config(cls, config: Config) -> Rules:
+        return cls(
+            max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
+            fresh_per_step=config.fresh_per_step, max_uses=config.buffer.max_uses, late=config.staleness.late,
+            exact=config.staleness.mode == "exact",
+        )
+
+
+def admission_capacity(slots_held: int, rules: Rules) -> int:
     """Groups that may start now."""
-    return max(0, (max_staleness + 1) * prompts_per_step - slots_held)
+    return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
 def deadline(start_version: int, max_staleness: int) -> int:
@@ -47,42 +93,86 @@ def deadline(start_version: int, max_staleness: int) -> int:
     return start_version + max_staleness
 
 
-def choose_batch(
-    finished: Iterable[tuple[int, int]],
-    running: Iterable[int],
-    version: int,
-    max_staleness: int,
-    prompts_per_step: int,
-) -> list[int] | None:
-    """The groups of batch `version`, by group id; None while the learner has to wait.
+def last_batch(start_version: int, newest_version: int, rules: Rules) -> int:
+    """Number of the last batch that may hold this finished group: with `mask`, by its newest token."""
+    return deadline(newest_version if rules.late == "mask" else start_version, rules.max_staleness)
+
+
+def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
+    """Which tokens of these token versions may be trained on in batch `version`."""
+    kept: BoolArray = version - versions <= max_staleness
+    return kept
+
+
+def fresh_to_take(
+    finished: Sequence[int], running: Iterable[int], reusable: int, version: int, rules: Rules
+) -> int | None:
+    """How many fresh groups batch `version` takes, beside used ones; None while the learner has to wait.
 
     Args:
-        finished: (deadline, group id) of every finished group that is in no batch yet.
-        running: deadline of every running group.
+        finished: deadline of every fresh group that is finished, in any order.
+        running: deadline of every running group; only the policy `wait` looks at them.
+        reusable: number of used groups that may be in this batch.
     """
-    earliest = sorted(finished)
-    chosen, left = earliest[:prompts_per_step], earliest[prompts_per_step:]
-    if len(chosen) < prompts_per_step:
+    least = max(rules.fresh_per_step, rules.prompts_per_step - reusable)
+    if len(finished) < least:
         return None
-    left_deadlines = [*running, *(d for d, _ in left)]
-    if overfull_deadline(left_deadlines, version, max_staleness, prompts_per_step) is not None:
-        return None
-    return sorted(group_id for _, group_id in chosen)
+    match rules.late:
+        case "wait":
+            needed = _needed_by_deadlines(finished, running, version, rules)
+            if any(short > 0 for _, short in needed.values()):
+                return None
+            least = max(least, *(number for number, _ in needed.values()))
+        case "drop":
+            expiring = sum(d <= version for d in finished)
+            least = max(least, min(expiring, rules.prompts_per_step))
+        case "mask":
+            pass
+    return least if least <= min(len(finished), rules.prompts_per_step) else None
 
 
-def overfull_deadline(
-    deadlines: Iterable[int], version: int, max_staleness: int, prompts_per_step: int
-) -> int | None:
-    """The first d in version..version+max_staleness with more than (d - version) * B of `deadlines` <= d, if any.
+def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
+    """The first deadline that keeps batch `version` waiting: too many groups share it of which too few are finished."""
+    needed = _needed_by_deadlines(finished, running, version, rules)
+    return next((d for d, (_, short) in needed.items() if short > 0), None)
 
-    With the deadlines that batch `version` would leave behind it says whether all of them can still be met.
+
+def _needed_by_deadlines(
+    finished: Iterable[int], running: Iterable[int], version: int, rules: Rules
+) -> dict[int, tuple[int, int]]:
+    """[d in v..v+M] (groups with deadline <= d that batch v has to take, how many of them are not finished).
+
+    Taking n of the earliest leaves live(d) - min(n, finished(d)), so live(d) - (d - v) F is what must be taken.
     """
-    counts = [0] * (max_staleness + 1)  # [d - version] groups with exactly this deadline
-    for d in deadlines:
-        counts[max(0, d - version)] += 1
-    total = 0
-    for ahead, count in enumerate(counts):
-        total += count
-        if total > ahead * prompts_per_step:
-            return version + ahead
-    return None
+    done, live = Counter(finished), Counter(running)
+    live.update(done)
+    needed = {}
+    live_by = sum(number for d, number in live.items() if d < version)
+    done_by = sum(number for d, number in done.items() if d < version)
+    for ahead in range(rules.max_staleness + 1):
+        live_by += live[version + ahead]
+        done_by += done[version + ahead]
+        must = max(0, live_by - ahead * rules.fresh_per_step)
+        needed[version + ahead] = (must, must - done_by)
+    return needed
+
+
+def exact_start_version(batch: int, max_staleness: int) -> int:
+    """The version that samples all of batch number `batch` in exact mode."""
+    return max(0, batch - max_staleness)
+
+
+def vacant_places(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:
+    """Batch numbers for the next `number` groups in exact mode: the lowest batches with a vacant place.
+
+    Args:
+        members: [batch number] groups that are in it, dropped ones not counted.
+        first_batch: the lowest batch that is not handed out yet.
+    """
+    places: list[int] = []
+    batch = first_batch
+    while len(places) < number:
+        vacant = rules.prompts_per_step - members[batch]
+        places += [batch] * min(vacant, number - len(places))
+        batch += 1
+    return places

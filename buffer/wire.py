@@ -4,6 +4,13 @@
     reply     {schema, id, error, result}        take: the frames of a batch, or none while it has to wait
 
 A request is repeated with the same id until its reply arrives; the buffer makes the second one harmless.
+
+    dropped     asked by a worker: {heard: ids}, answered {groups: ids} as soon as groups it runs were dropped without
+                its doing (staleness.late: drop), empty after wait_s. It cancels these, which aborts them at the engine,
+                and names them as heard in its next request: until then they are named again.
+    may_push    asked by the learner before it pushes `version`, answered {ready: true} as soon as it may, {state: what
+                it waits for} after wait_s. Only in exact mode is there anything to wait for.
+    take        {end: why} without frames: there will be no batch any more, the learner saves and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +34,9 @@ _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
     "put": ("worker",),
     "fail": ("worker", "group_id", "cause", "requeue"),
+    "dropped": ("worker", "heard", "wait_s"),
     "take": ("version", "wait_s"),
+    "may_push": ("version", "wait_s"),
     "trained": ("version",),
     "served": ("version",),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.config import (
+    AlgorithmConfig,
     Config,
     LearnerConfig,
     ModelConfig,
@@ -22,6 +23,8 @@ from async_rl.config import (
 )
 from async_rl.types import Rollout, RolloutGroup, Slot
 from buffer.server import BufferServer
+from buffer.staleness import Rules
+from buffer.store_rows import Outcome
 
 
 def make_config(
@@ -32,10 +35,24 @@ def make_config(
         task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=16),
         rollout=RolloutConfig(group_size=group_size, max_response_tokens=32),
         staleness=StalenessConfig(max=max_staleness),
+        algorithm=AlgorithmConfig(filter_zero_variance=False),  # made groups have equal rewards
         learner=LearnerConfig(prompts_per_step=prompts_per_step),
         placement=PlacementConfig(rollout=RolloutPlacement(servers=workers)),
         timeouts=TimeoutsConfig(**{"wire_s": 5.0, "batch_s": 20.0, "shutdown_s": 5.0, **timeouts}),
     )
+
+
+def plain_rules(max_staleness: int, prompts_per_step: int, **changes: Any) -> Rules:
+    sizes = {"max_staleness": max_staleness, "prompts_per_step": prompts_per_step, "fresh_per_step": prompts_per_step}
+    return Rules(**{**sizes, **changes})
+
+
+def make_outcome(newest_version: int = 0, **changes: Any) -> Outcome:
+    fields = {
+        "newest_version": newest_version, "response_tokens": 4.0, "reward": 0.5, "equal_rewards": False,
+        "duration_s": 1.0,
+    }
+    return Outcome(**{**fields, **changes})
 
 
 def make_rollout(length: int = 3, version: int = 0, **changes: Any) -> Rollout:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from benchmarks.simulate import Workload, simulate
 from buffer.store import Store, Taken
+from tests.buffer.made import make_outcome, plain_rules
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
@@ -23,7 +24,7 @@ class Model:
 
     def __init__(self, max_staleness: int, prompts_per_step: int, every_steps: int) -> None:
         self.max_staleness, self.size, self.every_steps = max_staleness, prompts_per_step, every_steps
-        self.store = Store(max_staleness, prompts_per_step)
+        self.store = Store(plain_rules(max_staleness, prompts_per_step))
         self.store.served(0)
         self.version = self.served_version = self.dropped = self.oldest_used = 0
         self.starts: list[int] = []  # [group id] what its oldest token can be
@@ -48,7 +49,7 @@ class Model:
 
     def finish(self, count: int, pick: int) -> None:
         for _ in range(min(count, len(self.running))):
-            self.store.finish(self.running.pop(pick % len(self.running)), b"")
+            self.store.finish(self.running.pop(pick % len(self.running)), b"", make_outcome())
 
     def fail(self, pick: int, requeue: bool) -> None:
         if self.running:
@@ -76,7 +77,7 @@ class Model:
             self.store.served(self.version)
         elif batch := self.store.take(self.version):
             self.batch = batch
-            ids = [group.slot.group_id for group in batch.groups]
+            ids = [group.group_id for group in batch.groups]
             assert len(ids) == self.size and ids == sorted(ids)
             assert not self.used & set(ids), "trained twice"
             age = self.version - min(self.starts[i] for i in ids)
@@ -93,8 +94,8 @@ class Model:
         assert (self.version, self.served_version, self.batch) != before, "deadlock"
 
     def check(self) -> None:
-        self.store.check_identity()
-        counters = self.store.counters()
+        self.store.state.check_identity()
+        counters = self.store.state.counters()
         assert counters["buffer/admitted"] == len(self.starts)
         assert counters["buffer/dropped_failed"] == self.dropped
         assert counters["buffer/running"] == len(self.running)
@@ -211,12 +212,11 @@ def test_four_batches_in_flight_keep_the_bound(max_staleness: int, every_steps: 
 
 
 def test_four_batches_in_flight_break_a_rule_that_looks_only_at_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    def today_only(finished, running, version, max_staleness, size):  # type: ignore[no-untyped-def]
-        chosen = sorted(finished)[:size]
-        waits = len(chosen) < size or any(d <= version for d in running)
-        return None if waits else sorted(i for _, i in chosen)
+    def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
+        enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
+        return rules.prompts_per_step if enough else None
 
-    monkeypatch.setattr("buffer.store.choose_batch", today_only)
+    monkeypatch.setattr("buffer.store.fresh_to_take", today_only)
     with pytest.raises(Exception, match=r"over staleness.max = 3"):
         simulate(CROWDED, 3, steps=60)
 

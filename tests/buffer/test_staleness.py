@@ -1,125 +1,176 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
-from buffer.staleness import admission_capacity, choose_batch, deadline, overfull_deadline
+from buffer.staleness import (
+    Rules,
+    admission_capacity,
+    deadline,
+    exact_start_version,
+    fresh_to_take,
+    last_batch,
+    overfull_deadline,
+    vacant_places,
+    young_enough,
+)
+
+
+def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
+    plain = Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=fresh or size)
+    return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def test_capacity_is_bound_plus_one_batches_less_what_is_held() -> None:
-    assert admission_capacity(slots_held=0, max_staleness=0, prompts_per_step=16) == 16
-    assert admission_capacity(slots_held=40, max_staleness=2, prompts_per_step=16) == 8
-    assert admission_capacity(slots_held=48, max_staleness=2, prompts_per_step=16) == 0
-
-
-def test_the_earliest_deadlines_go_first_and_ties_by_id() -> None:
-    finished = [(5, 9), (4, 7), (5, 3), (6, 1)]
-    assert choose_batch(finished, [], version=4, max_staleness=2, prompts_per_step=2) == [3, 7]
+    assert admission_capacity(0, rules(0, 16)) == 16
+    assert admission_capacity(40, rules(2, 16)) == 8
+    assert admission_capacity(48, rules(2, 16)) == 0
+    assert admission_capacity(0, rules(2, 16, fresh=6)) == 18
 
 
 def test_a_batch_waits_for_a_running_group_that_expires_with_it() -> None:
-    finished = [(6, 1), (6, 2)]
-    assert choose_batch(finished, [5], version=4, max_staleness=2, prompts_per_step=2) == [1, 2]
-    assert choose_batch(finished, [4], version=4, max_staleness=2, prompts_per_step=2) is None
+    assert fresh_to_take([6, 6], [5], 0, version=4, rules=rules(2, 2)) == 2
+    assert fresh_to_take([6, 6], [4], 0, version=4, rules=rules(2, 2)) is None
+    assert overfull_deadline([6, 6], [4], version=4, rules=rules(2, 2)) == 4
 
 
 def test_a_batch_waits_when_the_next_one_could_not_hold_all_that_expire_then() -> None:
     # Nothing expires at version 4, but three groups do at 5, where two fit.
-    finished, running = [(6, 1), (6, 2)], [5, 5, 5]
-    assert choose_batch(finished, running, version=4, max_staleness=2, prompts_per_step=2) is None
-    assert choose_batch([*finished, (5, 3)], running[:2], version=4, max_staleness=2, prompts_per_step=2) == [1, 3]
+    assert fresh_to_take([6, 6], [5, 5, 5], 0, version=4, rules=rules(2, 2)) is None
+    assert overfull_deadline([6, 6], [5, 5, 5], version=4, rules=rules(2, 2)) == 5
+    assert fresh_to_take([6, 6, 5], [5, 5], 0, version=4, rules=rules(2, 2)) == 2
 
 
-def test_the_overfull_deadline_is_the_first_of_them() -> None:
-    assert overfull_deadline([7, 7, 8], version=6, max_staleness=2, prompts_per_step=2) is None
-    assert overfull_deadline([7, 7, 7, 8, 8], version=6, max_staleness=2, prompts_per_step=2) == 7
-    assert overfull_deadline([6, 7], version=6, max_staleness=2, prompts_per_step=2) == 6
+def test_used_groups_fill_a_batch_up_as_far_as_fresh_ones_can_wait() -> None:
+    half = rules(2, 4, fresh=2)
+    assert fresh_to_take([6, 6, 6], [], 9, version=4, rules=half) == 2
+    assert fresh_to_take([6, 6, 6], [], 1, version=4, rules=half) == 3  # only one used group to be had
+    assert fresh_to_take([6, 6, 6], [], 0, version=4, rules=half) is None
+    assert fresh_to_take([4, 4, 4], [], 9, version=4, rules=half) == 3  # all three expire now
+    assert fresh_to_take([5, 5, 5], [5, 5], 9, version=4, rules=half) == 3  # two of five fit into the next
 
 
-# A state seen from the learner's version v: how far the served version is behind, whether the learner holds a batch,
-# and how many groups of each age v - start_version run and are finished.
-State = tuple[int, bool, tuple[int, ...], tuple[int, ...]]
+def test_dropping_and_masking_wait_for_nobody_that_runs() -> None:
+    assert fresh_to_take([6, 6], [4, 4], 0, version=4, rules=rules(2, 2, late="drop")) == 2
+    assert fresh_to_take([4, 4, 6], [], 9, version=4, rules=rules(2, 3, fresh=1, late="drop")) == 2
+    assert fresh_to_take([6, 6], [4, 4], 0, version=4, rules=rules(2, 2, late="mask")) == 2
+    assert fresh_to_take([6], [], 0, version=4, rules=rules(2, 2, late="mask")) is None
 
 
-def chosen_ages(state: State, bound: int, size: int) -> list[int] | None:
-    _, _, running, finished = state
-    ages = [age for age, n in enumerate(finished) for _ in range(n)]
-    batch = choose_batch(
-        [(deadline(-age, bound), i) for i, age in enumerate(ages)],
-        [deadline(-age, bound) for age, n in enumerate(running) for _ in range(n)],
-        0,
-        bound,
-        size,
-    )
-    return None if batch is None else [ages[i] for i in batch]
+def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
+    assert last_batch(3, 5, rules(2, 1)) == 5
+    assert last_batch(3, 5, rules(2, 1, late="mask")) == 7
+    assert young_enough(np.array([1, 2, 3, 5], np.int32), 5, 2).tolist() == [False, False, True, True]
+
+
+def test_exact_places_are_the_lowest_vacant_ones() -> None:
+    assert vacant_places(Counter({4: 2, 5: 1, 6: 3}), 6, first_batch=4, rules=rules(3, 3)) == [4, 5, 5, 7, 7, 7]
+    assert [exact_start_version(batch, 2) for batch in range(5)] == [0, 0, 0, 1, 2]
+
+
+@dataclass(frozen=True)
+class State:
+    """Seen from the learner's version v: counts of groups of each age v - start_version that run and are finished."""
+
+    behind: int  # v - p
+    unserved: int  # fresh groups of the batches that are trained and not served
+    held: int  # fresh groups of the batch that the learner holds; 0: it holds none
+    running: tuple[int, ...]
+    finished: tuple[int, ...]
+
+
+def ages(counts: Iterable[int]) -> list[int]:
+    return [age for age, n in enumerate(counts) for _ in range(n)]
+
+
+def fresh_of(state: State, reusable: int, rules: Rules) -> int | None:
+    bound = rules.max_staleness
+    finished = [deadline(-age, bound) for age in ages(state.finished)]
+    return fresh_to_take(finished, [deadline(-age, bound) for age in ages(state.running)], reusable, 0, rules)
 
 
 def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:
     return (*counts[:age], counts[age] + by, *counts[age + 1 :])
 
 
-def successors(state: State, bound: int, size: int, every_steps: int) -> list[State]:
-    behind, held, running, finished = state
-    following: list[State] = []
-    if capacity(state, bound, size):
-        following.append((behind, held, step(running, behind, 1), finished))
-    for age, n in enumerate(running):
+def capacity(state: State, rules: Rules) -> int:
+    return admission_capacity(sum(state.running) + sum(state.finished) + state.unserved + state.held, rules)
+
+
+def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
+    if capacity(state, rules):
+        yield replace(state, running=step(state.running, state.behind, 1))
+    for age, n in enumerate(state.running):
         if n:
-            fewer = step(running, age, -1)
-            following += [(behind, held, fewer, step(finished, age, 1)), (behind, held, fewer, finished)]
-    if held:
+            fewer = replace(state, running=step(state.running, age, -1))
+            yield fewer
+            yield replace(fewer, finished=step(state.finished, age, 1))
+    if state.held:
         # Trained: everything left is a version older. A group past its deadline would have age bound + 1.
-        assert running[bound] == finished[bound] == 0, "missed its deadline"
-        older = ((0, *running[:-1]), (0, *finished[:-1]))
-        following.append((behind + 1, False, *older))
-    elif behind == every_steps:
-        following.append((0, False, running, finished))
-    elif (ages := chosen_ages(state, bound, size)) is not None:
-        for age, n in Counter(ages).items():
-            finished = step(finished, age, -n)
-        following.append((behind, True, running, finished))
-    return following
+        assert state.running[-1] == state.finished[-1] == 0, "missed its deadline"
+        older = ((0, *state.running[:-1]), (0, *state.finished[:-1]))
+        yield State(state.behind + 1, state.unserved + state.held, 0, *older)
+    elif state.behind == every_steps:
+        yield replace(state, behind=0, unserved=0)
+    else:
+        for reusable in range(rules.prompts_per_step - rules.fresh_per_step + 1):
+            if (fresh := fresh_of(state, reusable, rules)) is not None:
+                finished = state.finished
+                for age in sorted(ages(finished), reverse=True)[:fresh]:
+                    finished = step(finished, age, -1)
+                yield replace(state, held=fresh, finished=finished)
 
 
-def capacity(state: State, bound: int, size: int) -> int:
-    behind, held, running, finished = state
-    return admission_capacity(sum(running) + sum(finished) + (behind + held) * size, bound, size)
-
-
-def assert_no_deadlock(state: State, bound: int, size: int, every_steps: int) -> None:
-    """Once all that may run has run, the learner gets its batch."""
-    behind, held, running, finished = state
-    if not held and behind < every_steps:
-        done = tuple(r + f for r, f in zip(running, finished, strict=True))
-        done = step(done, behind, capacity(state, bound, size))
-        assert chosen_ages((behind, held, (0,) * (bound + 1), done), bound, size) is not None, state
+def assert_no_deadlock(state: State, rules: Rules, every_steps: int) -> None:
+    """Once all that may run has run, the learner gets its batch, also without any used group."""
+    if not state.held and state.behind < every_steps:
+        done = tuple(r + f for r, f in zip(state.running, state.finished, strict=True))
+        done = step(done, state.behind, capacity(state, rules))
+        nobody = (0,) * (rules.max_staleness + 1)
+        assert fresh_of(replace(state, running=nobody, finished=done), 0, rules) is not None, state
 
 
 @pytest.mark.parametrize(
-    ("bound", "size", "every_steps"),
-    [(0, 4, 1), (1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 2, 3), (2, 3, 2), (2, 4, 1), (3, 2, 1), (3, 2, 2), (4, 1, 3)],
+    ("bound", "size", "fresh", "every_steps"),
+    [
+        (0, 4, 4, 1), (1, 1, 1, 1), (1, 3, 3, 2), (2, 2, 2, 1), (2, 2, 2, 3), (2, 3, 3, 2), (2, 4, 4, 1), (3, 2, 2, 1),
+        (3, 2, 2, 2), (4, 1, 1, 3), (1, 4, 2, 1), (2, 3, 1, 1), (2, 4, 3, 2), (3, 3, 2, 2), (3, 2, 1, 2),
+    ],
 )
-def test_no_order_of_events_breaks_the_bound_or_stops_the_learner(bound: int, size: int, every_steps: int) -> None:
-    """Every reachable state of a small buffer, all orders of admit, finish, fail, take, train and serve."""
-    start: State = (0, False, (0,) * (bound + 1), (0,) * (bound + 1))
+def test_no_order_of_events_breaks_the_bound_or_stops_the_learner(
+    bound: int, size: int, fresh: int, every_steps: int
+) -> None:
+    """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve."""
+    checked = rules(bound, size, fresh)
+    nobody = (0,) * (bound + 1)
+    start = State(0, 0, 0, nobody, nobody)
     seen, frontier = {start}, [start]
     while frontier:
         state = frontier.pop()
-        assert_no_deadlock(state, bound, size, every_steps)
-        for following in successors(state, bound, size, every_steps):
+        assert_no_deadlock(state, checked, every_steps)
+        for following in successors(state, checked, every_steps):
             if following not in seen:
                 seen.add(following)
                 frontier.append(following)
-    assert max(sum(running) + sum(finished) for _, _, running, finished in seen) == (bound + 1) * size
+    assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
 
 
 def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def today_only(finished, running, version, bound, size):  # type: ignore[no-untyped-def]
-        chosen = sorted(finished)[:size]
-        return [i for _, i in chosen] if len(chosen) == size and all(d > version for d in running) else None
+    def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
+        enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
+        return rules.prompts_per_step if enough else None
 
-    monkeypatch.setitem(globals(), "choose_batch", today_only)
+    monkeypatch.setitem(globals(), "fresh_to_take", today_only)
     # Two groups that expire together, of which one batch could hold only one, are noticed too late.
     with pytest.raises(AssertionError, match="missed its deadline"):
-        test_no_order_of_events_breaks_the_bound_or_stops_the_learner(2, 1, 1)
+        test_no_order_of_events_breaks_the_bound_or_stops_the_learner(2, 1, 1, 1)
+
+
+def test_that_search_finds_a_deadlock_where_slots_are_too_few() -> None:
+    """(M + 1) F >= E B is needed: one slot fewer for two batches between pushes, and the learner waits for ever."""
+    with pytest.raises(AssertionError, match="State"):
+        test_no_order_of_events_breaks_the_bound_or_stops_the_learner(2, 3, 1, 2)

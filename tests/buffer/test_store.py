@@ -4,28 +4,29 @@ import pytest
 
 from async_rl.errors import StalenessError, WireError
 from buffer.store import Store
+from tests.buffer.made import make_outcome, plain_rules
 
 
 def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:
-    store = Store(max_staleness, prompts_per_step)
+    store = Store(plain_rules(max_staleness, prompts_per_step))
     store.served(0)
     return store
 
 
 def finish_all(store: Store, group_ids: list[int]) -> None:
     for group_id in group_ids:
-        store.finish(group_id, b"%d" % group_id)
+        store.finish(group_id, b"%d" % group_id, make_outcome())
 
 
 def train(store: Store) -> list[int]:
-    batch = store.take(store.version)
+    batch = store.take(store.state.version)
     assert batch is not None
-    store.trained(store.version + 1)
+    store.trained(store.state.version + 1)
     return [group.slot.group_id for group in batch.groups]
 
 
 def test_nothing_is_admitted_before_a_version_is_served() -> None:
-    store = Store(0, 2)
+    store = Store(plain_rules(0, 2))
     assert store.admit("rollout/0", 8, now_s=0.0) == []
     store.served(0)
     assert len(store.admit("rollout/0", 8, now_s=0.0)) == 2
@@ -47,23 +48,23 @@ def test_at_bound_zero_batch_v_is_groups_vB_to_vB_plus_B_whatever_order_they_fin
 def test_slots_are_held_until_the_version_trained_on_them_is_served() -> None:
     store = open_store(max_staleness=1)
     finish_all(store, [slot.group_id for slot in store.admit("rollout/0", 4, 0.0)])
-    assert (store.capacity(), store.slots_held) == (0, 4)
+    assert (store.capacity(), store.state.slots_held) == (0, 4)
     train(store)
-    assert (store.capacity(), store.slots_held) == (0, 4)
+    assert (store.capacity(), store.state.slots_held) == (0, 4)
     train(store)
     store.served(1)
-    assert (store.capacity(), store.slots_held) == (2, 2)
+    assert (store.capacity(), store.state.slots_held) == (2, 2)
     store.served(2)
-    assert (store.capacity(), store.slots_held) == (4, 0)
+    assert (store.capacity(), store.state.slots_held) == (4, 0)
 
 
 def test_a_batch_is_handed_out_again_until_it_is_trained() -> None:
     store = open_store()
     finish_all(store, [0, 1] if store.admit("rollout/0", 2, 0.0) else [])
-    assert store.take(0) is store.take(0)
+    assert store.take(0) == store.take(0) is not None
     store.trained(1)
     store.trained(1)
-    assert store.counters()["buffer/trained"] == 2
+    assert store.state.counters()["buffer/trained"] == 2
     with pytest.raises(WireError, match="version: got 0, allowed 1, the batches trained so far"):
         store.take(0)
     assert store.take(1) is None
@@ -76,8 +77,8 @@ def test_a_failed_group_frees_its_slot_and_only_on_demand_its_prompt_comes_again
     assert [(s.group_id, s.prompt_index) for s in store.admit("rollout/0", 9, 0.0)] == [(2, 2)]
     store.fail(1, "engine restarted", requeue=True)
     assert [(s.group_id, s.prompt_index) for s in store.admit("rollout/0", 9, 0.0)] == [(3, 1)]
-    assert store.counters()["buffer/dropped_failed"] == 2
-    store.check_identity()
+    assert store.state.counters()["buffer/dropped_failed"] == 2
+    store.state.check_identity()
 
 
 def test_a_requeued_prompt_starts_at_the_version_served_then() -> None:
@@ -99,7 +100,7 @@ def test_an_abandoned_worker_loses_its_running_groups_and_nothing_else() -> None
     assert store.abandon("rollout/1") == 0
     assert store.running_by_worker() == {"rollout/0": 2}
     assert [s.prompt_index for s in store.admit("rollout/0", 9, 0.0)] == [3]
-    assert store.counters()["buffer/depth"] == 1
+    assert store.state.counters()["buffer/depth"] == 1
 
 
 def test_a_group_belongs_to_the_worker_it_was_granted_to() -> None:
@@ -110,7 +111,7 @@ def test_a_group_belongs_to_the_worker_it_was_granted_to() -> None:
         store.running_slot(0, "rollout/1")
     with pytest.raises(WireError, match=r"group_id: got 7, allowed one that was granted \(1 so far\)"):
         store.running_slot(7, "rollout/0")
-    store.finish(0, b"")
+    store.finish(0, b"", make_outcome())
     assert store.running_slot(0, "rollout/0") is None
 
 
@@ -134,20 +135,20 @@ def test_what_is_left_at_the_end_is_dropped_as_shutdown_and_a_held_batch_stays_h
     finish_all(store, [0, 1, 2])
     store.take(0)
     store.close()
-    counters = store.counters()
+    counters = store.state.counters()
     assert (counters["buffer/dropped_shutdown"], counters["buffer/held"], counters["buffer/running"]) == (4, 2, 0)
 
 
 def test_a_lost_group_is_found_by_the_account() -> None:
     store = open_store()
     store.admit("rollout/0", 2, 0.0)
-    del store._running[1]
+    del store.state.running[1]
     with pytest.raises(StalenessError, match="2 groups were admitted, but the account is"):
         store.close()
 
 
 def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer.store.choose_batch", lambda finished, *_: sorted(i for _, i in finished)[-1:])
+    monkeypatch.setattr(Store, "_choose", lambda store, version: list(store.state.finished.values())[-1:])
     store = open_store(max_staleness=1, prompts_per_step=1)
     store.admit("rollout/0", 2, 0.0)
     finish_all(store, [0, 1])

@@ -1,0 +1,75 @@
+"""One row for each rollout group: all that the buffer knows of it, as plain values that a journal can keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from async_rl.types import RolloutGroup, Slot
+
+DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
+DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
+State = Literal["running", "finished", "held", "used", "trained", "dropped"]
+"""running -> finished -> held (by the learner) -> used (may be in a batch again) or trained; dropped from any of the
+first two. The last two are final."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the rules and the account need of a finished group, so that it is decoded once."""
+
+    newest_version: int
+    response_tokens: float
+    """Mean over its rollouts."""
+    reward: float
+    """Mean over its rollouts."""
+    equal_rewards: bool
+    duration_s: float
+
+    @classmethod
+    def of(cls, group: RolloutGroup) -> Outcome:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        return cls(
+            newest_version=group.newest_version, response_tokens=group.num_tokens / len(rewards),
+            reward=sum(rewards) / len(rewards), equal_rewards=min(rewards) == max(rewards),
+            duration_s=group.duration_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Frozen: a change makes a new row, so a journal may keep what it was given."""
+
+    group_id: int
+    prompt_index: int
+    start_version: int
+    worker: str
+    grant: int = 0
+    """Id of the worker's request that was answered with this slot: a repeated request gets the same slots."""
+    granted_s: float = 0.0
+    """On the clock of whoever admits; only for messages and durations."""
+    batch: int = -1
+    """Exact mode: the batch it was admitted for."""
+    state: State = "running"
+    payload: bytes = b""
+    """The group as it arrived; empty before that."""
+    outcome: Outcome | None = None
+    finished_version: int = -1
+    """Served version when it arrived."""
+    trained_versions: tuple[int, ...] = ()
+    """Numbers of the batches it was trained in, one a use."""
+    drop_reason: DropReason | Literal[""] = ""
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(group_id=self.group_id, prompt_index=self.prompt_index, start_version=self.start_version)
+
+    @property
+    def newest_version(self) -> int:
+        """Of its tokens; of a running group the oldest that its newest token can have."""
+        return self.outcome.newest_version if self.outcome else self.start_version
+
+    @property
+    def is_fresh(self) -> bool:
+        """In no trained batch yet."""
+        return not self.trained_versions

@@ -1,0 +1,157 @@
+"""What the store remembers, and how it is kept and brought back: live rows and a few scalars."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from async_rl.errors import StalenessError
+from buffer.store_account import Account
+from buffer.store_rows import DropReason, Row, State
+
+
+def nothing(row: Row) -> None:
+    """Keeps no journal."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreState:
+    """Live rows by state, and scalars. `scalars()` and `rows()` are the whole of it, for `restored`."""
+
+    record: Callable[[Row], None] = nothing
+    """Called with every row that is new or changed, final ones included, which are then forgotten here."""
+    version: int = 0
+    """Batches trained: the newest policy version there is."""
+    served_version: int | None = None
+    next_group_id: int = 0
+    next_prompt: int = 0
+    requeued: deque[int] = field(default_factory=deque)
+    """Prompts to grant before fresh ones."""
+    unserved: Counter[int] = field(default_factory=Counter)
+    """[version] fresh groups trained to yield it: they hold their slots until it is served."""
+    account: Account = field(default_factory=Account)
+    running: dict[int, Row] = field(default_factory=dict)
+    finished: dict[int, Row] = field(default_factory=dict)
+    held: dict[int, Row] = field(default_factory=dict)
+    used: dict[int, Row] = field(default_factory=dict)
+
+    @property
+    def num_held_fresh(self) -> int:
+        return sum(row.is_fresh for row in self.held.values())
+
+    @property
+    def slots_held(self) -> int:
+        return len(self.running) + len(self.finished) + self.num_held_fresh + self.unserved.total()
+
+    def rows(self) -> list[Row]:
+        """Of all live groups, by group id."""
+        places = (self.running, self.finished, self.held, self.used)
+        return sorted((row for rows in places for row in rows.values()), key=lambda row: row.group_id)
+
+    def put(self, row: Row, state: State) -> None:
+        """Move a row to where its new state is kept; final ones are recorded and forgotten."""
+        if (before := self._place(row.state)) is not None:
+            before.pop(row.group_id, None)
+        row = replace(row, state=state)
+        if (after := self._place(state)) is not None:
+            after[row.group_id] = row
+        self.record(row)
+
+    def drop(self, row: Row, reason: DropReason, requeue: bool, now_s: float = 0.0) -> None:
+        self.account.drop(row, reason, now_s)
+        if requeue:
+            self.requeued.append(row.prompt_index)
+            self.account.requeued += 1
+        self.put(replace(row, drop_reason=reason), "dropped")
+
+    def unaccounted(self) -> int:
+        """Admitted - (trained at least once + dropped + running + buffered + held): 0 by invariant 3, at any time."""
+        account = self.account
+        live = len(self.running) + len(self.finished) + self.num_held_fresh
+        return account.admitted - account.trained - account.dropped.total() - live
+
+    def check_identity(self) -> None:
+        """
+        Raises:
+            StalenessError: groups are lost or counted twice.
+        """
+        if self.unaccounted():
+            raise StalenessError(
+                f"{self.account.admitted} groups were admitted, but the account is trained {self.account.trained}, "
+                f"dropped {self.account.dropped.total()}, running {len(self.running)}, buffered {len(self.finished)}, "
+                f"held by the learner {self.num_held_fresh}"
+            )
+
+    def counters(self) -> dict[str, float]:
+        """Numbers of groups: depth, running, held (by the learner), used and slots_held now; others since the start."""
+        return {
+            "buffer/depth": float(len(self.finished)),
+            "buffer/running": float(len(self.running)),
+            "buffer/held": float(len(self.held)),
+            "buffer/used": float(len(self.used)),
+            "buffer/slots_held": float(self.slots_held),
+            "buffer/unaccounted": float(self.unaccounted()),
+            **self.account.metrics(),
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything but the rows, as plain values (int, list, dict with text keys)."""
+        account = self.account
+        return {
+            "version": self.version, "served_version": self.served_version, "next_group_id": self.next_group_id,
+            "next_prompt": self.next_prompt, "requeued": list(self.requeued),
+            "unserved": {str(version): number for version, number in self.unserved.items()},
+            "admitted": account.admitted, "trained": account.trained, "uses": account.uses,
+            "num_requeued": account.requeued, "dropped": dict(account.dropped),
+        }
+
+    def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
+        """Into an empty state: what `rows` and `scalars` said at one moment. Final rows are passed over."""
+        self.version, self.served_version = scalars["version"], scalars["served_version"]
+        self.next_group_id, self.next_prompt = scalars["next_group_id"], scalars["next_prompt"]
+        self.requeued = deque(scalars["requeued"])
+        self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
+        account = self.account
+        account.admitted, account.trained, account.uses = (scalars[key] for key in ("admitted", "trained", "uses"))
+        account.requeued = scalars["num_requeued"]
+        account.dropped = Counter({cast(DropReason, reason): n for reason, n in scalars["dropped"].items()})
+        for row in sorted(rows, key=lambda row: row.group_id):
+            if (place := self._place(row.state)) is not None:
+                place[row.group_id] = row
+
+    def rewind(self, version: int, trained_rows: Iterable[Row] = ()) -> None:
+        """Back to the cut at which batch `version` was not chosen yet, for a learner that resumed there.
+
+        What was trained later is unused again; whoever ran groups is gone with the old run, so these fail and their
+        prompts are requeued, as are those of groups with tokens of versions that no longer exist (`future_version`).
+
+        Args:
+            trained_rows: final rows, with payloads, of groups trained in batches from `version` on.
+        """
+        for row in [*self.held.values(), *self.used.values(), *trained_rows]:
+            kept = tuple(v for v in row.trained_versions if v < version)
+            self.account.uses -= len(row.trained_versions) - len(kept)
+            self.account.trained -= not row.is_fresh and not kept
+            self.put(replace(row, trained_versions=kept), "used" if kept else "finished")
+        for row in [*self.running.values()]:
+            self.drop(row, "failed", requeue=True)
+        for row in [*self.finished.values()]:
+            if row.newest_version > version:
+                self.drop(row, "future_version", requeue=True)
+        self.version, self.served_version = version, None
+        self.unserved.clear()
+        self.check_identity()
+
+    def _place(self, state: State) -> dict[int, Row] | None:
+        match state:
+            case "running":
+                return self.running
+            case "finished":
+                return self.finished
+            case "held":
+                return self.held
+            case "used":
+                return self.used
+        return None

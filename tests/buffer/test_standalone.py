@@ -53,7 +53,8 @@ class Alone:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
     command = Alone(
-        "rollout.group_size=2", "learner.prompts_per_step=4", f"run.dir={tmp_path}", "--every-s", "0.1"
+        "rollout.group_size=2", "learner.prompts_per_step=4", "algorithm.filter_zero_variance=false",
+        f"run.dir={tmp_path}", "--every-s", "0.1",
     )
     yield command
     command.close()

@@ -41,6 +41,8 @@ class Report:
     samples: tuple[Sample, ...] = ()
     alarms: tuple[str, ...] = ()
     """Conditions that came up, each a line for the person at the console."""
+    note: str = ""
+    """For the person at the console; a learner's report with a note is not a step's."""
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

@@ -32,6 +32,8 @@ class RunLog:
         self.step_ends_s: list[float] = []
         self.version = 0
         """Of the last step that was logged."""
+        self.ended = ""
+        """Why the run ended before its last step."""
         self._recent: list[Span] = []
         self._pending: list[tuple[Report, float]] = []
         self._from_workers: list[Metric] = []
@@ -41,7 +43,10 @@ class RunLog:
         self._add_spans(report)
         for text in report.alarms:
             self.logger.alarm(text)
-        if process == "learner/0":
+        if report.note and process == "learner/0":
+            self.ended = report.note
+            self.logger.note(report.note)
+        elif process == "learner/0":
             end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
             self._pending.append((report, end_s))
         elif process in self._reported_until_s:
@@ -125,6 +130,8 @@ class RunLog:
             "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
             "buffer": buffer_counters,
         }
+        if self.ended:
+            summary["ended"] = self.ended
         if end_s > start_s:
             summary |= utilisation(self.spans, start_s, end_s)
             summary |= sampled(self.samples, start_s, end_s)

@@ -204,14 +204,16 @@ def explained_variance(totals: Totals) -> float:
 def batch_metrics(batch: Batch) -> list[Metric]:
     """Reward, staleness and length metrics, and the buffer's counters as they came.
 
-    Staleness of a rollout is that of its oldest token; `in_flight` is the part it aged while it was
+    Staleness of a rollout is that of its oldest trained token; `in_flight` is the part it aged while it was
     generated, `in_queue` the part it aged in the buffer, and they add up.
     """
     rollouts = [r for group in batch.groups for r in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([len(r.tokens) for r in rollouts])
-    oldest = np.array([int(r.versions.min()) for r in rollouts])
     finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])
+    trained = np.array([bool(r.mask.any()) for r in rollouts])
+    oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
+    finished = finished[trained]
     staleness = batch.version - oldest
     values = {
         "reward/mean": rewards.mean(),

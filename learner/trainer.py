@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.errors import StalenessError
+from async_rl.errors import NothingToLearnError
 from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
 from async_rl.timeline import Span, Timeline
@@ -20,6 +20,7 @@ from async_rl.weights.publisher import serving_dtype
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.alarms import Alarms, rules_for
+from learner.bound import apply_bound
 from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames, init_distributed
 from learner.update import Updater
@@ -63,6 +64,7 @@ class Learner:
         self._push_dtype = serving_dtype(config, self._device.type)
         self._alarms = Alarms(rules_for(self._push_dtype))
         self._verified = not config.weight_sync.verify
+        self._end = ""
 
     def run(self) -> Iterator[Report]:
         """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
@@ -81,11 +83,15 @@ class Learner:
         while not is_last:
             start_s = time.time()
             with self._timeline.span("wait_data"):
-                batch = self._take()
+                frames = self._take()
+            if not frames:
+                yield self._end_early()
+                break
+            batch = decode_batch(frames)
             taken_s = time.time()
             with self._timeline.span("busy", "update"):
-                check_bound(batch, self.version, self.config.staleness.max)
-                metrics = self._updater.update(batch)
+                batch, metrics = apply_bound(batch, self.version, self.config.staleness)
+                metrics += self._updater.update(batch)
             self.version += 1
             if self._client:
                 self._client.trained(self.version)
@@ -107,10 +113,25 @@ class Learner:
             )
         self._close()
 
-    def _take(self) -> Batch:
-        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them."""
-        frames = self._client.take_raw(self.version) if self._client else []
-        return decode_batch(broadcast_frames(frames, self._device))
+    def _take(self) -> list[bytes]:
+        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come."""
+        frames: list[bytes] = []
+        if self._client:
+            try:
+                frames = self._client.take_raw(self.version)
+            except NothingToLearnError as error:
+                self._end = str(error)
+        return broadcast_frames(frames, self._device)
+
+    def _end_early(self) -> Report:
+        """Serve and save what was learned so far; the report says why the run is over."""
+        spans: tuple[Span, ...] = ()
+        if self.version % self.config.weight_sync.every_steps:
+            with self._timeline.span("sync", "push"):
+                weights = full_parameters(self._updater.policy, self._push_dtype)
+                spans = self._publisher.push(weights, self.version).spans
+        self._save()
+        return Report(step=self.version, spans=self._timeline.drain() + spans, note=self._end)
 
     def _is_last(self, now_s: float) -> bool:
         """Whether the step that ends now is the last, on every rank alike: by run.steps, or by rank 0's clock."""
@@ -127,6 +148,11 @@ class Learner:
 
     def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...]]:
         """Make every server serve the current version, then open admission for it."""
+        if self.config.staleness.mode == "exact" and not is_last:
+            with self._timeline.span("wait_data", "the groups of the old version"):
+                if self._client:
+                    self._client.await_push(self.version)
+                dist.barrier()
         with self._timeline.span("sync", "push"):
             report = self._publisher.push(
                 full_parameters(self._updater.policy, self._push_dtype), self.version
@@ -166,28 +192,6 @@ class Learner:
         self._publisher.close()
         self._gpus.close()
         dist.destroy_process_group()
-
-
-def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
-    """The bound, for every token of the batch.
-
-    Raises:
-        StalenessError: the batch is for another version, or a token is too old or from the future.
-    """
-    if batch.version != version:
-        raise StalenessError(
-            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}"
-        )
-    for group in batch.groups:
-        for rollout in group.rollouts:
-            oldest, newest = int(rollout.versions.min()), int(rollout.versions.max())
-            if version - oldest > max_staleness or newest > version:
-                bad = oldest if version - oldest > max_staleness else newest
-                raise StalenessError(
-                    f"group {group.group_id} has a token of version {bad}, but the learner is at version "
-                    f"{version} and staleness.max is {max_staleness}: only tokens of versions "
-                    f"{max(0, version - max_staleness)}..{version} may be trained on."
-                )
 
 
 def _time_metrics(

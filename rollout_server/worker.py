@@ -3,6 +3,7 @@
     loop     consumes            produces         waits for                unblocked by
     admit    slots, prompts      one task a slot  a free slot              the buffer's served version
     group    one slot            a RolloutGroup   the engine, the rewards  their threads
+    abort    dropped group ids   a cancelled task the buffer's late policy a hand-out without the group
     report   what the others do  a Report         REPORT_INTERVAL_S        the clock
 """
 
@@ -38,7 +39,7 @@ _GREEDY_TEMPERATURE = 1e-4
 """Not 0, which engines treat each in their own way: a token 1e-3 nats behind the best has a chance of e^-10."""
 _BASELINE_IDS = -(2**32)
 """Greedy answers have ids from here down: none of a group, none of an evaluation."""
-_COUNTED = ("groups", "rollouts", "tokens", "failed")
+_COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
 class Worker:
@@ -67,6 +68,7 @@ class Worker:
         self._group_finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
+        self._groups: dict[int, asyncio.Task[None]] = {}
         self._eval_reports: list[Report] = []
         if config.rollout.top_p < 1:
             warnings.warn(
@@ -120,6 +122,8 @@ class Worker:
         """One task a slot, as many as rollout.concurrency; the first that crashes ends them all."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                if self._config.staleness.late == "drop":
+                    tasks.create_task(self._abort_dropped())
                 while True:
                     while (room := self._config.rollout.concurrency - self._activity.in_flight) <= 0:
                         self._group_finished.clear()
@@ -130,41 +134,54 @@ class Worker:
                     prompts = await asyncio.to_thread(self._prompts, slots)
                     for slot, prompt in zip(slots, prompts, strict=True):
                         entered = self._activity.enter()
-                        tasks.create_task(self._run_group(slot, prompt, granted_s, entered))
+                        group = tasks.create_task(self._run_group(slot, prompt, granted_s))
+                        self._groups[slot.group_id] = group
+                        group.add_done_callback(partial(self._leave, slot.group_id, entered))
                     self._see_version(max((slot.start_version for slot in slots), default=0), tasks)
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
+    def _leave(self, group_id: int, entered: tuple[float, float], group: asyncio.Task[None]) -> None:
+        """However it ended: a task cancelled before its first step runs no code of its own."""
+        del self._groups[group_id]
+        self._activity.leave(entered)
+        self._group_finished.set()
+
+    async def _abort_dropped(self) -> None:
+        """Ends what the buffer has dropped: cancelling a group's task aborts its requests at the engine."""
+        heard: list[int] = []
+        while True:
+            heard = await self._client.dropped(heard)
+            for group_id in heard:
+                if (group := self._groups.get(group_id)) and group.cancel():
+                    self._counts["aborted"] += 1
+
     def _prompts(self, slots: list[Slot]) -> list[Prompt]:
         return [self._task.prompt(slot.prompt_index) for slot in slots]
 
-    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float, entered: tuple[float, float]) -> None:
+    async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+        request = GenerationRequest(
+            group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
+            seed=self._config.run.seed, n=self._config.rollout.group_size,
+            max_tokens=self._config.rollout.max_response_tokens,
+            temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
+        )
         try:
-            request = GenerationRequest(
-                group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
-                seed=self._config.run.seed, n=self._config.rollout.group_size,
-                max_tokens=self._config.rollout.max_response_tokens,
-                temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
+            (completions, rewards), baseline = await asyncio.gather(
+                self._answers(request), self._greedy_reward(request)
             )
-            try:
-                (completions, rewards), baseline = await asyncio.gather(
-                    self._answers(request), self._greedy_reward(request)
-                )
-            except RewardError as error:
-                await self._fail(slot, error)
-                return
-            group = RolloutGroup(
-                group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
-                temperature=request.temperature, prompt_tokens=prompt.tokens,
-                rollouts=tuple(map(_rollout, completions, rewards)),
-                duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
-            )
-            await self._client.put(group)
-            self._failures_in_a_row = 0
-            self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
-        finally:
-            self._activity.leave(entered)
-            self._group_finished.set()
+        except RewardError as error:
+            await self._fail(slot, error)
+            return
+        group = RolloutGroup(
+            group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
+            temperature=request.temperature, prompt_tokens=prompt.tokens,
+            rollouts=tuple(map(_rollout, completions, rewards)),
+            duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
+        )
+        await self._client.put(group)
+        self._failures_in_a_row = 0
+        self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
         """Of the most probable answer, where the advantage is measured against it (ReMax)."""

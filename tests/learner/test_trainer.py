@@ -30,7 +30,8 @@ from async_rl.weights import PushReport
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import trainer
-from learner.trainer import Learner, check_bound
+from learner.bound import check_bound
+from learner.trainer import Learner
 from tests.learner.handmade import make_batch, make_config, make_group, make_rollout
 
 METRICS = {

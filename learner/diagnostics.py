@@ -234,8 +234,8 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     buckets = np.minimum(staleness, BUCKETS - 1)
     for bucket in np.unique(buckets):
         cell = buckets == bucket
-        values[f"by_staleness/{bucket}/reward"] = rewards[cell].mean()
-        values[f"by_staleness/{bucket}/response_length"] = lengths[cell].mean()
+        values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
+        values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
     return [Metric(key, float(value), _reduction(key)) for key, value in values.items()] + at_staleness
 
 

@@ -33,6 +33,7 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
     sweep.add_argument("--seconds", type=float, default=0.0, help="equal time for every cell instead of equal steps")
     sweep.add_argument("--name", default="", help="folder under run.dir (default: <run.name>-sweep)")
     sweep.add_argument("--max-cells", type=int, default=0, help="stop after so many; the same command continues")
+    sweep.add_argument("--cold", action="store_true", help="start a server for every cell; else one is taken over")
     sweep.set_defaults(run=_sweep)
 
 
@@ -74,7 +75,7 @@ def _sweep(args: argparse.Namespace) -> int:
     folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
     sweep = Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
-        max_cells=args.max_cells,
+        max_cells=args.max_cells, cold=args.cold,
     )
     progress = run_sweep(sweep)
     for name, error in progress.failed.items():

@@ -25,9 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.errors import AsyncRLError, ConfigError
 from benchmarks.cells import SEED, Axis, Cell, all_cells, cell_config, finished, write_record
 from benchmarks.machine import describe_machine
+from benchmarks.warm import WarmServer
 
 POLL_S = 0.5
 UNLIMITED_STEPS = 1_000_000
@@ -46,6 +47,8 @@ class Sweep:
     """Of every cell, from its first step on; 0: every cell takes run.steps learner steps."""
     max_cells: int = 0
     """Cells to run in this call; 0: all."""
+    cold: bool = False
+    """Every cell starts a server of its own."""
 
     def base_overrides(self) -> tuple[str, ...]:
         limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
@@ -91,8 +94,10 @@ def settings_of(cell: Cell) -> str:
     return ", ".join(f"{key} {label}" for key, label in cell.labels.items() if key != SEED)
 
 
-RunCell = Callable[[Sweep, Cell, Callable[[float], None]], str]
-"""Runs one cell, tells what share of it is done, and returns "" or the error."""
+RunCell = Callable[[Sweep, Cell, Callable[[float], None], str], str]
+"""Runs one cell on the server of the given URL (empty: its own), tells what share of it is done, and returns "" or the
+error.
+"""
 
 
 def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
@@ -110,7 +115,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
             progress.seconds[cell.name] = record.seconds
     _write_plan(sweep)
     limit = sweep.max_cells or len(cells)
-    with _display(progress) as show:
+    warm = WarmServer(configs.values(), sweep.folder / "logs")
+    with _display(progress) as show, contextlib.closing(warm):
         for cell in progress.pending[:limit]:
             shutil.rmtree(cell.folder, ignore_errors=True)  # a run cut short; what is finished is not pending
             progress.running, progress.share, progress.since_s = cell.name, 0.0, time.monotonic()
@@ -120,11 +126,13 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
                 progress.share = share
                 show(None)
 
-            error = (run_cell or run_in_process)(sweep, cell, tell)
+            url, error = _server_url(sweep, warm, configs[cell.name])
+            error = error or (run_cell or run_in_process)(sweep, cell, tell, url)
             seconds = time.monotonic() - progress.since_s
             progress.running = ""
             if error:
                 progress.failed[cell.name] = error
+                warm.close()  # it may be the reason, and may be left in any state
             else:
                 write_record(cell, configs[cell.name], seconds, shlex.join(train_command(sweep, cell)))
                 progress.seconds[cell.name] = seconds
@@ -137,11 +145,22 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
     return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *place]
 
 
-def run_in_process(sweep: Sweep, cell: Cell, tell: Callable[[float], None]) -> str:
-    """Train one cell in a child process; returns "" or the last line of its error."""
+def _server_url(sweep: Sweep, warm: WarmServer, config: Config) -> tuple[str, str]:
+    """(URL of a warm server or "", error or "")"""
+    if sweep.cold:
+        return "", ""
+    try:
+        return warm.url_for(config), ""
+    except AsyncRLError as error:
+        return "", str(error)
+
+
+def run_in_process(sweep: Sweep, cell: Cell, tell: Callable[[float], None], url: str = "") -> str:
+    """Train one cell in a child process; returns "" or the first line of its error."""
     log_file = sweep.folder / "logs" / f"{cell.name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]
+    command += [f"rollout.server_url={url}"] if url else []
     with log_file.open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -22,6 +22,7 @@ from async_rl.network import authorization
 from async_rl.types import IntArray
 from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.server import ServerProcess, free_memory_bytes, server_flags, threads_per_process
+from rollout_server.takeover import take_over
 
 LOAD_TIMEOUT_S = 2.0
 
@@ -36,21 +37,27 @@ class SGLangEngine:
         self._name = f"SGLang server rollout/{index}"
         self._log_file = log_dir / f"sglang-rollout-{index}.log"
         self._cache_keys = itertools.count()
+        self._server: ServerProcess | None = None
+        """None where a running server was taken over."""
 
     async def start(self) -> None:
         """Raises ConfigError, ProcessDiedError (with the log's last lines) or WaitTimeoutError."""
         model, self._eos_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
+            headers=authorization(self._config.network),
+        )
+        if url := self._config.rollout.server_url:
+            await take_over(self._session, url, self._config)
+            self.url = url
+            return
         flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes())
         self._server = ServerProcess(
             self._name, flags, threads_per_process(self._config), self._log_file, self._config
         )
         await self._server.start()
         self.url = self._server.url
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
-            headers=authorization(self._config.network),
-        )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
@@ -75,7 +82,8 @@ class SGLangEngine:
             ) from None
         except aiohttp.ClientError as error:
             await asyncio.sleep(0.5)  # a dying server closes its connections before it can be seen dead
-            self._server.check_alive()
+            if self._server is not None:
+                self._server.check_alive()
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
         return [parse_completion(answer) for answer in (answers if isinstance(answers, list) else [answers])]
 
@@ -98,7 +106,7 @@ class SGLangEngine:
     async def aclose(self) -> None:
         if hasattr(self, "_session"):
             await self._session.close()
-        if hasattr(self, "_server"):
+        if self._server is not None:
             await self._server.aclose()
 
 

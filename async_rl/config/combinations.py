@@ -21,6 +21,10 @@ def check_combinations(config: Config) -> None:
     _check_slots(config)
     _check_replay(config)
     _check_mask(config)
+    check(
+        not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
+        "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
+    )
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -51,6 +51,9 @@ class RolloutConfig:
     """Rollout groups one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: float = 0.6
     """SGLang's --mem-fraction-static on GPUs."""
+    server_url: str = ""
+    """Of a running SGLang server to take over: it is set back to model.path as version 0, and lives on after the run.
+    Empty: the run starts its own."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further SGLang flags, e.g. {max-running-requests: 512}."""
 

@@ -20,7 +20,8 @@ from tests.benchmarks.made import base_yaml, make_run
 
 def make(folder: Path, **changes: Any) -> Sweep:
     axes = (staleness_axis("1,0"), seed_axis(2, 0))
-    return Sweep(**{"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", **changes})
+    arguments = {"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", "cold": True, **changes}
+    return Sweep(**arguments)
 
 
 class Trainer:
@@ -30,7 +31,7 @@ class Trainer:
         self.fails = fails
         self.cells: list[str] = []
 
-    def __call__(self, sweep: Sweep, cell: Cell, tell: Callable[[float], None]) -> str:
+    def __call__(self, sweep: Sweep, cell: Cell, tell: Callable[[float], None], url: str) -> str:
         self.cells.append(cell.name)
         tell(0.5)
         if cell.name == self.fails:
@@ -152,7 +153,7 @@ def test_the_command_reports_what_is_finished_and_remembers_the_machine(
 ) -> None:
     monkeypatch.setattr("benchmarks.sweep.run_in_process", Trainer())
     config = str(base_yaml(tmp_path))
-    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
+    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", "--cold", f"run.dir={tmp_path}"]
     assert main(["sweep", config, *options]) == 0
     assert "On this hardware" in capsys.readouterr().out
     plan = json.loads((tmp_path / "s" / "sweep.json").read_text())

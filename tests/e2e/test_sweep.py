@@ -1,0 +1,31 @@
+"""A sweep whole: cells as real runs on one real server, table and page at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.metrics import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+
+def test_cells_take_over_one_server_with_nothing_of_the_run_before_in_it(
+    smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--staleness", "0,2", "--seeds", "1", "--name", "s", f"run.dir={tmp_path}"]
+    assert main(["sweep", str(smoke_yaml), *options]) == 0
+    out = capsys.readouterr().out
+    assert "can't be judged from a single seed" in out
+    folder = tmp_path / "s"
+    assert (folder / "logs" / "sglang-rollout-0.log").exists()
+    for bound in (0, 2):
+        cell = folder / "cells" / f"staleness-{bound}.seed-0"
+        assert not (cell / "logs" / "sglang-rollout-0.log").exists()  # no server of its own
+        first = next(step for step in read_metrics(cell / "metrics.jsonl") if step["step"] == 1)
+        # Sampled by the version 0 that the learner starts from, whatever the cell before has trained.
+        assert (first["mismatch/mean_abs"] or 0.0) < 1e-4
+        assert first["staleness/rollouts_0"] == 16
+    assert (folder / "report.html").stat().st_size > 10_000

@@ -21,8 +21,9 @@ MODES: dict[str, tuple[str, ...]] = {
     "exact": ("staleness.mode=exact", "weight_sync.on_update=drain"),
 }
 CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "none": ("algorithm.correction.kind=none",),
-    "decoupled_tis": ("algorithm.correction.kind=token_tis",),
+    "none": ("algorithm.proximal=recompute", "algorithm.correction.kind=none"),
+    "coupled": ("algorithm.proximal=behaviour", "algorithm.correction.kind=none"),
+    "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
 
 

@@ -106,20 +106,31 @@ def stages(run: Run) -> Stages:
     train = [value for step in run.steps[1:] if (value := step.get("time/train_s")) is not None]
     waits = [value for step in run.steps[1:] if (value := step.get("time/wait_data_s")) is not None]
     step_s = float(run.summary["seconds"]) / max(1, len(run.steps) - 1)
-    rollout_busy = float(run.summary.get("utilisation/rollout", math.nan))
-    paused = float(run.summary.get("utilisation/rollout/sync", 0.0))
+    busy, paused, evaluating = (
+        float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync", "/eval")
+    )
     mean_s = run.mean("rollout/group_s")
-    variance = max(0.0, run.mean("rollout/group_s_squared") - mean_s**2)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.mean("time/sync_s"),
-        pause_s=run.mean("push/pause_s"), handout_s=float(np.quantile(waits, 0.1)),
-        group_s=mean_s * rollout_busy / max(rollout_busy + paused, 1e-9), group_cv=math.sqrt(variance) / mean_s,
-        in_flight=run.mean("rollout/concurrency"), rollout_busy_s=rollout_busy * step_s,
-        eval_s=float(run.summary.get("utilisation/rollout/eval", 0.0)) * step_s,
+        pause_s=run.mean("push/pause_s"),
+        handout_s=0.0 if run.staleness == 0 else float(np.quantile(waits, 0.1)),  # at 0 every wait is for generation
+        group_s=mean_s * (1 - paused / max(busy + paused + evaluating, 1e-9)), group_cv=_group_cv(run),
+        in_flight=run.mean("rollout/concurrency"), rollout_busy_s=busy * step_s, eval_s=evaluating * step_s,
         failed=dropped / max(1.0, dropped + buffer["buffer/trained"]),
     )
+
+
+def _group_cv(run: Run) -> float:
+    """Within a step: what all groups of a step have in common does not spread them."""
+    variances, means = [], []
+    for step in run.steps[1:]:
+        mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
+        if mean is not None and square is not None:
+            variances.append(max(0.0, square - mean**2))
+            means.append(mean)
+    return math.sqrt(float(np.mean(variances))) / float(np.mean(means)) if means else math.nan
 
 
 def workload_of(found: Sequence[Stages], prompts_per_step: int, concurrency: int) -> Workload:
@@ -134,14 +145,25 @@ def workload_of(found: Sequence[Stages], prompts_per_step: int, concurrency: int
         load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
     alone_s = float(np.mean(durations - load_s * (load - 1)))
 
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(stage, name) for stage in found]))
-
-    return Workload(
-        concurrency=concurrency, prompts_per_step=prompts_per_step, train_s=mean("train_s"), train_cv=mean("train_cv"),
-        sync_s=mean("sync_s"), pause_s=min(mean("pause_s"), mean("sync_s")), handout_s=mean("handout_s"),
-        group_mean_s=max(alone_s, 1e-6), load_s=load_s, group_cv=mean("group_cv"), failed=mean("failed"),
+    workload = Workload(
+        concurrency=concurrency, prompts_per_step=prompts_per_step, group_mean_s=float(np.maximum(alone_s, 1e-6)),
+        load_s=load_s,
+        group_cv=_mean(found, "group_cv"), failed=_mean(found, "failed"),
     )
+    return with_learner_of(workload, found)
+
+
+def with_learner_of(workload: Workload, found: Sequence[Stages]) -> Workload:
+    """The workload with these runs' durations of training, push and hand-out."""
+    sync_s = _mean(found, "sync_s")
+    return dataclasses.replace(
+        workload, train_s=_mean(found, "train_s"), train_cv=_mean(found, "train_cv"), sync_s=sync_s,
+        pause_s=min(_mean(found, "pause_s"), sync_s), handout_s=_mean(found, "handout_s"),
+    )
+
+
+def _mean(found: Sequence[Stages], name: str) -> float:
+    return float(np.mean([getattr(stage, name) for stage in found]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +189,27 @@ def work_conserving_bound(found: Stages, staleness: int) -> float:
 
 
 def compare(rows: Sequence[Row]) -> list[Measured]:
-    """Of the first series, each bound beside what the other bounds' durations predict for it; with a single bound,
-    beside what its own durations say.
+    """Of the first series, each bound beside its prediction: the simulator with the learner's and the push's durations
+    of that bound, and one line of group durations over load through all bounds. What waits for what, and so both
+    utilisations and the staleness, is the simulator's.
     """
     of_series = [row for row in rows if row.series == rows[0].series]
     found = {row.staleness: [stages(run) for run in row.runs] for row in of_series}
+    together = workload_of([stage for stages in found.values() for stage in stages], *sizes(of_series[0].runs[0]))
     measured = []
     for row in of_series:
-        others = [stage for bound, of_bound in found.items() if bound != row.staleness for stage in of_bound]
-        source = others or found[row.staleness]
+        own = found[row.staleness]
+        workload = with_learner_of(together, own)
         predicted = None
-        if not any(math.isnan(stage.group_s) for stage in source):
-            predicted = simulated(
-                workload_of(source, *sizes(row.runs[0])), row.staleness, min(SIMULATED_STEPS, len(row.runs[0].steps))
-            )
+        if not math.isnan(workload.group_mean_s):
+            predicted = simulated(workload, row.staleness, min(SIMULATED_STEPS, len(row.runs[0].steps)))
+            generating = float(np.mean([s.rollout_busy_s / (s.rollout_busy_s + s.eval_s) for s in own]))
+            predicted = dataclasses.replace(predicted, rollout=predicted.rollout * generating)
         measured.append(
             Measured(
                 row.staleness, row.estimate("learner").mean, row.estimate("rollout").mean,
                 row.estimate("staleness_mean").mean,
-                float(np.mean([work_conserving_bound(stage, row.staleness) for stage in found[row.staleness]])),
-                predicted,
+                float(np.mean([work_conserving_bound(stage, row.staleness) for stage in own])), predicted,
             )
         )
     return measured

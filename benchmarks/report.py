@@ -41,7 +41,7 @@ CAPTIONS = {
     "trade_off": "What staleness costs (left), what it buys (middle), and the trade (right). Bars: standard error.",
     "reward_by_step": "By learner steps. Bands: standard error over seeds.",
     "reward_by_time": "By wall-clock, on the span that all seeds reach. Bands: standard error over seeds.",
-    "utilisation": "Every second of a pool is one state. Diamonds: predicted from the durations of the other bounds.",
+    "utilisation": "Every second of a pool is one state. Diamonds: predicted from the measured durations.",
     "offpolicy": "How far the data is from the policy that trains on it. Bars: standard error.",
     "staleness": "Staleness of the rollouts that were trained on (oldest token).",
     "drops": "Groups that were trained on against those that were dropped as late or without variance.",

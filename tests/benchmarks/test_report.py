@@ -92,7 +92,7 @@ def test_time_to_an_accuracy_is_read_between_two_evaluations() -> None:
     assert seconds_to(run, 0.7) is None
 
 
-def test_what_other_bounds_predict_is_what_the_simulator_measured(sweep: Path) -> None:
+def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: Path) -> None:
     """The made runs are the simulator's, so fitting the workload back must give its utilisation."""
     for measured in compare(rows_of(read_runs(sweep))):
         assert measured.predicted is not None

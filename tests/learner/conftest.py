@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import settings
 
-from tests.learner.handmade import save_tiny_model
+from tests.learner.handmade import save_tiny_model, save_tiny_reward_model
 from tests.learner.rank_process import ALGORITHMS, rank_main
 
 torch.set_num_threads(1)
@@ -26,7 +26,9 @@ def vectors() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("learner") / "model")
+    folder = tmp_path_factory.mktemp("learner")
+    save_tiny_reward_model(folder / "reward-model")
+    return save_tiny_model(folder / "model")
 
 
 @pytest.fixture

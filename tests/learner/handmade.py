@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from async_rl.config import (
     AlgorithmConfig,
@@ -42,6 +42,16 @@ def save_tiny_model(path: Path) -> Path:
         pad_token_id=0,
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def save_tiny_reward_model(path: Path, vocab: int = VOCAB, **changes: Any) -> Path:
+    torch.manual_seed(3)
+    shape = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1,
+        "num_key_value_heads": 2, "initializer_range": 0.5, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": None,
+    }  # fmt: skip
+    Qwen2ForSequenceClassification(Qwen2Config(vocab_size=vocab, **shape | changes)).save_pretrained(path)
     return path
 
 

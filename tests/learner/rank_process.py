@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from async_rl.config import AlgorithmConfig, CorrectionConfig, LearnerConfig, MasksConfig
+from async_rl.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LearnerConfig,
+    LoraConfig,
+    MasksConfig,
+    ModelConfig,
+    RewardModelConfig,
+)
 from learner.diagnostics import Tally
+from learner.model import full_parameters
 from learner.ranks import broadcast_frames
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
@@ -38,8 +48,10 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[tu
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
     results = {case: measure(Path(model), *case) for case in cases}
+    roles = measure_roles(Path(model), 26)
     frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
-    torch.save({"frames": [frame.decode() for frame in frames], "results": results}, f"{out}/{rank}.pt")
+    found = {"frames": [frame.decode() for frame in frames], "results": results, "roles": roles}
+    torch.save(found, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -70,3 +82,19 @@ def measure(model: Path, algorithm: str, max_tokens: int) -> dict[str, Any]:
     )
     result["metrics"] = {metric.key: metric.value for metric in updater.update(batch)}
     return result
+
+
+def measure_roles(model: Path, max_tokens: int) -> dict[str, Any]:
+    """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
+    config = make_config(
+        model,
+        model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
+        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
+        reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
+        learner=LearnerConfig(
+            prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True
+        ),
+    )
+    updater = Updater(config, torch.device("cpu"))
+    metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]
+    return {"metrics": metrics, "weights": dict(full_parameters(updater.policy, torch.float32))}

@@ -16,6 +16,7 @@ from learner.diagnostics import Tally
 from learner.model import full_parameters
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
+from tests.learner.rank_process import measure_roles
 from tests.learner.test_update import reference_logprobs
 
 CPU = torch.device("cpu")
@@ -76,6 +77,19 @@ def test_packed_logprobs_are_those_of_transformers_on_each_sequence_alone(
     if (attention, max_tokens) == ("flex_attention", 4096):
         assert prompts_in_a_row == [6]
         assert (minibatch.micro_batches[0].segments[0] >= 0).all()  # type: ignore[index]
+
+
+def test_all_four_roles_on_two_ranks_give_the_metrics_and_pushed_weights_of_one(
+    tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]
+) -> None:
+    whole = measure_roles(tiny_model_path, 4096)
+    assert whole["metrics"][1]["kl/reference"] > 0 == whole["metrics"][0]["kl/reference"]
+    assert whole["metrics"][0]["reward/mean"] != whole["metrics"][0]["reward/rule_mean"]
+    for rank in two_ranks:
+        for split, expected in zip(rank["roles"]["metrics"], whole["metrics"], strict=True):
+            assert split == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for name, tensor in whole["weights"].items():
+            torch.testing.assert_close(rank["roles"]["weights"][name], tensor, atol=1e-4, rtol=0)
 
 
 def test_checkpointed_blocks_are_computed_twice_and_give_the_same_gradient(

@@ -13,8 +13,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
 )
 
 from async_rl.config import LearnerConfig, RewardModelConfig
@@ -23,20 +21,20 @@ from async_rl.types import Batch
 from learner.reward_model import RewardModel
 from learner.tiny_model import character_tokenizer, save_tiny_model
 from learner.update import Updater
-from tests.learner.handmade import VOCAB, make_batch, make_config, make_group, make_rollout
+from tests.learner.handmade import (
+    VOCAB,
+    make_batch,
+    make_config,
+    make_group,
+    make_rollout,
+    save_tiny_reward_model,
+)
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1,
     "initializer_range": 0.5,
 }  # fmt: skip
-
-
-def save_decoder(path: Path, vocab: int = VOCAB, **changes: Any) -> Path:
-    torch.manual_seed(3)
-    shape = {**SHAPE, "num_key_value_heads": 2, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": None, **changes}
-    Qwen2ForSequenceClassification(Qwen2Config(vocab_size=vocab, **shape)).save_pretrained(path)
-    return path
 
 
 def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096) -> RewardModel:
@@ -56,7 +54,7 @@ def rewards_of(batch: Batch) -> list[float]:
 def test_rewards_are_those_of_transformers_and_only_they_change(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, max_tokens: int
 ) -> None:
-    reward_model = open_reward_model(tiny_model_path, save_decoder(tmp_path / "rm"), max_tokens)
+    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), max_tokens)
     batch = make_batch()
     batch.groups[0].rollouts[0].tokens[-1] = 2  # the id of the padding, which transformers would step over
     scored = reward_model.score(batch)
@@ -108,7 +106,7 @@ def test_another_vocabulary_gets_the_text_in_its_own_template_or_as_a_pair(
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}" if has_template else None
     )
-    save_decoder(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
+    save_tiny_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "rm")
     scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
     own = AutoTokenizer.from_pretrained(tmp_path / "rm")
@@ -125,8 +123,8 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     with pytest.raises(ConfigError, match="must have one output, the reward, got 3 labels"):
-        open_reward_model(tiny_model_path, save_decoder(tmp_path / "three", num_labels=3))
-    short = open_reward_model(tiny_model_path, save_decoder(tmp_path / "short", max_position_embeddings=8))
+        open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "three", num_labels=3))
+    short = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "short", max_position_embeddings=8))
     with pytest.raises(AsyncRLError, match=r"has \d+ tokens, the model 8 positions"):
         short.score(make_batch())
 
@@ -134,7 +132,7 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
 def test_an_update_trains_on_the_models_rewards_and_reports_both(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=str(save_decoder(tmp_path / "rm"))))
+    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=str(save_tiny_reward_model(tmp_path / "rm"))))
     assert not config.drops_zero_variance  # by the rule's rewards, which nothing is trained on
     batch = make_batch()
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RUN_BYTES = 2**30
 """Room a run wants for its logs and metrics, besides the model."""
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -28,7 +29,7 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0) -> None:
     no token id beyond the model's vocabulary, and enough positions.
     """
     folder = Path(path)
-    model = _read_model_config(folder)
+    model = _read_model_config(folder, "model.path", _CAUSAL)
     _check_weights(folder)
     positions = model.get("max_position_embeddings", longest_tokens)
     if positions < longest_tokens:
@@ -51,6 +52,19 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0) -> None:
             f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
             "the embeddings"
         )
+
+
+def check_role_folders(config: Config) -> None:
+    """Raises ConfigError unless critic, reference and reward model, where they have a folder, can be read from it."""
+    roles = {
+        "critic.path": (config.critic.path, ()),
+        "reference.path": (config.reference.path, _CAUSAL),
+        "reward_model.path": (config.reward_model.path, ("ForSequenceClassification",)),
+    }
+    for key, (path, endings) in roles.items():
+        if path:
+            _read_model_config(Path(path), key, endings)
+            _check_weights(Path(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -94,24 +108,25 @@ def existing_parent(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
-def _read_model_config(folder: Path) -> dict[str, Any]:
+def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict[str, Any]:
+    """config.json, whose architecture must end in one of `endings` if there are any; `key` names the folder."""
     if not folder.is_dir():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.is_dir():
             hint = f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
         else:
             hint = "If the sft section of your config makes it, run first: async-rl sft CONFIG"
-        raise ConfigError(f"model.path {folder} is not a folder. {hint}")
+        raise ConfigError(f"{key} {folder} is not a folder. {hint}")
     file = folder / "config.json"
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-        raise ConfigError(f"model.path {folder} is no Hugging Face model: no config.json. Found: {found}")
+        raise ConfigError(f"{key} {folder} is no Hugging Face model: no config.json. Found: {found}")
     try:
         model = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     architectures = model.get("architectures") or []
-    if architectures and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
-        raise ConfigError(f"{file} must describe a causal language model, got {', '.join(architectures)}")
+    if architectures and endings and not any(name.endswith(endings) for name in architectures):
+        raise ConfigError(f"{file} must describe a model {' or '.join(endings)}, got {', '.join(architectures)}")
     return {**model.get("text_config", {}), **model}
 
 

@@ -34,7 +34,7 @@ from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.errors import ProcessDiedError
-from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
+from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.runlog import RunLog, new_run_dir
 
@@ -82,6 +82,7 @@ def check_inputs(config: Config) -> None:
     from rollout_server.tasks import open_task
 
     check_model_folder(config.model.path, config.longest_tokens)
+    check_role_folders(config)
     check_disk(config)
     open_reward(config, open_task(config, load_tokenizer(config.model.path)))
 

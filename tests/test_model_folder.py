@@ -60,7 +60,7 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
         (write("config.json", "{"), "config.json is not valid JSON"),
         (
             edit_json("config.json", architectures=["BertForMaskedLM"]),
-            "a causal language model, got BertForMaskedLM",
+            "a model ForCausalLM or LMHeadModel, got BertForMaskedLM",
         ),
         (remove("model.safetensors"), "holds no *.safetensors weights"),
         (

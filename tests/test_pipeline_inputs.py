@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.config import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    TaskConfig,
+)
 from async_rl.errors import ConfigError
 from async_rl.pipeline import check_inputs, dry_run, run
 from learner.tiny_model import save_tiny_model
@@ -54,3 +63,15 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
     assert derived["rollouts at the engines, at most"] == "128"  # staleness 0: no more than a step's
     assert derived["longest sequence, tokens"] == "356"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    reference = ReferenceConfig(path=model.path)
+    check_inputs(dataclasses.replace(config, critic=CriticConfig(path=model.path), reference=reference))
+    with pytest.raises(ConfigError, match=r"reference.path .*nowhere is not a folder"):
+        check_inputs(dataclasses.replace(config, reference=ReferenceConfig(path=str(tmp_path / "nowhere"))))
+    with pytest.raises(ConfigError, match="must describe a model ForSequenceClassification, got Qwen2ForCausalLM"):
+        check_inputs(dataclasses.replace(config, reward_model=RewardModelConfig(path=model.path)))

@@ -23,12 +23,15 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [r for r in records(run_dir) if "staleness/max" in r]
 
 
+LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "bound"),
     [
         ("grpo-sync", [], 0),
         ("grpo-async", ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"], 2),
-        ("ppo-async", ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"], 2),
+        ("ppo-async", ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2", *LORA_AND_REFERENCE], 2),
     ],
 )
 def test_a_run_on_sglang_trains_every_group_once_within_its_bound(

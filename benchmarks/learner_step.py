@@ -10,8 +10,8 @@ lean          plain, but logits at the response's positions alone
 plain, rows   the same answers one a row, prompt repeated, padded to the longest: what packing is compared with
 checkpointed  the step with learner.gradient_checkpointing
 
-All take turns in one process, in a new order each round; on CPU seconds are processor seconds. Memory is the peak above what the process holds at the start
-of the step: activations, gradients, logits, and the optimizer's state where it is made.
+All take turns in one process, in a new order each round; on CPU seconds are processor seconds. Memory is the peak above
+what the process holds at the start of the step: activations, gradients, logits.
 """
 
 from __future__ import annotations

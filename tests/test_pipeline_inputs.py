@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_rl.config import (
+    AlgorithmConfig,
     Config,
     CriticConfig,
+    KlConfig,
     ModelConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -68,7 +70,10 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
 def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(
     model: ModelConfig, tmp_path: Path
 ) -> None:
-    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    config = dataclasses.replace(
+        config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path),
+        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss")),
+    )
     reference = ReferenceConfig(path=model.path)
     check_inputs(dataclasses.replace(config, critic=CriticConfig(path=model.path), reference=reference))
     with pytest.raises(ConfigError, match=r"reference.path .*nowhere is not a folder"):

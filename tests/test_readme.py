@@ -44,6 +44,7 @@ NIGHTLY = [
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.side_by_side configs/quickstart.yaml --staleness 0,4 run.steps=100",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
+    "python -m benchmarks.learner_step",
 ]
 ELSEWHERE = {
     "make test": "CI runs it",

@@ -132,7 +132,8 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
 def test_an_update_trains_on_the_models_rewards_and_reports_both(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=str(save_tiny_reward_model(tmp_path / "rm"))))
+    path = str(save_tiny_reward_model(tmp_path / "rm"))
+    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
     assert not config.drops_zero_variance  # by the rule's rewards, which nothing is trained on
     batch = make_batch()
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)

@@ -266,4 +266,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_frames(error: RayTaskError, lines: int = 12) -> str:
-    return "\n".join("    " + line for line in str(error.traceback_str).strip().splitlines()[-lines:])
+    return "\n".join("    " + line for line in str(error).strip().splitlines()[-lines:])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -146,6 +147,18 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
+
+
+def test_an_interrupted_sweep_ends_the_run_of_its_cell(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    cell = all_cells(sweep.axes, sweep.folder)[0]
+
+    def interrupt(share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(sweep, cell, interrupt)
+    assert not any(cell.name in " ".join(child.cmdline()) for child in psutil.Process().children())
 
 
 def test_the_command_reports_what_is_finished_and_remembers_the_machine(

@@ -37,6 +37,7 @@ FINISH_REASONS = ("stop", "length")
 _GROUP_FIELDS = (
     "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "lengths", "tokens",
     "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker", "baseline_reward",
+    "keeps_kv",
 )
 _WHOLE = object()
 _INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
@@ -174,6 +175,7 @@ def encode_group(group: RolloutGroup) -> bytes:
             "duration_s": float(group.duration_s),
             "worker": group.worker,
             "baseline_reward": None if group.baseline_reward is None else float(group.baseline_reward),
+            "keeps_kv": group.keeps_kv,
         }
     )
 
@@ -208,6 +210,7 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
         duration_s=fields.number("duration_s", 0.0),
         worker=fields.text("worker"),
         baseline_reward=fields.number_or_none("baseline_reward"),
+        keeps_kv=fields.boolean("keeps_kv"),
     )
 
 

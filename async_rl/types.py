@@ -72,6 +72,16 @@ class RolloutGroup:
     worker: str = ""
     baseline_reward: float | None = None
     """Of a greedy answer to the prompt, which is not trained on; only with algorithm.advantage remax."""
+    keeps_kv: bool = False
+    """Its answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
+
+    def old_kv(self, rollout: Rollout) -> BoolArray:
+        """[T] True where the token may come from its version's weights on KV of older ones.
+
+        Its behaviour logprob is true, but no recompute from scratch reproduces it. At the start version all KV is of
+        that version; above it a group that keeps its KV has KV of older ones, if only the prompt's.
+        """
+        return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
 
     @property
     def oldest_version(self) -> int:

@@ -29,7 +29,7 @@ from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engine import Engine, GenerationRequest, open_engine
 from rollout_server.rewards import open_reward
-from rollout_server.sglang_engine import request_body
+from rollout_server.sglang_engine import Answer, request_body
 from rollout_server.tasks import Task, open_task
 from rollout_server.worker import Worker
 
@@ -46,7 +46,9 @@ async def bare_seconds(config: Config, engine: Engine, task: Task, groups: int, 
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
-        body = request_body(request, eos_tokens, f"bare-{next(CACHE_KEYS)}")
+        body = request_body(request, [Answer()], eos_tokens, f"bare-{next(CACHE_KEYS)}.")
+        body["sampling_params"][0]["n"] = request.n
+        del body["rid"]  # the server names the samples itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
             answers = await reply.json()
             assert len(answers) == rollout.group_size

@@ -71,7 +71,8 @@ class LearnerClient:
                 raise WaitTimeoutError(f"learner waited {waited_s:.0f} s for batch {version}: {reply.result['state']}")
 
     def await_push(self, version: int) -> None:
-        """Returns once `version`, the newest, may be pushed: in exact mode when all groups of the old one are done.
+        """Returns once `version`, the newest, may be pushed: in exact mode when all groups of the old one are done,
+        with `weight_sync.on_update: drain` when none runs, none being granted until `served`.
 
         Raises:
             WaitTimeoutError: not within timeouts.batch_s; says what is missing.

@@ -73,13 +73,15 @@ class Rules:
     max_uses: int = 1
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
+    drain: bool = False
+    """A push waits for the groups that run, while no other may start."""
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
             fresh_per_step=config.fresh_per_step, max_uses=config.buffer.max_uses, late=config.staleness.late,
-            exact=config.staleness.mode == "exact",
+            exact=config.staleness.mode == "exact", drain=config.weight_sync.on_update == "drain",
         )
 
 

@@ -57,12 +57,15 @@ class Store:
         """Why no batch will come any more; empty while there may be one."""
         self._aborts: dict[str, list[int]] = {}  # [worker] running groups that were dropped, until it has heard so
         self._equal = (0, 0.0)  # groups of equal rewards in a row, their reward
+        self._is_draining = False
 
     # --- the worker's side
 
     def capacity(self) -> int:
         """Groups that may start now."""
-        return 0 if self.state.served_version is None else admission_capacity(self.state.slots_held, self.rules)
+        if self._is_draining or self.state.served_version is None:
+            return 0
+        return admission_capacity(self.state.slots_held, self.rules)
 
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
@@ -187,8 +190,14 @@ class Store:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
-        """Whether the newest version may be served: always, but in exact mode only once all of the old one is done."""
-        return not self.rules.exact or not (self.state.running or self.capacity())
+        """Whether the newest version may be served. With `drain`, which must ask, nothing starts from now to `served`.
+
+        With `drain` it may once nothing runs; in exact mode once all of the old version is done; else always.
+        """
+        if self.rules.exact:
+            return not (self.state.running or self.capacity())
+        self._is_draining = self.rules.drain
+        return not (self._is_draining and self.state.running)
 
     def served(self, version: int) -> None:
         """Every live server serves `version` or a later one: slots of the groups trained into it are free.
@@ -200,6 +209,7 @@ class Store:
         if not lowest <= version <= self.state.version:
             raise WireError(f"version: got {version}, allowed {lowest}..{self.state.version} (served..trained)")
         self.state.served_version = version
+        self._is_draining = False
         for trained_version in [v for v in self.state.unserved if v <= version]:
             del self.state.unserved[trained_version]
 

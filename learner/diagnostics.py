@@ -101,6 +101,17 @@ def tally_offpolicy(
     )
 
 
+def tally_old_kv(
+    tally: Tally,
+    proximal: Tensor,  # [N]
+    behaviour: Tensor,  # [N]
+    old_kv: Tensor,  # [N] bool: trained, sampled by the weights being trained, from KV of older ones
+) -> None:
+    """What a recompute from scratch makes of tokens that were sampled in place, after an update of the weights."""
+    difference = torch.where(old_kv, (behaviour - proximal).abs(), 0.0)
+    tally.add(old_kv=old_kv.sum(), old_kv_mismatch=difference.double().sum())
+
+
 def tally_policy(
     tally: Tally,
     logprobs: Tensor,  # [N]
@@ -126,12 +137,16 @@ _OVERALL_KEYS = {_ENTROPY: "policy/entropy"}
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
-    """Metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
+    """Metrics of `tally_offpolicy`, `tally_old_kv` and `tally_policy`, over all tokens and by staleness.
 
     Importance weights are those of tokens, rho = proximal / behaviour, before any rule. ESS/N = (sum w)^2 / (N sum w^2)
     of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied. chi2, which is
     mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens with that sign of
-    advantage. The mismatch is left out where no token is comparable.
+    advantage.
+
+    A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is what engine and
+    learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on KV of older
+    weights, which a recompute from scratch can't reproduce. Each is left out where there is no such token.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -145,6 +160,8 @@ def token_metrics(totals: Totals) -> list[Metric]:
     metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, answers) - 1))
     if overall["comparable"]:
         metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
+    if (old_kv := float(totals.get("old_kv", 0.0))) > 0:
+        metrics.append(Metric("mismatch/old_kv_mean_abs", float(totals["old_kv_mismatch"]) / old_kv))
     for bucket in range(BUCKETS):
         cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
         if cell["tokens"]:

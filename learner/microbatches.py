@@ -72,6 +72,7 @@ class MicroBatch:
     trained: Tensor  # [N] bool
     comparable: Tensor  # [N] bool: sampled by version `batch.version` and from KV of the same version
     staleness: Tensor  # [N] int64, batch.version - token version
+    old_kv: Tensor  # [N] bool: sampled by version `batch.version`, but maybe from KV of older ones
     rewards: Tensor  # [k] float32, one for each answer
     advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
     lengths: tuple[int, ...]
@@ -238,9 +239,8 @@ def collate(
     lengths = tuple(len(rollout.tokens) for _, rollout in pairs)
     trained = np.concatenate([rollout.mask for _, rollout in pairs])
     behaviour = np.concatenate([rollout.logprobs for _, rollout in pairs])
-    comparable = np.concatenate([rollout.versions == batch.version for _, rollout in pairs]) & np.repeat(
-        [group.start_version == batch.version for group, _ in pairs], lengths
-    )
+    staleness = batch.version - np.concatenate([rollout.versions for _, rollout in pairs])
+    old_kv = np.concatenate([group.old_kv(rollout) for group, rollout in pairs])
 
     def tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(device, dtype, non_blocking=True)
@@ -255,8 +255,9 @@ def collate(
         temperature=tensor(np.repeat([group.temperature for group, _ in pairs], lengths), torch.float32),
         behaviour=tensor(np.where(trained, behaviour, 0.0), torch.float32),
         trained=tensor(trained, torch.bool),
-        comparable=tensor(comparable, torch.bool),
-        staleness=tensor(batch.version - np.concatenate([rollout.versions for _, rollout in pairs]), torch.int64),
+        comparable=tensor((staleness == 0) & ~old_kv, torch.bool),
+        old_kv=tensor((staleness == 0) & old_kv, torch.bool),
+        staleness=tensor(staleness, torch.int64),
         rewards=tensor(np.array([rollout.reward for _, rollout in pairs]), torch.float32),
         advantages=tensor(np.concatenate([advantages[g][i] for g, i in answers]), torch.float32),
         lengths=lengths,
@@ -324,6 +325,7 @@ def _empty(device: torch.device) -> MicroBatch:
         trained=zeros.bool(),
         comparable=zeros.bool(),
         staleness=zeros.long(),
+        old_kv=zeros.bool(),
         rewards=zeros,
         advantages=zeros,
         lengths=(1,),

@@ -27,7 +27,7 @@ from async_rl.types import RolloutGroup
 from learner.advantages import vtrace_reach
 from learner.corrections import dropped_tokens, importance_weights, interpolated_proximal, log_ratios, m2po_limit
 from learner.credit import critic_advantages, penalty_to_go
-from learner.diagnostics import Tally, Totals, tally_critic, tally_offpolicy, tally_policy
+from learner.diagnostics import Tally, Totals, tally_critic, tally_offpolicy, tally_old_kv, tally_policy
 from learner.logspace import bounded_exp, sum_by_answer
 from learner.losses import (
     PolicyLoss,
@@ -151,6 +151,7 @@ class Objective:
                 tally, proximal, micro.behaviour, micro.trained, micro.comparable, micro.staleness,
                 answers.index, answers.count, weights, truncated, dropped,
             )
+            tally_old_kv(tally, proximal, micro.behaviour, micro.trained & micro.old_kv)
             self._tally_extras(tally, micro, proximal, log_rho)
         loss = weights * (loss + self._kl_loss(micro, logprobs))
         if algorithm.entropy_coef > 0:

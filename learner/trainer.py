@@ -148,11 +148,7 @@ class Learner:
 
     def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...]]:
         """Make every server serve the current version, then open admission for it."""
-        if self.config.staleness.mode == "exact" and not is_last:
-            with self._timeline.span("wait_data", "the groups of the old version"):
-                if self._client:
-                    self._client.await_push(self.version)
-                dist.barrier()
+        metrics = self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
         with self._timeline.span("sync", "push"):
             report = self._publisher.push(
                 full_parameters(self._updater.policy, self._push_dtype), self.version
@@ -162,12 +158,21 @@ class Learner:
                 self._verified = True
             if self._client and not is_last:  # after the last step nobody may start
                 self._client.served(self.version)
-        metrics = [
+        metrics += [
             Metric("time/push_s", report.seconds),
             Metric("push/bytes", float(report.num_bytes), "sum"),
             Metric("push/pause_s", report.pause_s),
         ]
         return metrics, report.spans
+
+    def _drain(self) -> list[Metric]:
+        """Wait for the groups that run, while no other may start."""
+        start_s = time.time()
+        with self._timeline.span("wait_data", "drain"):
+            if self._client:
+                self._client.await_push(self.version)
+            dist.barrier()
+        return [Metric("time/drain_s", time.time() - start_s)]
 
     def _verify(self, batch: Batch) -> None:
         """Compare servers and learner on a prompt of the batch with one of its answers."""

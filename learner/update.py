@@ -162,6 +162,7 @@ class Updater:
             behaviour=nothing,
             trained=nothing.bool(),
             comparable=nothing.bool(),
+            old_kv=nothing.bool(),
             staleness=nothing.long(),
             rewards=nothing[:1],
             advantages=nothing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ PREFILL_TOKENS = 16_384
 """Padded prompt tokens of one prefill forward: bounds its activations."""
 _GROWTH = 64
 """Columns added when the cache is full: rare copies, little unused memory."""
+Item = TypeVar("Item")
 _COMPACT_FRACTION = 0.125
 """Finished rows leave once they are this share: moving the others costs more than a few idle rows."""
 
@@ -120,6 +121,10 @@ class _Row:
         """Tokens whose keys and values are cached: all but the newest."""
         return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
 
+    @property
+    def cached_tokens(self) -> npt.NDArray[np.int32]:
+        return np.concatenate([self.group.request.prompt.tokens, np.array(self.tokens[:-1], np.int32)])
+
 
 class DecodingBatch:
     """Rows that advance together, a token a step. Groups join between steps and are handed back complete."""
@@ -129,16 +134,23 @@ class DecodingBatch:
         self._eos_tokens = eos_tokens
         self._rows: list[_Row] = []
         self._cache: list[WindowLayer] = []
+        self._retracted: list[_Row] = []
+        """Unfinished rows without KV."""
         self._settings: tuple[Tensor, Tensor | None] | None = None
         """Temperature and top_p of the rows [B, 1]; None when rows have changed."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._retracted)
+
+    def retract(self) -> None:
+        """Drops the KV of all rows: the next step recomputes it."""
+        self._retracted += [row for row in self._rows if not row.done]
+        self._rows, self._cache, self._settings = [], [], None
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
         """Prefills each prompt once for all samples and samples first tokens; returns complete groups."""
         complete: list[Group] = []
-        for chunk in _chunks(groups):
+        for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
             source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
             rows = [_Row(group, sample, _stream(group.request, sample))
@@ -153,6 +165,7 @@ class DecodingBatch:
     def step(self, version: int) -> list[Group]:
         """One token for every row; returns the groups completed by it."""
         device = self._model.device
+        self._recompute()
         self._compact()
         if not self._rows:
             return []
@@ -163,6 +176,14 @@ class DecodingBatch:
         if self._settings is None:
             self._settings = _settings(self._rows, device)
         return self._record(self._rows, logits, version, self._settings)
+
+    def _recompute(self) -> None:
+        """Brings the retracted rows back, their KV computed by the weights of now."""
+        rows = [row for row in self._retracted if not row.group.cancelled]
+        self._retracted = []
+        for chunk in _chunks(rows, [row.length for row in rows]):
+            cache, _ = self._prefill([row.cached_tokens for row in chunk])
+            self._join(chunk, cache)
 
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
         """Caches of width P and next-token logits. [B, V]"""
@@ -264,18 +285,17 @@ def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowL
     return [layer.take(index, width) for layer in cache]
 
 
-def _chunks(groups: list[Group]) -> list[list[Group]]:
-    """Consecutive groups whose padded prompts hold at most PREFILL_TOKENS together (or one group)."""
-    chunks: list[list[Group]] = []
+def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
+    """Consecutive items whose padded tokens are at most PREFILL_TOKENS together (or one item)."""
+    chunks: list[list[Item]] = []
     longest = 0
-    for group in groups:
-        length = len(group.request.prompt.tokens)
+    for item, length in zip(items, lengths, strict=True):
         if chunks and max(longest, length) * (len(chunks[-1]) + 1) <= PREFILL_TOKENS:
             longest = max(longest, length)
-            chunks[-1].append(group)
+            chunks[-1].append(item)
         else:
             longest = length
-            chunks.append([group])
+            chunks.append([item])
     return chunks
 
 

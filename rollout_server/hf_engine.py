@@ -4,7 +4,7 @@ fallback.
 One thread owns the model and advances all rows by one token at a time. Everything else that touches the model
 (a weight update, the logprobs of a probe) is a job which that thread runs between two tokens, so a token is
 sampled either wholly before or wholly after an update, and its version tag is exact. Running answers keep
-their KV cache over an update (`weight_sync.on_update: in_place`).
+their KV cache over an update, or recompute it, as `weight_sync.on_update` has it.
 
 Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
 requested in the same turn of the event loop enter the batch together. Evaluations have a batch of their own,
@@ -102,11 +102,12 @@ class HFEngine:
             timeout_s = self._config.timeouts.shutdown_s
             raise WaitTimeoutError(f"waited {timeout_s:.0f} s for the decode thread of {self._name} to end")
 
-    async def pause(self) -> None:
-        """Returns once no token is being sampled; running answers stay as they are until `resume`."""
+    async def pause(self, *, keep_kv: bool) -> None:
+        """Returns once no token is being sampled; running answers stay as they are until `resume`, then go on from
+        their KV or, without `keep_kv`, from one recomputed by the weights of that time."""
         with self._changed:
             self._paused = True
-        await self.between_tokens(lambda: None)
+        await self.between_tokens(lambda: None if keep_kv else self._retract())
 
     def resume(self) -> None:
         with self._changed:
@@ -214,6 +215,10 @@ class HFEngine:
         except ProcessDiedError as error:
             for future in self._futures.values():
                 _fail(future, error)
+
+    def _retract(self) -> None:
+        self._training.retract()
+        self._evaluation.retract()
 
     def _load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
         state = self.model.state_dict()

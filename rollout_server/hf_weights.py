@@ -30,7 +30,7 @@ class Updatable(Protocol):
 
     model: PreTrainedModel
 
-    async def pause(self) -> None: ...
+    async def pause(self, *, keep_kv: bool) -> None: ...
     def resume(self) -> None: ...
     async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None: ...
     async def set_version(self, version: int) -> None: ...
@@ -78,6 +78,7 @@ class WeightEndpoints:
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
             "/pause_generation": self._pause,
+            "/flush_cache": self._flush,
             "/begin_weight_update": self._begin,
             "/update_weights_from_distributed": self._receive,
             "/update_weights_from_disk": self._read,
@@ -101,10 +102,15 @@ class WeightEndpoints:
         return {}
 
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body.get("mode") != "in_place":
-            raise ValueError(f"mode must be 'in_place', got {body.get('mode')!r}")
-        await self._engine.pause()
+        """Answers live in the engine, not in requests of the server: retract and abort both recompute their KV."""
+        mode = body.get("mode")
+        if mode not in ("in_place", "retract", "abort"):
+            raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+        await self._engine.pause(keep_kv=mode == "in_place")
         return {}
+
+    async def _flush(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {}  # nothing outlives its answer here
 
     async def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
         self._staged = self._staged_version = None

@@ -1,15 +1,19 @@
-"""The SGLang engine: its own server process, one HTTP request per rollout group, a version for every token.
+"""The SGLang engine: its own server process, a few HTTP requests per rollout group, a version for every token.
 
-A group is one request with `n` samples: SGLang computes the prompt once and the samples find it in the prefix
-cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a request before
-it, which may come from older weights: an update in place keeps the cache. `seed` is not used: what SGLang
-samples depends on how it batches, so its runs don't repeat exactly (the hf engine's do).
+A group is a primer, which computes the prompt's KV once, and one request with a sample for each answer, which finds
+it in the prefix cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a
+request before it, which may come from older weights: an update in place keeps the cache. `seed` is not used: what
+SGLang samples depends on how it batches, so its runs don't repeat exactly (the hf engine's do).
+
+With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is asked for
+again, from prompt and answer so far, under a new cache key: it's all computed by the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,23 @@ from rollout_server.takeover import take_over
 LOAD_TIMEOUT_S = 2.0
 
 
+@dataclass(slots=True)
+class Answer:
+    """One answer as it grows; more than one request only if a push aborted it."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty while tokens are missing."""
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
+        )
+
+
 class SGLangEngine:
     """Implements `Engine`."""
 
@@ -36,9 +57,11 @@ class SGLangEngine:
         self._config = config
         self._name = f"SGLang server rollout/{index}"
         self._log_file = log_dir / f"sglang-rollout-{index}.log"
-        self._cache_keys = itertools.count()
         self._server: ServerProcess | None = None
         """None where a running server was taken over."""
+        self._resubmits = config.weight_sync.on_update == "abort"
+        self._attempts = itertools.count()
+        self._given_up: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
         """Raises ConfigError, ProcessDiedError (with the log's last lines) or WaitTimeoutError."""
@@ -48,6 +71,7 @@ class SGLangEngine:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
             headers=authorization(self._config.network),
         )
+        self._aborting = asyncio.create_task(self._abort_given_up())
         if url := self._config.rollout.server_url:
             await take_over(self._session, url, self._config)
             self.url = url
@@ -60,32 +84,66 @@ class SGLangEngine:
         self.url = self._server.url
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
+        """When cancelled it ends its requests on the server.
+
+        Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
         `timeouts.generate_s`, and AsyncRLError when the server refuses, aborts or garbles the answer."""
         check_tokens(request.prompt.tokens, self.vocab_size, request.prompt.index)
-        body = request_body(request, self._eos_tokens, f"group-{next(self._cache_keys)}")
+        answers = [Answer() for _ in range(request.n)]
         timeout_s = self._config.timeouts.generate_s
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.post(f"{self.url}/generate", json=body) as reply,
-            ):
-                if reply.status != 200:
-                    raise AsyncRLError(
-                        f"{self._name} refused group {request.group_id} (HTTP {reply.status}): "
-                        f"{(await reply.text())[:500]}"
-                    )
-                answers = await reply.json()
+            async with asyncio.timeout(timeout_s):
+                while open_answers := [answer for answer in answers if not answer.finish_reason]:
+                    await self._generate(request, open_answers)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"group {request.group_id} waited {timeout_s:.0f} s (timeouts.generate_s) for {self._name}"
             ) from None
+        return [answer.completion() for answer in answers]
+
+    async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:
+        """Lets `answers` grow, to their ends or until a push aborts them."""
+        # SGLang aborts every request whose id begins with the given one: none may begin with another's.
+        key = f"{request.group_id}.{next(self._attempts)}."
+        bodies = [request_body(request, answers, self._eos_tokens, key)]
+        if len(answers) > 1:
+            bodies.insert(0, primer_body(request, key))
+        for body in bodies:
+            replies = await self._post(body, request.group_id)
+        for answer, reply in zip(answers, replies, strict=True):
+            extend_answer(answer, reply, request.max_tokens, self._eos_tokens)
+            if not (answer.finish_reason or self._resubmits):
+                finish = reply["meta_info"]["finish_reason"]
+                raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
+
+    async def _post(self, body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+        try:
+            async with self._session.post(f"{self.url}/generate", json=body) as reply:
+                if reply.status != 200:
+                    raise AsyncRLError(
+                        f"{self._name} refused group {group_id} (HTTP {reply.status}): {(await reply.text())[:500]}"
+                    )
+                replies: list[dict[str, Any]] = await reply.json()
+                return replies
+        except asyncio.CancelledError:
+            for rid in body["rid"]:
+                self._given_up.put_nowait(rid)
+            raise
         except aiohttp.ClientError as error:
             await asyncio.sleep(0.5)  # a dying server closes its connections before it can be seen dead
             if self._server is not None:
                 self._server.check_alive()
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
-        return [parse_completion(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+    async def _abort_given_up(self) -> None:
+        """Consumes the ids of requests nobody waits for any more, and ends them on the server."""
+        while True:
+            rid = await self._given_up.get()
+            try:
+                async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}):
+                    self._given_up.task_done()
+            except aiohttp.ClientError:
+                return  # the server is gone, and who needs an answer of it is told so
 
     async def load(self) -> Load | None:
         """From the server's /v1/loads, which reads shared memory and leaves its scheduler alone."""
@@ -105,6 +163,7 @@ class SGLangEngine:
 
     async def aclose(self) -> None:
         if hasattr(self, "_session"):
+            self._aborting.cancel()
             await self._session.close()
         if self._server is not None:
             await self._server.aclose()
@@ -123,40 +182,56 @@ def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:
         )
 
 
-def request_body(request: GenerationRequest, eos_tokens: list[int], cache_key: str) -> dict[str, Any]:
-    """The JSON of a /generate request. Every parameter that could narrow the support is set, also to its
-    default.
-    """
+def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
+    """Of a /generate request that computes the prompt's KV and samples nothing."""
     return {
-        "input_ids": request.prompt.tokens.tolist(),
-        "sampling_params": {
-            "n": request.n, "max_new_tokens": request.max_tokens, "stop_token_ids": eos_tokens,
-            "temperature": request.temperature, "top_p": request.top_p, "top_k": -1, "min_p": 0.0,
-            "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-        },
-        "return_logprob": True,
-        "extra_key": cache_key,
+        "rid": [f"{key}prompt."], "input_ids": [request.prompt.tokens.tolist()],
+        "sampling_params": [{"max_new_tokens": 0}], "extra_key": key,
     }
 
 
-def parse_completion(answer: dict[str, Any]) -> Completion:
-    """One sample of SGLang's reply. Raises AsyncRLError if it was aborted or isn't whole."""
-    tokens, meta = answer["output_ids"], answer["meta_info"]
+def request_body(
+    request: GenerationRequest, answers: list[Answer], eos_tokens: list[int], key: str
+) -> dict[str, Any]:
+    """Of a /generate request for what the answers lack. Every parameter that could narrow the support is set, also
+    to its default.
+    """
+    prompt = request.prompt.tokens.tolist()
+    sampling = {
+        "stop_token_ids": eos_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    }
+    return {
+        "rid": [f"{key}{i}." for i in range(len(answers))],
+        "input_ids": [prompt + answer.tokens for answer in answers],
+        "sampling_params": [
+            {**sampling, "max_new_tokens": request.max_tokens - len(answer.tokens)} for answer in answers
+        ],
+        "return_logprob": True,
+        "extra_key": key,
+    }
+
+
+def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, eos_tokens: list[int]) -> None:
+    """Appends what one request sampled. Raises AsyncRLError if it isn't whole, or ended by neither model nor abort."""
+    tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
-    ended_by_token = finish["type"] == "stop" and isinstance(finish.get("matched"), int)
-    if not (ended_by_token or finish["type"] == "length"):
-        raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    if not tokens or len(logprobs) != len(tokens) or None in logprobs:
+    aborted = finish["type"] == "abort" and not finish.get("status_code")
+    logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+    if not (tokens or aborted) or len(logprobs) != len(tokens) or None in logprobs:
         raise AsyncRLError(
             f"SGLang must send one logprob for each token, got {len(tokens)} tokens with {logprobs[:20]}"
         )
-    return Completion(
-        tokens=np.array(tokens, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=token_versions(meta.get("weight_versions"), len(tokens)),
-        finish_reason=finish["type"],
-    )
+    answer.tokens += tokens
+    answer.logprobs += logprobs
+    answer.versions += token_versions(meta.get("weight_versions"), len(tokens)).tolist()
+    ended_by_token = finish["type"] == "stop" and isinstance(finish.get("matched"), int)
+    if ended_by_token or (aborted and tokens and tokens[-1] in eos_tokens):  # an abort may come with the last token
+        answer.finish_reason = "stop"
+    elif finish["type"] == "length" or (aborted and len(answer.tokens) == max_tokens):
+        answer.finish_reason = "length"
+    elif not aborted:
+        raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:

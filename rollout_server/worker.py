@@ -178,6 +178,7 @@ class Worker:
             temperature=request.temperature, prompt_tokens=prompt.tokens,
             rollouts=tuple(map(_rollout, completions, rewards)),
             duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
+            keeps_kv=self._config.weight_sync.on_update == "in_place",
         )
         await self._client.put(group)
         self._failures_in_a_row = 0

@@ -19,6 +19,9 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
 from async_rl.timeline import Span
 
+PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "in_place", "abort": "abort"}
+"""How servers stand still, by `weight_sync.on_update`. Where training has drained them, evaluations may still run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
@@ -80,6 +83,7 @@ class WeightPublisher(ABC):
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
+        self.pause_mode = PAUSE_MODES[config.weight_sync.on_update]
         self.timeouts = config.timeouts
         self.tp = config.placement.rollout.tp
         self.dtype = serving_dtype(config, device.type)
@@ -152,10 +156,18 @@ class WeightPublisher(ABC):
         return lambda: post(self.session, url, path, body, self.timeouts.push_s)
 
     def pause_all(self) -> float:
-        """Stop generation in place (running requests keep their KV); returns the wall-clock of the stop."""
+        """Stop generation as `weight_sync.on_update` has it; returns the wall-clock of the stop.
+
+        Only `retract` leaves no KV in use, so that the cache can be flushed: a server told to flush while requests
+        stand still in place refuses, and one told so by the update itself (`flush_cache`) dies. The other modes rely
+        on prefix-cache keys that no two groups share.
+        """
         start_s = time.time()
         everyone = len(self.engine_urls)
-        self.call_servers("/pause_generation", [{"mode": "in_place"}] * everyone, "pause before a weight push")
+        body = {"mode": self.pause_mode}
+        self.call_servers("/pause_generation", [body] * everyone, "pause before a weight push")
+        if self.pause_mode == "retract":
+            self.call_servers("/flush_cache", [{}] * everyone, "flush of the KV cache before a weight push")
         self.call_servers("/begin_weight_update", [{}] * everyone, "begin of a weight push")
         return start_s
 

@@ -16,6 +16,7 @@ from learner.diagnostics import (
     median_trained_tokens,
     tally_critic,
     tally_offpolicy,
+    tally_old_kv,
     tally_policy,
     token_metrics,
 )
@@ -119,6 +120,16 @@ def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_ra
         comparable=torch.tensor([True, True, True, False]),
     )
     assert got["mismatch/mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+
+def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> None:
+    tally = Tally()
+    behaviour, proximal = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -0.75, 9.0])
+    tally_old_kv(tally, proximal, behaviour, torch.tensor([True, True, False]))
+    totals = {**NO_POLICY, **NO_OFFPOLICY, **tally.reduce()}
+    totals |= dict.fromkeys(("answers", "product", "product_squared"), np.zeros(()))
+    got = {metric.key: metric.value for metric in token_metrics(totals)}
+    assert got["mismatch/old_kv_mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+    assert "mismatch/mean_abs" not in got
 
 
 def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_from_the_steps_start(

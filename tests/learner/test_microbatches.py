@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,22 @@ def test_a_row_of_two_pieces_by_hand() -> None:
     assert micro.where.tolist() == [1, 2, 3, 6, 7]
     assert micro.targets.tolist() == [11, 12, 13, 21, 22]
     assert micro.answers == ((0, 0), (1, 0))
+
+
+def test_a_token_of_the_learners_version_is_comparable_unless_its_group_kept_older_kv() -> None:
+    rollouts = [make_rollout([1, 2, 3], [-1.0, -2.0, -3.0], 1.0), make_rollout([4, 5], [-4.0, -1.0], 0.0)]
+    rollouts[0].versions[:] = [6, 7, 8]
+    rollouts[1].versions[:] = [8, 8]  # its prompt's KV may be of version 6, as its group started then
+    groups = [
+        dataclasses.replace(make_group(i, [5, 6], rollouts, version=6), keeps_kv=keeps_kv)
+        for i, keeps_kv in enumerate((False, True))
+    ]
+    batch = Batch(version=8, groups=tuple(groups), finished_versions=(8, 8))
+    pieces = make_pieces(batch.groups, [(g, a) for g in (0, 1) for a in (0, 1)], 100, 1, DENSE)
+    advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]] * 2
+    micro = collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu"))
+    assert micro.comparable.tolist() == [False, False, True, True, True] + [False] * 5
+    assert micro.old_kv.tolist() == [False] * 5 + [False, False, True, True, True]
 
 
 def test_a_shared_row_by_hand() -> None:

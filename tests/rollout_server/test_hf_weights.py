@@ -103,7 +103,7 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     async def refused(engine: HFEngine) -> list[tuple[int, str]]:
         replies = [
             await post(engine, from_disk, {"model_path": str(partial)}),
-            await post(engine, "/pause_generation", {"mode": "abort"}),
+            await post(engine, "/pause_generation", {"mode": "stop"}),
             await post(engine, "/begin_weight_update", {}),
             await post(engine, from_disk, {"model_path": str(wrong)}),
             await post(engine, from_disk, {"model_path": str(tmp_path)}),
@@ -114,7 +114,7 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
 
     outside, mode, begin, shape, empty, one_tensor, whole = with_engine(config_for(folder), refused)
     assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
-    assert mode[0] == 400 and "'abort'" in mode[1]
+    assert mode[0] == 400 and "'stop'" in mode[1]
     assert begin[0] == 200 and one_tensor[0] == 200
     assert shape[0] == 400 and "[96], got [95]" in shape[1]
     assert empty[0] == 400 and "no *.safetensors" in empty[1]

@@ -15,7 +15,7 @@ import pytest
 from async_rl.config import Config, EvalConfig, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.server import command_line, free_port, server_flags
-from rollout_server.sglang_engine import parse_completion, request_body, token_versions
+from rollout_server.sglang_engine import Answer, extend_answer, primer_body, request_body, token_versions
 from tests.rollout_server.hf_cases import request_for
 
 MODEL = SimpleNamespace(
@@ -84,31 +84,74 @@ def test_a_free_port_can_be_listened_on() -> None:
         pass
 
 
+def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
+    answer = before or Answer()
+    extend_answer(answer, reply, max_tokens, eos_tokens=[2, 5])
+    return answer
+
+
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
-    body = request_body(request_for(0, n=3, temperature=0.7, max_tokens=9), [2, 5], "group-1")
-    expected = {"n": 3, "temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
+    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [Answer()] * 3, [2, 5], "8.1.")
+    expected = {"temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
     full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert (expected | full_support).items() <= body["sampling_params"].items()
-    assert body["return_logprob"] and body["extra_key"] == "group-1"
+    assert len(body["sampling_params"]) == 3
+    assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
+    assert body["return_logprob"] and body["extra_key"] == "8.1."
+
+
+def test_no_request_id_begins_with_another() -> None:
+    """SGLang aborts all requests whose id begins with the one it is told."""
+    request = request_for(0)
+    keys = [f"{group}.{attempt}." for group in (1, 11) for attempt in (0, 1, 10, 11)]
+    bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [Answer()] * 12, [], k))]
+    ids = [rid for body in bodies for rid in body["rid"]]
+    assert len(ids) == 8 * 13
+    assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
 
 
 def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
-    completion = parse_completion(answer())
+    completion = extended(answer()).completion()
     assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
     assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
     assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("finish", [{"type": "abort"}, {"type": "stop", "matched": "NaN happened"}])
-def test_an_answer_the_model_did_not_finish_is_an_error(finish: dict[str, str]) -> None:
-    with pytest.raises(AsyncRLError, match=str(next(iter(finish.values())))):
-        parse_completion(answer(finish_reason=finish))
+def test_what_a_push_aborted_is_asked_for_again_after_the_answer_so_far() -> None:
+    request = request_for(0, max_tokens=4)
+    begun = extended(answer(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
+    assert begun.finish_reason == ""
+    body = request_body(request, [begun], [2, 5], "k")
+    assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
+    assert body["sampling_params"][0]["max_new_tokens"] == 2
+    newer = [{"version": "6", "start": 0, "end": 2}]
+    whole = extended(answer(weight_versions=newer), begun, max_tokens=4)
+    assert (whole.tokens, whole.versions) == ([7, 8, 7, 8], [3, 4, 6, 6])
+    assert whole.logprobs == [-1.5, -2.0, -1.5, -2.0] and whole.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("last", "max_tokens", "reason"), [(5, 9, "stop"), (8, 2, "length"), (8, 3, "")])
+def test_an_abort_that_comes_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
+    reply = answer(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
+    assert extended(reply, max_tokens=max_tokens).finish_reason == reason
+
+
+def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() -> None:
+    meta = {"finish_reason": {"type": "abort"}, "weight_versions": [{"version": "3", "start": 0, "end": 0}]}
+    assert extended({"output_ids": [], "meta_info": meta}) == Answer()
+
+
+@pytest.mark.parametrize(
+    "finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}]
+)
+def test_an_answer_the_model_did_not_finish_is_an_error(finish: dict[str, Any]) -> None:
+    with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
+        extended(answer(finish_reason=finish))
 
 
 @pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
 def test_a_reply_without_a_number_for_each_token_is_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
-        parse_completion(answer(output_token_logprobs=logprobs))
+        extended(answer(output_token_logprobs=logprobs))
 
 
 @pytest.mark.parametrize(

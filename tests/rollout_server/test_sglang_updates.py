@@ -1,0 +1,112 @@
+"""What becomes of answers of a real SGLang server when weights change, or nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import torch
+from transformers import PreTrainedModel
+
+from async_rl.config import Config, WeightSyncConfig
+from async_rl.weights import open_publisher
+from rollout_server.engine import Completion
+from tests.conftest import EngineInThread
+from tests.rollout_server.hf_cases import request_for, sharp_model
+from tests.rollout_server.sglang_cases import generate
+from tests.rollout_server.tags import check_tags
+
+pytestmark = pytest.mark.e2e
+
+TEMPERATURE = 0.3
+"""Cold: answers rarely come to an end."""
+VERSIONS = itertools.count(10)
+MODELS: dict[int, PreTrainedModel] = {}
+"""What the server was given, by version."""
+
+
+def push(config: Config, url: str) -> int:
+    """Makes the server serve a new version, very different from all others."""
+    version = next(VERSIONS)
+    model = MODELS[version] = sharp_model("tiny-qwen2", 100 + version).eval()
+    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
+    publisher.connect()
+    publisher.push(model.named_parameters(), version)
+    tokens = list(range(5, 30))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], tolerance=1e-3)
+    publisher.close()
+    return version
+
+
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = sglang_server, sglang_server.engine.url
+    config = dataclasses.replace(
+        server.config, run=dataclasses.replace(server.config.run, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
+    )
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    request = request_for(6, n=8, max_tokens=300, temperature=TEMPERATURE)
+    first = push(config, url)
+
+    async def generate_over_two_updates() -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        for _ in range(2):
+            await server.engine.generate(request_for(7))  # the group runs once this is answered
+            if on_update == "drain":  # the buffer sees to it in a run
+                await running
+            await asyncio.to_thread(push, config, url)
+        return await running
+
+    answers = server.run(generate_over_two_updates())
+    models = {version: MODELS[version] for version in range(first, first + 3)}
+    spanning = [a for a in answers if len(set(a.versions.tolist())) == (1 if on_update == "drain" else 3)]
+    assert len(spanning) >= 2
+    assert all((np.diff(a.versions) >= 0).all() for a in answers)
+    keeps_kv = on_update == "in_place"
+    mismatches = [
+        check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]
+    ]
+    assert (max(mismatches) > 0.01) == keeps_kv  # what a recompute from scratch makes of them
+
+    # The same prompt again: its KV cache must be of the newest version too.
+    (last,) = generate(server, request)
+    assert {v for a in last for v in a.versions.tolist()} == {first + 2}
+    for answer in last:
+        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:
+    engine = sglang_server.engine
+
+    def unfinished() -> int:
+        loads = requests.get(f"{engine.url}/v1/loads", timeout=30).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    async def cancel_one() -> list[Completion]:
+        kept, doomed = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
+        while (before := await asyncio.to_thread(unfinished)) <= 9:
+            assert not (kept.done() or doomed.done())
+        await post("pause_generation", mode="retract")  # nothing ends by itself now
+        doomed.cancel()
+        await asyncio.wait([doomed])
+        await engine._given_up.join()
+        await post("continue_generation")
+        while (after := await asyncio.to_thread(unfinished)) == before:
+            pass  # it counts anew with the first tokens after the pause
+        assert after <= 9
+        return await kept
+
+    async def post(path: str, **body: str) -> None:
+        await asyncio.to_thread(requests.post, f"{engine.url}/{path}", json=body, timeout=30)
+
+    assert len(sglang_server.run(cancel_one())) == 9

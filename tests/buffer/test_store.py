@@ -182,3 +182,25 @@ def test_the_description_says_what_a_batch_waits_for() -> None:
         "2 of 2 groups finished, 2 running (oldest 10 s, worker rollout/0), "
         "2 of them expire by version 1 (first group 1), served version 1"
     )
+
+
+def test_a_push_that_drains_waits_for_what_runs_and_nothing_starts_meanwhile() -> None:
+    store = Store(plain_rules(2, 1, drain=True))
+    store.served(0)
+    assert len(store.admit("rollout/0", 2, 0.0)) == 2
+    finish_all(store, [0])
+    train(store)
+    assert store.capacity() == 1
+    assert not store.may_push()
+    assert store.capacity() == 0
+    finish_all(store, [1])
+    assert store.may_push()
+    assert store.capacity() == 0
+    store.served(1)
+    assert store.capacity() == 2
+
+
+def test_a_push_waits_for_nothing_unless_it_drains() -> None:
+    store = open_store()
+    store.admit("rollout/0", 1, 0.0)
+    assert store.may_push() and store.capacity() == 1

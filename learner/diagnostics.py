@@ -145,8 +145,8 @@ def token_metrics(totals: Totals) -> list[Metric]:
     advantage.
 
     A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is what engine and
-    learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on KV of older
-    weights, which a recompute from scratch can't reproduce. Each is left out where there is no such token.
+    learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on
+    KV of older weights, which a recompute from scratch can't reproduce. Each is left out where there is no such token.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}

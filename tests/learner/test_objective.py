@@ -72,7 +72,8 @@ def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
     micro = MicroBatch(
         tokens=torch.zeros(1, 1).long(), segments=None, positions=None, where=torch.zeros(n).long(),
         targets=torch.zeros(n).long(), temperature=torch.ones(n), behaviour=behaviour,
-        trained=torch.rand(n, generator=generator) >= masked, comparable=torch.zeros(n).bool(), old_kv=torch.zeros(n).bool(),
+        trained=torch.rand(n, generator=generator) >= masked, comparable=torch.zeros(n).bool(),
+        old_kv=torch.zeros(n).bool(),
         staleness=torch.randint(0, 4, (n,), generator=generator), rewards=torch.rand(len(LENGTHS), generator=generator),
         advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)), lengths=LENGTHS, answers=(),
         proximal=proximal, values=normal(), reference=proximal + normal(0.3),
@@ -164,7 +165,8 @@ def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_pa
             micro = MicroBatch(
                 tokens=micro.tokens, segments=None, positions=None, where=torch.zeros(1).long(),
                 targets=torch.zeros(1).long(), temperature=torch.ones(1), trained=torch.ones(1).bool(),
-                comparable=torch.zeros(1).bool(), old_kv=torch.zeros(1).bool(), staleness=torch.zeros(1).long(), lengths=(1,), answers=(),
+                comparable=torch.zeros(1).bool(), old_kv=torch.zeros(1).bool(),
+                staleness=torch.zeros(1).long(), lengths=(1,), answers=(),
                 behaviour=logprob.detach(), reference=q.log()[token : token + 1], **one,
             )  # fmt: skip
             total = total + p[token] * policy_loss(objective, micro, logprob, torch.zeros(1))

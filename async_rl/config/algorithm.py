@@ -171,6 +171,12 @@ class AlgorithmConfig:
             "recompute or behaviour with one optimizer step per batch",
             "Its one forward pass gives the proximal logprobs already: there is none to save.",
         )
+        m2po = self.correction.masks.m2po
+        check(
+            self.proximal != "interpolate" or m2po == 0, "algorithm.correction.masks.m2po", m2po,
+            "0 with algorithm.proximal interpolate",
+            "The mask needs the proximal logprobs of a whole minibatch before its first step. Use recompute.",
+        )
         check(
             self.proximal != "behaviour" or kind in ("auto", "none"), "algorithm.correction.kind", kind,
             "auto or none with algorithm.proximal behaviour",

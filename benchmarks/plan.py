@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,10 @@ def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
 def measured_workload(folder: Path) -> Workload:
     """From a run directory or all bounds of a sweep. Raises ConfigError if nothing is there."""
     runs = read_runs(folder)
-    return workload_of([stages(run) for run in runs], *sizes(runs[0]))
+    workload = workload_of([stages(run) for run in runs], *sizes(runs[0]))
+    if math.isnan(workload.group_mean_s):
+        raise ConfigError(f"{folder} holds no durations of rollout groups (rollout/group_s): was it too short a run?")
+    return workload
 
 
 def answer(args: argparse.Namespace) -> str:

@@ -206,7 +206,8 @@ def _share_done(sweep: Sweep, cell: Cell) -> float:
 def _write_plan(sweep: Sweep) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     plan = {
-        "config": sweep.config, "overrides": sweep.overrides, "seconds": sweep.seconds,
+        "command": shlex.join(["async-rl", *sys.argv[1:]]), "config": sweep.config,
+        "overrides": sweep.overrides, "seconds": sweep.seconds,
         "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": describe_machine(),
     }  # fmt: skip
     (sweep.folder / "sweep.json").write_text(json.dumps(plan, indent=2) + "\n")

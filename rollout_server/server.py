@@ -63,6 +63,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "weight-version": "0",
         "skip-tokenizer-init": True,  # tokens in, tokens out: nothing to detokenize
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
+        "load-snapshot-publish-interval": 1,  # in decode steps: what /v1/loads says, from which occupancy comes
         "log-level": "warning",
     }
     if on_gpu:

@@ -23,7 +23,7 @@ from async_rl.config import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.errors import StalenessError
+from async_rl.errors import NothingToLearnError, StalenessError
 from async_rl.timeline import Span
 from async_rl.types import Batch
 from async_rl.weights import PushReport
@@ -61,6 +61,9 @@ class FakeClient:
 
     def trained(self, version: int) -> None:
         self.calls.append(("trained", version))
+
+    def await_push(self, version: int) -> None:
+        self.calls.append(("await_push", version))
 
     def served(self, version: int) -> None:
         self.calls.append(("served", version))
@@ -188,6 +191,36 @@ def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
     assert [report.step for report in reports] == [1, 2]  # time counts from the end of the first step
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_note(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_raw(client: FakeClient, version: int) -> list[bytes]:
+        if version == 2:
+            raise NothingToLearnError("the task is solved")
+        return [bytes([version])]
+
+    monkeypatch.setattr(FakeClient, "take_raw", take_raw)
+    run = RunConfig(steps=50, dir=str(tmp_path))
+    reports = list(open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3)).run())
+    assert [(report.step, report.note) for report in reports] == [(1, ""), (2, ""), (2, "the task is solved")]
+    assert publisher.calls[-1] == ("push", 2)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_in_exact_mode_a_push_waits_for_the_buffer(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)),
+        staleness=StalenessConfig(max=2, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"),
+    )
+    assert isinstance(learner._client, FakeClient)
+    learner._client.calls = publisher.calls
+    list(learner.run())
+    assert publisher.calls[3:6] == [("trained", 1), ("await_push", 1), ("push", 1)]
+    assert ("await_push", 2) not in publisher.calls  # after the last step nothing waits
 
 
 def test_two_runs_with_one_seed_give_the_same_weights(

@@ -1,0 +1,204 @@
+"""A store and an onlooker who knows nothing of its rules: he writes down every event and checks what the store says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+from buffer.staleness import Rules
+from buffer.store import Store, Taken
+from buffer.store_rows import Row
+from buffer.store_state import StoreState
+from tests.buffer.made import make_outcome
+
+WORKERS = ("rollout/0", "rollout/1")
+EVERYTHING = 10**6
+
+
+class Onlooker:
+    def __init__(self, rules: Rules, every_steps: int) -> None:
+        self.rules, self.every_steps = rules, every_steps
+        self.journal: dict[int, Row] = {}  # [group id] the newest row
+        self.store = Store(rules, StoreState(record=self.write_down))
+        self.store.served(0)
+        self.version = self.served_version = self.oldest_trained = self.num_events = 0
+        self.batch: Taken | None = None
+        self.starts: dict[int, int] = {}
+        self.workers: dict[int, str] = {}
+        self.running: list[int] = []
+        self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
+        self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
+        self.drops: Counter[str] = Counter()
+
+    def write_down(self, row: Row) -> None:
+        self.journal[row.group_id] = row
+        if row.state == "dropped":
+            assert row.group_id not in self.uses, "dropped after it was trained on"
+            self.drops[row.drop_reason] += 1
+            if row.group_id in self.running:
+                self.running.remove(row.group_id)
+            if row.drop_reason == "late":
+                last = self.last_batch(row.group_id)
+                assert last <= self.version, "dropped while it could be trained on"
+                assert self.rules.late != "wait"
+
+    def last_batch(self, group_id: int) -> int:
+        young = self.newest[group_id] if self.rules.late == "mask" else self.starts[group_id]
+        return young + self.rules.max_staleness
+
+    def admit(self, count: int, worker: str) -> None:
+        for slot in self.store.admit(worker, count, now_s=0.0):
+            assert slot.group_id not in self.starts and slot.start_version == self.served_version
+            self.starts[slot.group_id], self.workers[slot.group_id] = slot.start_version, worker
+            self.running.append(slot.group_id)
+
+    def finish(self, count: int, pick: int, newest: int, equal: bool = False) -> None:
+        """`newest` is cut to what the tokens can be: from the start version to the version announced."""
+        for _ in range(min(count, len(self.running))):
+            group_id = self.running[pick % len(self.running)]
+            start = self.starts[group_id]
+            self.newest[group_id] = start if self.rules.exact else min(max(start, newest), self.version)
+            self.running.remove(group_id)
+            outcome = make_outcome(self.newest[group_id], equal_rewards=equal, reward=float(group_id))
+            self.store.finish(group_id, b"%d" % group_id, outcome, drop_equal=True)
+
+    def fail(self, pick: int, requeue: bool) -> None:
+        if self.running:
+            self.store.fail(self.running[pick % len(self.running)], "test", requeue)
+
+    def abandon(self, worker: str) -> None:
+        lost = [group_id for group_id in self.running if self.workers[group_id] == worker]
+        assert self.store.abandon(worker) == len(lost)
+
+    def hear(self, worker: str) -> None:
+        """Whom the worker is told to abort was his and does not run any more."""
+        aborted = self.store.aborts(worker)
+        assert all(self.workers[i] == worker and self.journal[i].drop_reason == "late" for i in aborted)
+        self.store.forget_aborts(worker, aborted)
+        assert self.store.aborts(worker) == []
+
+    def learn(self) -> None:
+        """The learner's next event: train on what it holds, or serve if that is due, or ask for a batch."""
+        if self.batch:
+            for row in self.batch.groups:
+                self.uses.setdefault(row.group_id, []).append(self.version)
+            self.version += 1
+            self.store.trained(self.version)
+            self.batch = None
+        elif self.version - self.served_version >= self.every_steps:
+            if self.store.may_push():
+                self.served_version = self.version
+                self.store.served(self.version)
+        elif batch := self.store.take(self.version):
+            self.batch = batch
+            self.check_batch(batch)
+
+    def check_batch(self, batch: Taken) -> None:
+        rules, v = self.rules, self.version
+        ids = [row.group_id for row in batch.groups]
+        assert len(ids) == rules.prompts_per_step and ids == sorted(set(ids))
+        assert sum(i not in self.uses for i in ids) >= rules.fresh_per_step, "too few fresh groups"
+        assert max(len(self.uses.get(i, ())) for i in ids) < rules.max_uses, "used too often"
+        assert all(row.payload == b"%d" % row.group_id for row in batch.groups)
+        ages = [v + rules.max_staleness - self.last_batch(i) for i in ids]
+        assert max(ages) <= rules.max_staleness, "bound"
+        self.oldest_trained = max(self.oldest_trained, *ages)
+        if rules.exact:
+            only = max(0, v - rules.max_staleness)
+            assert all(self.starts[i] == self.newest[i] == only for i in ids), "not of the exact version"
+
+    def crash(self) -> None:
+        """The buffer dies after any event and comes back from what a journal kept; nobody else notices."""
+        rows = [row for row in self.journal.values() if row.state not in ("trained", "dropped")]
+        scalars = json.loads(json.dumps(self.store.state.scalars()))
+        before = self.store.state.counters()
+        self.store = Store(self.rules, StoreState(record=self.write_down))
+        self.store.state.restore(rows, scalars)
+        after = self.store.state.counters()
+        assert {k: v for k, v in after.items() if k.count("/") == 1} == {
+            k: v for k, v in before.items() if k.count("/") == 1
+        }
+
+    def resume(self, back: int) -> None:
+        """The whole run starts again from a checkpoint some versions ago, which the learner serves first."""
+        newest = self.served_version if self.rules.exact else self.version
+        self.version = max(0, newest - back)
+        for group_id, batches in list(self.uses.items()):
+            self.uses[group_id] = [v for v in batches if v < self.version]
+            if not self.uses[group_id]:
+                del self.uses[group_id]
+        final = [row for row in self.journal.values() if row.state == "trained"]
+        undone = [row for row in final if row.trained_versions[-1] >= self.version]
+        self.store.state.rewind(self.version, undone)
+        assert not self.running
+        self.served_version, self.batch = self.version, None
+        self.store.served(self.version)
+
+    def run_dry(self) -> None:
+        """Once all that may run has run, the learner goes on, whatever it was at: there is no deadlock."""
+        self.admit(EVERYTHING, WORKERS[0])
+        self.finish(EVERYTHING, 0, self.served_version)
+        before = (self.version, self.served_version, self.batch)
+        self.learn()
+        assert (self.version, self.served_version, self.batch) != before, self.store.describe(0.0)
+
+    def check(self) -> None:
+        self.num_events += 1
+        state = self.store.state
+        state.check_identity()
+        counters = state.counters()
+        assert counters["buffer/unaccounted"] == 0
+        assert counters["buffer/admitted"] == len(self.starts)
+        assert counters["buffer/running"] == len(self.running)
+        assert {reason: n for reason, n in state.account.dropped.items() if n} == self.drops
+        assert counters["buffer/trained"] == len(self.uses)
+        assert counters["buffer/uses"] == sum(map(len, self.uses.values()))
+        assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
+
+
+def some_rules(rng: random.Random) -> tuple[Rules, int]:
+    """Any mode, policy and size that Config allows, and weight_sync.every_steps."""
+    bound, size = rng.randint(0, 4), rng.randint(1, 6)
+    if rng.random() < 0.25:
+        return Rules(max_staleness=bound, prompts_per_step=size, fresh_per_step=size, exact=True), 1
+    uses = rng.randint(2, 3) if bound and size > 1 and rng.random() < 0.5 else 1
+    fresh = rng.randint(-(-size // uses), size - 1) if uses > 1 else size
+    if (bound + 1) * fresh < size:
+        uses, fresh = 1, size
+    every_steps = rng.randint(1, (bound + 1) * fresh // size)
+    late = rng.choice(("wait", "drop", "mask"))
+    rules = Rules(
+        max_staleness=bound, prompts_per_step=size, fresh_per_step=fresh, max_uses=uses, late=late  # type: ignore[arg-type]
+    )
+    return rules, every_steps
+
+
+def walk(onlooker: Onlooker, events: int, rng: random.Random, resumes: bool = True) -> None:
+    """Events as they come in a run: groups start and finish in any order after any time, few fail, fewer crash."""
+    kinds = {
+        "admit": 30, "finish": 28, "equal": 2, "learn": 35, "fail": 2, "abandon": 1, "hear": 2, "run_dry": 1,
+        "crash": 1, "resume": 0.1 if resumes else 0,
+    }
+    for kind in rng.choices(list(kinds), list(kinds.values()), k=events):
+        match kind:
+            case "admit":
+                onlooker.admit(rng.randint(1, 40), rng.choice(WORKERS))
+            case "finish" | "equal":
+                newest = rng.randint(max(0, onlooker.version - 3), onlooker.version)
+                onlooker.finish(rng.randint(1, 3), rng.randrange(EVERYTHING), newest, kind == "equal")
+            case "learn":
+                onlooker.learn()
+            case "fail":
+                onlooker.fail(rng.randrange(EVERYTHING), requeue=rng.random() < 0.5)
+            case "abandon":
+                onlooker.abandon(WORKERS[1])
+            case "hear":
+                onlooker.hear(rng.choice(WORKERS))
+            case "run_dry":
+                onlooker.run_dry()
+            case "crash":
+                onlooker.crash()
+            case "resume":
+                onlooker.resume(rng.randint(0, 3))
+        onlooker.check()

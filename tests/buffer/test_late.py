@@ -1,0 +1,131 @@
+"""Late policies, exact mode and groups without variance, over real sockets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSyncConfig
+from async_rl.errors import NothingToLearnError, WaitTimeoutError
+from buffer.client import LearnerClient, WorkerClient
+from buffer.store import EQUAL_BATCHES, Store
+from tests.buffer.made import make_config, make_group, make_outcome, make_rollout, plain_rules, serving
+from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
+
+
+def config_of(size: int, staleness: StalenessConfig, **changes: Any) -> Config:
+    return replace(make_config(prompts_per_step=size), staleness=staleness, **changes)
+
+
+def test_a_worker_hears_which_of_its_groups_were_dropped_until_it_says_so() -> None:
+    config = config_of(2, StalenessConfig(max=1, late="drop"))
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def run(worker: WorkerClient) -> None:
+            slots = await worker.admit(4)
+            for slot in slots[2:]:
+                await worker.put(make_group(slot))
+            learner.take(0)
+            learner.trained(1)
+            learner.served(1)
+            more = await worker.admit(4)
+            assert [slot.start_version for slot in more] == [1, 1]
+            for slot in more:
+                await worker.put(make_group(slot, rollouts=(make_rollout(version=1),) * 2))
+            batch = learner.take(1)  # the two of version 0 that still run can only miss their deadline
+            assert [group.group_id for group in batch.groups] == [4, 5]
+            assert await worker.dropped([]) == await worker.dropped([]) == [0, 1]
+            assert await worker.put(make_group(slots[0])) is False
+            again = await worker.admit(2)
+            assert [slot.prompt_index for slot in again] == [0, 1]
+
+        with_worker(server.address, run)
+        counters = server.counters()
+        assert counters["buffer/dropped_late"] == counters["buffer/requeued"] == 2
+        assert counters["buffer/unaccounted"] == 0
+        assert counters["buffer/trained/response_tokens"] == 3.5
+        assert counters["buffer/dropped_late/duration_s"] >= 0 and "buffer/dropped_late/reward" not in counters
+        learner.close()
+
+
+def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
+    config = config_of(2, StalenessConfig(max=1, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"))
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def run(worker: WorkerClient) -> None:
+            slots = await worker.admit(9)
+            for slot in slots[:3]:
+                await worker.put(make_group(slot))
+            learner.take(0)
+            learner.trained(1)
+            hasty = LearnerClient(server.address, replace(QUICK, batch_s=0.2))
+            with pytest.raises(WaitTimeoutError, match=r"to push version 1: 1 of 2 groups finished, 1 running"):
+                hasty.await_push(1)
+            hasty.close()
+            await worker.fail(slots[3].group_id, "drawn", requeue=True)
+            (again,) = await worker.admit(9)
+            assert (again.prompt_index, again.start_version) == (3, 0)
+            await worker.put(make_group(again))
+            learner.await_push(1)
+            learner.served(1)
+
+        with_worker(server.address, run)
+        assert [group.group_id for group in learner.take(1).groups] == [2, 4]
+        learner.close()
+
+
+def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
+    config = replace(make_config(prompts_per_step=2), algorithm=AlgorithmConfig())
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+        for _ in range(EQUAL_BATCHES):
+            with_worker(server.address, put_all)
+        with pytest.raises(NothingToLearnError, match=r"^16 rollout groups in a row .* 0.5, .* is solved"):
+            learner.take(0)
+        counters = server.counters()
+        assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
+        assert counters["buffer/dropped_zero_variance/reward"] == 0.5
+        learner.close()
+
+
+def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
+    store = Store(plain_rules(0, 1))
+    store.served(0)
+    rewards = [1.0] * (EQUAL_BATCHES - 1) + [0.0] + [1.0] * (EQUAL_BATCHES - 1)
+    for reward in rewards:
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=reward), drop_equal=True)
+    assert not store.ended
+    (slot,) = store.admit("rollout/0", 1, 0.0)
+    store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=1.0), drop_equal=True)
+    assert "task is solved" in store.ended
+
+
+def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:
+    store = Store(plain_rules(1, 2, fresh_per_step=1, max_uses=3))
+    store.served(0)
+    for slot in store.admit("rollout/0", 9, 0.0):
+        store.finish(slot.group_id, b"", make_outcome())
+    assert store.state.slots_held == 2
+    assert store.take(0) is not None
+    store.trained(1)
+    store.served(1)
+    assert store.state.slots_held == 0 and store.state.counters()["buffer/used"] == 2
+    (slot, _) = store.admit("rollout/0", 9, 0.0)
+    assert store.take(1) is None
+    store.finish(slot.group_id, b"", make_outcome(1))
+    batch = store.take(1)
+    assert batch is not None and [(row.group_id, row.start_version) for row in batch.groups] == [(0, 0), (2, 1)]
+    store.trained(2)
+    assert store.state.counters()["buffer/used"] == 1  # groups 0 and 1 are over the bound at version 2
+    counters = store.state.counters()
+    assert (counters["buffer/trained"], counters["buffer/uses"]) == (3, 4)
+    assert sum(value for key, value in counters.items() if key.startswith("buffer/dropped")) == 0

@@ -5,14 +5,13 @@ import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import (
@@ -24,14 +23,13 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.timeline import Span
 from async_rl.types import Batch
-from async_rl.weights import PushReport
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import trainer
 from learner.bound import check_bound
 from learner.trainer import Learner
+from tests.learner.fakes import FakeClient, FakePublisher
 from tests.learner.handmade import make_batch, make_config, make_group, make_rollout
 
 METRICS = {
@@ -45,57 +43,6 @@ METRICS = {
     "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s", "time/wait_data_s",
     "time/train_s", "time/sync_s", "throughput/trained_tokens_per_s", "buffer/depth",
 }  # fmt: skip
-
-
-class FakeClient:
-    """Hands out one random batch per version and writes down every call."""
-
-    calls: list[tuple[str, int]]
-
-    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
-        self.calls = []
-
-    def take_raw(self, version: int) -> list[bytes]:
-        self.calls.append(("take", version))
-        return [bytes([version])]
-
-    def trained(self, version: int) -> None:
-        self.calls.append(("trained", version))
-
-    def await_push(self, version: int) -> None:
-        self.calls.append(("await_push", version))
-
-    def served(self, version: int) -> None:
-        self.calls.append(("served", version))
-
-    def close(self) -> None:
-        self.calls.append(("close", -1))
-
-
-class FakePublisher:
-    """Keeps what was pushed last and joins the client's list of calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.weights: dict[str, Tensor] = {}
-        self.verified: list[tuple[list[int], list[float]]] = []
-
-    def connect(self) -> None:
-        self.calls.append(("connect", -1))
-
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
-        self.calls.append(("push", version))
-        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
-        return PushReport(
-            seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
-        )
-
-    def verify(self, tokens: list[int], logprobs: list[float], tolerance: float) -> float:
-        self.verified.append((tokens, logprobs))
-        return 0.0
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

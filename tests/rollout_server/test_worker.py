@@ -19,7 +19,6 @@ from async_rl.config import (
     LearnerConfig,
     ModelConfig,
     RolloutConfig,
-    StalenessConfig,
     TaskConfig,
     TimeoutsConfig,
 )
@@ -329,32 +328,3 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert all(request.n == 1 and request.group_id < 0 for request in greedy)
     assert advantage == "remax" or not greedy
     assert all(len(group.rollouts) == 3 for group in batch.groups)
-
-
-class SlowOnceEngine(EchoEngine):
-    """The first group never ends by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cancelled: list[int] = []
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        if request.group_id == 0:
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                self.cancelled.append(request.group_id)
-                raise
-        return await super().generate(request)
-
-
-def test_a_group_that_the_buffer_dropped_is_cancelled_at_the_engine_and_its_prompt_comes_again() -> None:
-    config = config_of()
-    config = replace(config, staleness=StalenessConfig(max=1, late="drop"))
-    engine = SlowOnceEngine()
-    batches, _, server, _ = rolled_out(config, engine, lambda *_: SCORED, steps=4)
-    assert engine.cancelled == [0]
-    assert server.counters()["buffer/dropped_late"] == 1
-    again = [request for request in engine.requests if request.prompt.index == 0]
-    assert len(again) == 1 and again[0].group_id > 0  # the first request of it never came back
-    assert all(0 not in [group.group_id for group in batch.groups] for batch in batches)

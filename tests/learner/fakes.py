@@ -1,0 +1,62 @@
+"""The learner's two neighbours, as lists of the calls they got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from async_rl.config import TimeoutsConfig
+from async_rl.timeline import Span
+from async_rl.weights.publisher import PushReport
+
+
+class FakeClient:
+    """Hands out one random batch per version and writes down every call."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
+        self.calls = []
+
+    def take_raw(self, version: int) -> list[bytes]:
+        self.calls.append(("take", version))
+        return [bytes([version])]
+
+    def trained(self, version: int) -> None:
+        self.calls.append(("trained", version))
+
+    def await_push(self, version: int) -> None:
+        self.calls.append(("await_push", version))
+
+    def served(self, version: int) -> None:
+        self.calls.append(("served", version))
+
+    def close(self) -> None:
+        self.calls.append(("close", -1))
+
+
+class FakePublisher:
+    """Keeps what was pushed last and joins the client's list of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.weights: dict[str, Tensor] = {}
+        self.verified: list[tuple[list[int], list[float]]] = []
+
+    def connect(self) -> None:
+        self.calls.append(("connect", -1))
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        self.calls.append(("push", version))
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+        return PushReport(
+            seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
+        )
+
+    def verify(self, tokens: list[int], logprobs: list[float], tolerance: float) -> float:
+        self.verified.append((tokens, logprobs))
+        return 0.0
+
+    def close(self) -> None:
+        pass

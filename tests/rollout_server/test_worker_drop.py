@@ -1,0 +1,39 @@
+"""The worker's side of `staleness.late: drop`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from async_rl.config import StalenessConfig
+from rollout_server.engine import Completion, GenerationRequest
+from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, rolled_out
+
+
+class SlowOnceEngine(EchoEngine):
+    """The first group never ends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if request.group_id == 0:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                self.cancelled.append(request.group_id)
+                raise
+        return await super().generate(request)
+
+
+def test_a_group_that_the_buffer_dropped_is_cancelled_at_the_engine_and_its_prompt_comes_again() -> None:
+    config = config_of()
+    config = replace(config, staleness=StalenessConfig(max=1, late="drop"))
+    engine = SlowOnceEngine()
+    batches, _, server, _ = rolled_out(config, engine, lambda *_: SCORED, steps=4)
+    assert engine.cancelled == [0]
+    assert server.counters()["buffer/dropped_late"] == 1
+    again = [request for request in engine.requests if request.prompt.index == 0]
+    assert len(again) == 1 and again[0].group_id > 0  # the first request of it never came back
+    assert all(0 not in [group.group_id for group in batch.groups] for batch in batches)

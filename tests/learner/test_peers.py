@@ -128,7 +128,8 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     micro = MicroBatch(
         tokens=torch.zeros(1, 1).long(), segments=None, positions=None, where=torch.zeros(n).long(),
         targets=torch.zeros(n).long(), temperature=torch.ones(n), behaviour=flat["old"], trained=trained,
-        comparable=torch.zeros(n).bool(), staleness=torch.zeros(n).long(), rewards=torch.zeros(ROWS),
+        comparable=torch.zeros(n).bool(), old_kv=torch.zeros(n).bool(), staleness=torch.zeros(n).long(),
+        rewards=torch.zeros(ROWS),
         advantages=batch.advantages.repeat_interleave(LENGTH), lengths=(LENGTH,) * ROWS, answers=(),
         reference=flat["reference"],
     )  # fmt: skip

@@ -56,6 +56,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     buffer.add_argument("--every-s", type=float, default=10.0, metavar="S", help="seconds between lines of counters")
     buffer.set_defaults(run=_buffer)
 
+    export = commands.add_parser("export-trajectories", help="a run's journal as Parquet, a row for each rollout")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("target", type=Path, metavar="OUT.parquet")
+    export.set_defaults(run=_export_trajectories)
+
     keys = commands.add_parser("keys", help="make the keys that let the buffer leave loopback")
     keys.add_argument("action", choices=["new"])
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
@@ -147,6 +152,14 @@ def _buffer(args: argparse.Namespace) -> int:
             load_config(args.config, [*unused, *args.overrides]), partial(print, flush=True), args.every_s
         )
     print("ended in order: " + "  ".join(f"{key} {value:.0f}" for key, value in counters.items() if value))
+    return 0
+
+
+def _export_trajectories(args: argparse.Namespace) -> int:
+    from buffer.export import export_trajectories
+
+    rows = export_trajectories(args.run_dir, args.target)
+    print(f"{rows} rollouts written to {args.target}")
     return 0
 
 

@@ -17,6 +17,10 @@ class ProcessDiedError(AsyncRLError):
     """A process of the run ended early. Names it and shows its last log lines."""
 
 
+class ProcessKilledError(ProcessDiedError):
+    """The process itself is gone, not only a call of it failed: another one may take its place."""
+
+
 class StalenessError(AsyncRLError):
     """The staleness bound or the accounting identity was violated: a bug, never trained through."""
 

@@ -26,14 +26,14 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
-from async_rl.errors import ProcessDiedError
+from async_rl.errors import ProcessDiedError, ProcessKilledError
 from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.runlog import RunLog, new_run_dir
@@ -63,11 +63,12 @@ def run(config: Config) -> dict[str, Any]:
         config = settle(config, reservation)
         processes = ProcessGroup(run_dir, reservation)
         try:
-            _start(config, processes, log)
+            buffer_address = _start(config, processes, log)
+            revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             _evaluate(config, processes, log, version=0)
-            _train(config, processes, log)
+            _train(processes, log, revive_buffer)
             _evaluate(config, processes, log, version=log.version)
-            counters = _close_buffer(config, processes)
+            counters = _close_buffer(config, processes, revive_buffer)
         finally:
             processes.stop(config.timeouts.shutdown_s)
         summary = log.summary(counters)
@@ -87,8 +88,11 @@ def check_inputs(config: Config) -> None:
     open_reward(config, open_task(config, load_tokenizer(config.model.path)))
 
 
-def _start(config: Config, processes: Any, log: RunLog) -> None:
-    """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other."""
+def _start(config: Config, processes: Any, log: RunLog) -> str:
+    """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other.
+
+    Returns the buffer's address.
+    """
     from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, share_of_cores
 
     if config.placement.pin_cpus:
@@ -119,9 +123,10 @@ def _start(config: Config, processes: Any, log: RunLog) -> None:
         {name: actor.start.remote(*arguments) for name, actor in learners.items()},
         timeouts.server_start_s, "the start",
     )
+    return str(found["buffer"])
 
 
-def _train(config: Config, processes: Any, log: RunLog) -> None:
+def _train(processes: Any, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]) -> None:
     """Watch all processes and collect their reports until every learner rank has finished and every step is logged."""
     import ray
 
@@ -135,7 +140,13 @@ def _train(config: Config, processes: Any, log: RunLog) -> None:
         for stream in ready:
             name = streams[stream]
             if name == "buffer":
-                processes.result(name, partial(ray.get, stream))
+                del streams[stream]
+                try:
+                    processes.result(name, partial(ray.get, stream))
+                except ProcessKilledError as error:
+                    revive_buffer(error)
+                    streams[processes.actors["buffer"].serve.remote()] = name
+                    continue
                 raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail(name)}")
             try:
                 log.add(name, processes.result(name, lambda s=stream: ray.get(next(s))))
@@ -159,10 +170,41 @@ def _evaluate(config: Config, processes: Any, log: RunLog, version: int) -> None
     log.add_eval(report)
 
 
-def _close_buffer(config: Config, processes: Any) -> dict[str, float]:
+def _revive_buffer(
+    config: Config, processes: Any, log: RunLog, address: str, death: ProcessKilledError
+) -> None:
+    """Another buffer takes the place of the one that died, with its journal and at its address.
+
+    Workers and learner do not notice: they repeat what was not answered, for timeouts.wire_s. That also ends a run
+    whose buffer dies again and again.
+
+    Raises:
+        ProcessKilledError: `death`, if there is no journal.
+    """
+    from async_rl.processes import BufferProcess
+
+    if not config.buffer.journal:
+        raise death
+    log.logger.note("the buffer's process died; another one goes on from its journal")
+    port = int(address.rpartition(":")[2])
+    buffer = processes.start("buffer", BufferProcess, config, port, max_concurrency=4)
+    processes.gather({"buffer": buffer.address.remote()}, config.timeouts.join_s, "the new start")
+
+
+def _close_buffer(
+    config: Config, processes: Any, revive_buffer: Callable[[ProcessKilledError], None]
+) -> dict[str, float]:
     """End the rollout workers, then the buffer, which checks that every admitted group is accounted for."""
     workers = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
     processes.gather(workers, config.timeouts.shutdown_s, "the end")
+    try:
+        return _final_account(config, processes)
+    except ProcessKilledError as error:
+        revive_buffer(error)
+        return _final_account(config, processes)
+
+
+def _final_account(config: Config, processes: Any) -> dict[str, float]:
     buffer = processes.actors["buffer"]
     processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.shutdown_s, "the end")
     counters: dict[str, float] = processes.gather(

@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.metrics import Report
 from async_rl.network import use_interface
 from async_rl.placement import Reservation
@@ -34,10 +34,16 @@ LOG_TAIL_LINES = 15
 
 
 class BufferProcess:
-    """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others."""
+    """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others.
 
-    def __init__(self, folder: str, config: Config) -> None:
+    Args:
+        port: where a buffer that died was found, for the one that goes on from its journal; else that of the config.
+    """
+
+    def __init__(self, folder: str, config: Config, port: int = 0) -> None:
         config = enter(folder, config, "buffer")
+        if port:
+            config = dataclasses.replace(config, network=dataclasses.replace(config.network, port=port))
         from buffer.server import BufferServer
 
         self._server = BufferServer(config)
@@ -230,7 +236,7 @@ class ProcessGroup:
                 f"{_last_frames(error)}"
             ) from None
         except RayActorError as error:
-            raise ProcessDiedError(
+            raise ProcessKilledError(
                 f"{self._on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)

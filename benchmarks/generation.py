@@ -63,6 +63,7 @@ async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: i
     """Time until the consumer has taken `groups` groups from the buffer, worker and buffer running."""
     batches = groups // config.learner.prompts_per_step
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
+    config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
     server = BufferServer(config)
     stop = threading.Event()
     serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)

@@ -9,12 +9,14 @@
     trained     learner    at once
     served      learner    at once; parked admits are answered next
 
-What arrives is checked before it touches the store. A refused message changes nothing but `buffer/refused`; its sender
-gets the reason.
+A turn of the loop takes what has arrived, then answers who has been waiting, then commits the journal, and only then
+sends the answers: whoever got one can rely on it. What arrives is checked before it touches the store. A refused
+message changes nothing but `buffer/refused`; its sender gets the reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import threading
 import time
@@ -25,13 +27,15 @@ from typing import Any
 import zmq
 
 from async_rl.codec import Fields, Limits, decode_group
-from async_rl.config import Config, NetworkConfig
-from async_rl.errors import ConfigError, WaitTimeoutError, WireError
+from async_rl.config import Config
+from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.types import RolloutGroup, Slot
-from buffer.keys import Doorkeeper, lock
+from buffer.door import Door
+from buffer.journal import FILE_NAME, Journal
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Outcome
+from buffer.store_state import StoreState
 from buffer.wire import (
     MAX_CAUSE_CHARS,
     MAX_ERROR_CHARS,
@@ -48,8 +52,6 @@ STOP_CHECK_S = 0.2
 MESSAGES_A_TURN = 256
 """Handled before parked requests get their turn."""
 MAX_WAIT_S = 60.0
-FREE_PORTS = (61000, 65536)
-"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
 MAX_HEARD = 2**20
 
 
@@ -65,13 +67,14 @@ class Parked:
 
 
 class BufferServer:
-    """The staleness-bounded buffer of one run, at network.host.
+    """The staleness-bounded buffer of one run, at network.host. It goes on from its journal if the run has one already.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
     once, so that the first to come does not get all slots. All methods but `serve` may be called from other threads.
 
     Raises:
         ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
+        AsyncRLError: the journal can't be read or written.
     """
 
     def __init__(self, config: Config) -> None:
@@ -79,33 +82,29 @@ class BufferServer:
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._shutdown_s = config.timeouts.shutdown_s
         self._drop_equal = config.drops_zero_variance
-        self._store = Store(Rules.from_config(config))
+        self._journal = _open_journal(config)
+        self._refused = 0
+        self._restarts = 0
+        self._last_grant: dict[str, tuple[int, bytes]] = {}  # by worker: request id and reply, should it get lost
+        self._seen_workers: set[str] = set()
+        self._store = Store(Rules.from_config(config), self._restored_state())
         self._lock = threading.Lock()
         self._serving = threading.Lock()
-        self._refused = 0
-        self._seen_workers: set[str] = set()
         self._admits: dict[str, Parked] = {}
         self._dropped: dict[str, Parked] = {}
         self._learner: Parked | None = None  # a take or a may_push
-        self._last_grant: dict[str, tuple[int, bytes]] = {}  # by worker: request id and reply, should it get lost
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
+        self._outbox: list[list[bytes]] = []
         # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
-        self._router.setsockopt(zmq.MAXMSGSIZE, 2**20 + 4 * self._limits.max_group_bytes)
-        self._router.setsockopt(zmq.SNDHWM, 0)
-        self._doorkeeper: Doorkeeper | None = None
-        try:
-            self._doorkeeper = lock(self._router, config.network.keys)
-            self.address = _bind(self._router, config.network)
-        except ConfigError:
-            self._close_socket()
-            raise
+        self._door = Door(config.network, 2**20 + 4 * self._limits.max_group_bytes)
+        self._router = self._door.router
+        self.address = self._door.address
 
     def serve(self, stop: threading.Event) -> None:
         """Answers until `stop` is set; blocks.
 
         Raises:
             StalenessError: the bound would have been broken: a bug.
+            AsyncRLError: the journal can't be written.
         """
         with self._serving:
             while not stop.is_set():
@@ -113,6 +112,8 @@ class BufferServer:
                     self._receive()
                 with self._lock:
                     self._answer_parked(time.monotonic())
+                    self._commit()
+                self._send_answers()
 
     def counters(self) -> dict[str, float]:
         with self._lock:
@@ -138,18 +139,43 @@ class BufferServer:
             )
         self._serving.release()
         with self._lock:
-            self._close_socket()
+            self._door.close()
             self._store.close()
+            self._commit()
+            if self._journal:
+                self._journal.close()
             return self._counters()
 
-    def _close_socket(self) -> None:
-        self._router.close(linger=0)
-        if self._doorkeeper:
-            self._doorkeeper.stop()
-        self._context.term()
+    def _restored_state(self) -> StoreState:
+        """As the journal has it; empty in a new run."""
+        if self._journal is None:
+            return StoreState()
+        state = StoreState(record=self._journal.record)
+        if found := self._journal.load():
+            rows, scalars = found
+            state.restore(rows, scalars)
+            self._refused, self._restarts = scalars["refused"], scalars["restarts"] + 1
+            # A worker that did not hear of its last grant asks again, with the same request id.
+            for last in state.rows():
+                slots = [row.slot for row in state.running.values() if row.grant == last.grant]
+                self._last_grant[last.worker] = (last.grant, pack_reply(last.grant, pack_slots(slots)))
+            if state.next_group_id:  # nothing is granted before all have asked
+                self._seen_workers.update(self._workers)
+        return state
+
+    def _commit(self) -> None:
+        if self._journal:
+            more = {"refused": self._refused, "restarts": self._restarts, "limits": dataclasses.asdict(self._limits)}
+            self._journal.commit({**self._store.state.scalars(), **more})
+
+    def _send_answers(self) -> None:
+        for frames in self._outbox:
+            self._router.send_multipart(frames, copy=False)
+        self._outbox.clear()
 
     def _counters(self) -> dict[str, float]:
-        return {**self._store.state.counters(), "buffer/refused": float(self._refused)}
+        more = {"buffer/refused": float(self._refused), "buffer/restarts": float(self._restarts)}
+        return {**self._store.state.counters(), **more}
 
     def _sleep_ms(self) -> int:
         with self._lock:
@@ -166,7 +192,7 @@ class BufferServer:
                 return
             reply = self.answer(identity, frames)
             if reply is not None:
-                self._router.send_multipart([identity, reply])
+                self._outbox.append([identity, reply])
 
     def answer(self, identity: bytes, frames: list[bytes]) -> bytes | None:
         """The reply to one message, whatever it is; None if it is parked."""
@@ -239,6 +265,8 @@ class BufferServer:
             return False
         self._check_slot(group, slot)
         self._store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
+        if self._journal:
+            self._journal.describe(group)
         return True
 
     def _check_slot(self, group: RolloutGroup, slot: Slot) -> None:
@@ -256,7 +284,7 @@ class BufferServer:
         for worker, parked in list(self._dropped.items()):
             if (groups := self._store.aborts(worker)) or parked.until_s <= now_s:
                 del self._dropped[worker]
-                self._router.send_multipart([parked.identity, pack_reply(parked.request.id, {"groups": groups})])
+                self._outbox.append([parked.identity, pack_reply(parked.request.id, {"groups": groups})])
         shares: Mapping[str, int] = {}
         if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self._store.capacity()):
             asked = {worker: parked.amount for worker, parked in self._admits.items()}
@@ -267,7 +295,7 @@ class BufferServer:
                 reply = pack_reply(parked.request.id, pack_slots(slots))
                 self._last_grant[worker] = (parked.request.id, reply)
                 del self._admits[worker]
-                self._router.send_multipart([parked.identity, reply])
+                self._outbox.append([parked.identity, reply])
 
     def _answer_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
@@ -283,7 +311,7 @@ class BufferServer:
                 return
             result = {"state": self._describe(now_s)}
         self._learner = None
-        self._router.send_multipart([parked.identity, pack_reply(parked.request.id, result), *frames], copy=False)
+        self._outbox.append([parked.identity, pack_reply(parked.request.id, result), *frames])
 
     def _describe(self, now_s: float) -> str:
         missing = len(self._workers) - len(self._seen_workers)
@@ -292,18 +320,10 @@ class BufferServer:
         return self._store.describe(now_s)
 
 
-def _bind(router: zmq.Socket[bytes], network: NetworkConfig) -> str:
-    host = f"tcp://{network.host}"
-    try:
-        port = network.port or router.bind_to_random_port(host, *FREE_PORTS)
-        if network.port:
-            router.bind(f"{host}:{port}")
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"network.host = {network.host}, network.port = {network.port}: the buffer can't bind it ({error}). "
-            "Set network.host to an address of this host, network.port to a free port or 0"
-        ) from None
-    return f"{host}:{port}"
+def _open_journal(config: Config) -> Journal | None:
+    if not config.buffer.journal:
+        return None
+    return Journal(config.run_dir / FILE_NAME, config.buffer.journal_keep_steps)
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:

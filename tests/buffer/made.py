@@ -11,6 +11,7 @@ import numpy as np
 
 from async_rl.config import (
     AlgorithmConfig,
+    BufferConfig,
     Config,
     LearnerConfig,
     ModelConfig,
@@ -36,6 +37,7 @@ def make_config(
         rollout=RolloutConfig(group_size=group_size, max_response_tokens=32),
         staleness=StalenessConfig(max=max_staleness),
         algorithm=AlgorithmConfig(filter_zero_variance=False),  # made groups have equal rewards
+        buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=prompts_per_step),
         placement=PlacementConfig(rollout=RolloutPlacement(servers=workers)),
         timeouts=TimeoutsConfig(**{"wire_s": 5.0, "batch_s": 20.0, "shutdown_s": 5.0, **timeouts}),

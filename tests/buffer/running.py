@@ -44,14 +44,21 @@ async def put_all(worker: WorkerClient) -> None:
         await worker.put(make_group(slot))
 
 
-def run_pipeline(server: BufferServer, config: Config, steps: int, workers: int) -> list[Batch]:
-    """A learner in this thread, workers with random durations in another; returns what was trained on."""
+def run_pipeline(
+    server: BufferServer | str, config: Config, steps: int, workers: int, step_s: float = 0.005
+) -> list[Batch]:
+    """A learner in this thread, workers with random durations in another; returns what was trained on.
+
+    Args:
+        server: the buffer; or only its address, if it may be killed meanwhile, so that an answer may get lost.
+    """
+    address = server if isinstance(server, str) else server.address
     stop = threading.Event()
     announced = [0]
 
     async def one_worker(index: int) -> None:
         rng = np.random.default_rng(index)
-        client = WorkerClient(server.address, f"rollout/{index}", config.timeouts)
+        client = WorkerClient(address, f"rollout/{index}", config.timeouts)
 
         async def one_group(slot: Slot) -> None:
             await asyncio.sleep(float(rng.exponential(0.005)))
@@ -60,7 +67,8 @@ def run_pipeline(server: BufferServer, config: Config, steps: int, workers: int)
                 return
             versions = np.array([slot.start_version, announced[0]], np.int32)
             rollouts = tuple(make_rollout(2, versions=versions) for _ in range(config.rollout.group_size))
-            assert await client.put(make_group(slot, rollouts=rollouts))
+            stored = await client.put(make_group(slot, rollouts=rollouts))
+            assert stored or address is server
 
         running: set[asyncio.Task[None]] = set()
         while not stop.is_set():
@@ -77,13 +85,13 @@ def run_pipeline(server: BufferServer, config: Config, steps: int, workers: int)
 
     producing = threading.Thread(target=lambda: asyncio.run(all_workers()))
     producing.start()
-    learner = LearnerClient(server.address, config.timeouts)
+    learner = LearnerClient(address, config.timeouts)
     learner.served(0)
     batches = []
     try:
         for version in range(steps):
             batches.append(decode_batch(learner.take_raw(version)))
-            time.sleep(0.005)
+            time.sleep(step_s)
             learner.trained(version + 1)
             announced[0] = version + 1
             learner.served(version + 1)

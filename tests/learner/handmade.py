@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 from async_rl.config import (
     AlgorithmConfig,
+    BufferConfig,
     Config,
     LearnerConfig,
     ModelConfig,
@@ -62,6 +63,7 @@ def make_config(path: Path, /, **overrides: Any) -> Config:
         "task": TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=12),
         "rollout": RolloutConfig(group_size=4, max_response_tokens=9),
         "algorithm": AlgorithmConfig(),
+        "buffer": BufferConfig(journal=False),
         "learner": LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=4096),
         "staleness": StalenessConfig(max=2),
         "run": RunConfig(steps=2, dir=str(path.parent / "runs")),

@@ -14,6 +14,7 @@ import pytest
 
 from async_rl.config import (
     AlgorithmConfig,
+    BufferConfig,
     Config,
     EvalConfig,
     LearnerConfig,
@@ -43,7 +44,7 @@ def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **cha
         model=ModelConfig(path=path),
         task=TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, max_failures=5),
         rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
-        algorithm=AlgorithmConfig(filter_zero_variance=False),
+        algorithm=AlgorithmConfig(filter_zero_variance=False), buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
         timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, batch_s=20, shutdown_s=5),
     )

@@ -1,0 +1,95 @@
+"""A run's journal as one Parquet file, a row for each rollout: `async-rl export-trajectories`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from async_rl.codec import Limits, decode_group
+from async_rl.errors import ConfigError
+from buffer.journal import FILE_NAME
+
+GROUPS_A_CHUNK = 128
+
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "worker": pa.string(),
+        "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(), "finished_version": pa.int32(),
+        "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
+        "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "finish_reason": pa.string(),
+        "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
+    }
+)
+"""`staleness` is that of the last use; the arrays are null where the journal has pruned the group's payload."""
+
+_ROLLOUTS = """
+SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
+    rollouts.newest_version AS newest_version, rollouts.reward AS reward,
+    rollouts.response_tokens AS response_tokens, finish_reason,
+    (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
+    (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
+FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
+"""
+
+
+def export_trajectories(run_dir: Path, target: Path) -> int:
+    """Writes every rollout that arrived; returns their number. The run may be going on.
+
+    Raises:
+        ConfigError: the run has no journal, or the file can't be written.
+    """
+    journal = run_dir / FILE_NAME
+    if not journal.is_file():
+        raise ConfigError(f"{journal} does not exist: not a run directory, or a run with buffer.journal=false")
+    number = 0
+    try:
+        with closing(sqlite3.connect(journal)) as database, pq.ParquetWriter(target, SCHEMA) as writer:
+            for chunk in _chunks(database):
+                writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
+                number += len(chunk)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None
+    return number
+
+
+def _chunks(database: sqlite3.Connection) -> Iterator[list[dict[str, Any]]]:
+    """Rows of whole groups."""
+    database.execute("BEGIN")  # one moment of a run that goes on
+    cursor = database.execute("SELECT scalars FROM state")
+    limits = Limits(**json.loads(cursor.fetchone()[0])["limits"])
+    cursor = database.execute(_ROLLOUTS)
+    names = [column[0] for column in cursor.description]
+    chunk: list[dict[str, Any]] = []
+    every_row = (dict(zip(names, values, strict=True)) for values in cursor)
+    for number, (group_id, of_group) in enumerate(groupby(every_row, itemgetter("group_id")), 1):
+        rows = list(of_group)
+        payload = database.execute("SELECT payload FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
+        if payload:
+            _add_arrays(rows, payload[0], limits)
+        for row in rows:
+            row["trained_steps"] = json.loads(row["trained_steps"])
+        chunk += rows
+        if number % GROUPS_A_CHUNK == 0:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _add_arrays(rows: list[dict[str, Any]], payload: bytes, limits: Limits) -> None:
+    group = decode_group(payload, limits)
+    for row, rollout in zip(rows, group.rollouts, strict=True):
+        row |= {
+            "prompt_tokens": group.prompt_tokens, "tokens": rollout.tokens, "logprobs": rollout.logprobs,
+            "versions": rollout.versions, "mask": rollout.mask,
+        }

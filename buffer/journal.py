@@ -1,0 +1,190 @@
+"""The buffer's journal: all it knows, in SQLite, written before it answers. A restarted buffer goes on from there.
+
+    groups     one row for each rollout group ever admitted, with its state
+    rollouts   one row for each rollout of a group that arrived
+    uses       one row for each batch that a group was trained in
+    payloads   the groups as they arrived; of final ones only those of the last buffer.journal_keep_steps
+    state      counters and the like, as JSON
+
+The tables are a user's too, also while the run goes on: README.md, "Trajectories in SQL".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sqlite3
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError
+from async_rl.types import RolloutGroup
+from buffer.store_rows import Outcome, Row
+
+FILE_NAME = "trajectories.sqlite"
+FINAL = ("trained", "dropped")
+PAGE_BYTES = 16 * 1024
+"""A group is some tens of kilobytes: larger pages make shorter chains of them."""
+CHECKPOINT_PAGES = 4096
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
+    granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
+    newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER, duration_s REAL,
+    final_version INTEGER
+);
+CREATE TABLE IF NOT EXISTS rollouts (
+    group_id INTEGER, rollout INTEGER, reward REAL, response_tokens INTEGER, oldest_version INTEGER,
+    newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, payload BLOB);
+CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
+CREATE VIEW IF NOT EXISTS trained AS
+    SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
+    FROM uses JOIN rollouts USING (group_id);
+"""
+_GROUP_COLUMNS = 16
+
+
+class Journal:
+    """Rows pile up in `record` and `describe`, and are safe once `commit` has returned.
+
+    Args:
+        keep_steps: payloads of a trained or dropped group are kept for so many further versions; -1: for ever.
+
+    Raises:
+        AsyncRLError: in every method: the file can't be read or written.
+    """
+
+    def __init__(self, file: Path, keep_steps: int) -> None:
+        self._file = file
+        self._keep_steps = keep_steps
+        self._rows: dict[int, Row] = {}
+        self._rollouts: list[tuple[Any, ...]] = []
+        self._scalars: dict[str, Any] = {}
+        with self._errors_named():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # What is committed survives the end of the process; the end of the machine may cost the last commits.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+            self._db.executescript(SCHEMA)
+            self._kept = {group_id for group_id, in self._db.execute("SELECT group_id FROM payloads")}
+            self._final = deque(
+                self._db.execute(
+                    "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
+                    "WHERE final_version IS NOT NULL ORDER BY final_version"
+                )
+            )
+
+    def load(self) -> tuple[list[Row], dict[str, Any]] | None:
+        """The live rows and the scalars of the last commit; None from a new journal."""
+        with self._errors_named():
+            found = self._db.execute("SELECT scalars FROM state").fetchone()
+            if found is None:
+                return None
+            uses: dict[int, list[int]] = {}
+            live = "state NOT IN ('trained', 'dropped')"
+            for group_id, version in self._db.execute(
+                f"SELECT group_id, version FROM uses JOIN groups USING (group_id) WHERE {live} ORDER BY version"
+            ):
+                uses.setdefault(group_id, []).append(version)
+            rows = [
+                _row(values, tuple(uses.get(values[0], ())))
+                for values in self._db.execute(
+                    f"SELECT groups.*, payload FROM groups LEFT JOIN payloads USING (group_id) WHERE {live}"
+                )
+            ]
+        self._scalars = json.loads(found[0])
+        return rows, self._scalars
+
+    def record(self, row: Row) -> None:
+        """A row that is new or changed."""
+        self._rows[row.group_id] = row
+
+    def describe(self, group: RolloutGroup) -> None:
+        """The rollouts of a group that arrived."""
+        self._rollouts += [
+            (
+                group.group_id, i, rollout.reward, len(rollout.tokens), int(rollout.versions[0]),
+                int(rollout.versions[-1]), rollout.finish_reason,
+            )
+            for i, rollout in enumerate(group.rollouts)
+        ]
+
+    def commit(self, scalars: dict[str, Any]) -> None:
+        """All that came since the last one, together with the scalars of this moment."""
+        if not self._rows and scalars == self._scalars:
+            return
+        version = scalars["version"]
+        rows = self._rows.values()
+        fresh = [(row.group_id, row.payload) for row in rows if row.payload and row.group_id not in self._kept]
+        self._kept.update(group_id for group_id, _ in fresh)
+        self._final.extend((version, row.group_id) for row in rows if row.state in FINAL and row.payload)
+        pruned = []
+        while self._keep_steps >= 0 and self._final and self._final[0][0] + self._keep_steps <= version:
+            pruned.append((self._final.popleft()[1],))
+        self._kept.difference_update(group_id for group_id, in pruned)
+        with self._errors_named():
+            self._db.execute("BEGIN")
+            execute = self._db.executemany
+            places = ", ".join("?" * _GROUP_COLUMNS)
+            execute(f"REPLACE INTO groups VALUES ({places})", [_values(row, version) for row in rows])
+            execute("INSERT OR IGNORE INTO payloads VALUES (?, ?)", fresh)
+            execute("INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)", self._rollouts)
+            execute(
+                "INSERT OR IGNORE INTO uses VALUES (?, ?)",
+                [(row.group_id, used_in) for row in rows for used_in in row.trained_versions],
+            )
+            execute("DELETE FROM payloads WHERE group_id = ?", pruned)
+            self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
+            self._db.execute("COMMIT")
+        self._rows.clear()
+        self._rollouts.clear()
+        self._scalars = scalars
+
+    def close(self) -> None:
+        """Everything into the one file; what was not committed is lost."""
+        with self._errors_named():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise AsyncRLError(
+                f"the buffer's journal {self._file}: {error}. Free some disk there, or set buffer.journal=false"
+            ) from None
+
+
+def _values(row: Row, version: int) -> tuple[Any, ...]:
+    outcome = dataclasses.astuple(row.outcome) if row.outcome else (None,) * 5
+    return (
+        row.group_id, row.prompt_index, row.start_version, row.worker, row.grant, row.granted_s, row.batch, row.state,
+        row.drop_reason, row.finished_version, *outcome, version if row.state in FINAL else None,
+    )
+
+
+def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...]) -> Row:
+    *plain, newest_version, response_tokens, reward, equal_rewards, duration_s, _, payload = values
+    group_id, prompt_index, start_version, worker, grant, granted_s, batch, state, drop_reason, finished_version = plain
+    outcome = None
+    if newest_version is not None:
+        outcome = Outcome(
+            newest_version=newest_version, response_tokens=response_tokens, reward=reward,
+            equal_rewards=bool(equal_rewards), duration_s=duration_s,
+        )
+    return Row(
+        group_id=group_id, prompt_index=prompt_index, start_version=start_version, worker=worker, grant=grant,
+        granted_s=granted_s, batch=batch, state=state, payload=payload or b"", outcome=outcome,
+        finished_version=finished_version, trained_versions=trained_versions, drop_reason=drop_reason,
+    )

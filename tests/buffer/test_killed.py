@@ -1,0 +1,66 @@
+"""SIGKILL to a buffer of its own process, while learner and workers go on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import TimeoutsConfig
+from buffer.journal import FILE_NAME
+from tests.buffer.made import make_config
+from tests.buffer.running import run_pipeline
+from tests.buffer.test_standalone import Alone
+
+STEPS = 60
+
+
+def buffer_that_is_killed(arguments: list[str], kills: int, rng: random.Random, done: threading.Event) -> None:
+    """Started again at once, by the same command."""
+    for life in range(kills + 1):
+        buffer = Alone(*arguments)
+        buffer.line_with("buffer at ")
+        done.wait(None if life == kills else rng.uniform(0.1, 1.5))
+        buffer.close()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_buffer_killed_at_random_moments_loses_nothing_and_trains_nothing_twice(
+    tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.5)
+    monkeypatch.setattr("buffer.client.ATTEMPTS", 20)
+    port = 61000 + random.randrange(4000)
+    sizes = ["rollout.group_size=2", "learner.prompts_per_step=4", "staleness.max=2", "placement.rollout.servers=2"]
+    arguments = [
+        *sizes, "algorithm.filter_zero_variance=false", f"network.port={port}", f"run.dir={tmp_path}",
+        "run.name=killed",
+        "task.max_prompt_tokens=16", "rollout.max_response_tokens=32",
+    ]
+    config = dataclasses.replace(
+        make_config(max_staleness=2, workers=2), timeouts=TimeoutsConfig(wire_s=20.0, batch_s=60.0)
+    )
+    steps = STEPS * max(1, kills // 4)
+    done = threading.Event()
+    killing = threading.Thread(target=buffer_that_is_killed, args=(arguments, kills, random.Random(kills), done))
+    killing.start()
+    try:
+        batches = run_pipeline(f"tcp://127.0.0.1:{port}", config, steps, workers=2, step_s=0.05)
+    finally:
+        done.set()
+        killing.join(60)
+    trained = [group.group_id for batch in batches for group in batch.groups]
+    assert len(trained) == len(set(trained)) == 4 * steps
+    assert max(batch.version - group.oldest_version for batch in batches for group in batch.groups) <= 2
+    with contextlib.closing(sqlite3.connect(tmp_path / "killed" / FILE_NAME)) as database:
+        uses = database.execute("SELECT version, group_id FROM uses ORDER BY version, group_id").fetchall()
+        assert uses == [(batch.version, group.group_id) for batch in batches for group in batch.groups]
+        states = dict(database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+        assert states["trained"] == len(trained)
+        highest = database.execute("SELECT MAX(group_id) FROM groups").fetchone()[0]
+        assert sum(states.values()) == highest + 1, "every group that was ever admitted is accounted for"

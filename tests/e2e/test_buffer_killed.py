@@ -1,0 +1,86 @@
+"""SIGKILL to the buffer's process of a run, at random moments: the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from buffer.journal import FILE_NAME
+from buffer.store_rows import DROP_REASONS
+from tests.e2e.conftest import Command, wait_until
+from tests.e2e.test_processes import metrics_lines
+
+pytestmark = pytest.mark.e2e
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "buffer_killed.md"
+
+
+@pytest.mark.parametrize(
+    ("kills", "seconds", "engine"),
+    [(2, 25, "hf"), pytest.param(20, 240, "sglang", marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
+)
+def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
+    smoke_yaml: Path, tmp_path: Path, start: Callable[..., Command], kills: int, seconds: int, engine: str
+) -> None:
+    run_dir = tmp_path / "killed"
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
+        f"run.seconds={seconds}", f"rollout.engine={engine}", "timeouts.wire_s=20", "eval.size=0",
+    )
+    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
+    rng = random.Random(kills)
+    victims: list[int] = []
+    while len(victims) < kills:
+        time.sleep(rng.uniform(0.0, 2.0 * seconds / kills / 3))
+        wait_until(lambda: new_buffer(command, victims) is not None, 60, "the next buffer")
+        victim = new_buffer(command, victims)
+        assert victim
+        victim.send_signal(signal.SIGKILL)
+        victims.append(victim.pid)
+    assert command.wait(seconds + 120) == 0, command.log.read_text()[-3000:]
+
+    counters = json.loads((run_dir / "summary.json").read_text())["buffer"]
+    dropped = sum(counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS)
+    assert counters["buffer/restarts"] == kills
+    assert counters["buffer/admitted"] == counters["buffer/trained"] + dropped
+    with contextlib.closing(sqlite3.connect(run_dir / FILE_NAME)) as database:
+        uses = database.execute("SELECT version, COUNT(*) FROM uses GROUP BY version ORDER BY version").fetchall()
+        groups, distinct = database.execute("SELECT COUNT(group_id), COUNT(DISTINCT group_id) FROM uses").fetchone()
+        worst = database.execute("SELECT MAX(staleness) FROM trained").fetchone()[0]
+    assert uses == [(version, 4) for version in range(len(uses))], "each batch is whole, and trained once"
+    assert groups == distinct == counters["buffer/trained"]
+    assert worst <= 2
+    learner_steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert learner_steps == list(range(1, len(uses) + 1))
+    if kills == 20:
+        note_result(engine, kills, counters, len(uses))
+
+
+def new_buffer(command: Command, known: list[int]) -> psutil.Process | None:
+    """The buffer's process, if it is none of those killed before."""
+    for process in command.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            is_buffer = "BufferProcess" in " ".join([process.name(), *process.cmdline()])
+            if is_buffer and process.pid not in known:
+                return process
+    return None
+
+
+def note_result(engine: str, kills: int, counters: dict[str, float], steps: int) -> None:
+    rows = [("engine", engine), ("buffers killed", kills), ("steps of 4 groups", steps)]
+    rows += [(key, round(value)) for key, value in counters.items() if value and float(value).is_integer()]
+    text = "".join(f"| {key} | {value} |\n" for key, value in rows)
+    RESULTS.write_text(
+        "SIGKILL to the buffer of a run at random moments; written by `tests/e2e/test_buffer_killed.py` in the nightly "
+        f"set.\nNo group was trained twice, and admitted = trained + dropped.\n\n| | |\n| --- | ---: |\n{text}"
+    )

@@ -1,36 +1,63 @@
-"""Rollout groups a second through the buffer on loopback: encode, put, check, hand out, decode.
+"""Rollout groups a second through the buffer on loopback, as a share of what bare ZMQ moves.
 
-    python -m benchmarks.buffer --group-size 8 --tokens 512
+    python -m benchmarks.buffer                            # prints the table
+    python -m benchmarks.buffer --out benchmarks/results/buffer.md
+    python -m benchmarks.buffer --profile                  # where the buffer's process spends its time
 
-Buffer, worker and learner are processes of their own, as in a run; nothing is generated or trained.
+Each row is measured `--rounds` times in turn, medians count. Nothing is generated or trained.
+    bare        PUSH to PULL, the same bytes, producer and consumer in a process each
+    buffer      a producer of made groups, buffer and consumer in a process each: slots, checks, acknowledgements
+    journal     the same, journal on
+    clients     as `buffer`, with the clients of a run: every group is encoded, sent from asyncio, and decoded again
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
+import dataclasses
+import io
 import multiprocessing
+import pstats
+import statistics
+import struct
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 
 from async_rl.codec import encode_group
 from async_rl.config import (
+    AlgorithmConfig,
+    BufferConfig,
     Config,
     LearnerConfig,
     ModelConfig,
     RolloutConfig,
+    RunConfig,
     StalenessConfig,
     TaskConfig,
 )
+from async_rl.errors import WaitTimeoutError
 from async_rl.types import Rollout, RolloutGroup, Slot
+from benchmarks.machine import describe_machine
 from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
+from buffer.wire import pack_request, read_reply, read_slots
 
+WAIT_S = 30.0
+"""Of every single wait in here."""
 WARMUP_STEPS = 5
+WORKER = "rollout/0"
+FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 
 
 def make_group(config: Config, slot: Slot) -> RolloutGroup:
@@ -46,25 +73,73 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
     return RolloutGroup(
         group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version, temperature=1.0,
         prompt_tokens=np.arange(128, dtype=np.int32), rollouts=(rollout,) * config.rollout.group_size,
-        duration_s=1.0, worker="rollout/0",
+        duration_s=1.0, worker=WORKER,
     )
 
 
-def run_buffer(config: Config, pipe: Connection) -> None:
+class MadeGroups:
+    """Encoded groups without the encoding: one for each start version, with the ids of the slot put in."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._rest: dict[int, bytes] = {}
+
+    def encoded(self, slot: Slot) -> bytes:
+        rest = self._rest.get(slot.start_version)
+        if rest is None:
+            data = encode_group(make_group(self._config, dataclasses.replace(FIRST, start_version=slot.start_version)))
+            self._head, _, end = data.partition(b"\xa8group_id")
+            rest = self._rest[slot.start_version] = end[end.index(b"\xadstart_version") :]
+        group_id, prompt_index = struct.pack(">BI", 0xCE, slot.group_id), struct.pack(">BI", 0xCE, slot.prompt_index)
+        return b"".join((self._head, b"\xa8group_id", group_id, b"\xacprompt_index", prompt_index, rest))
+
+
+def run_buffer(config: Config, pipe: Connection, profile: bool) -> None:
     server = BufferServer(config)
     pipe.send(server.address)
     stop = threading.Event()
-    serving = threading.Thread(target=server.serve, args=(stop,))
+    profiler = cProfile.Profile()
+    serve = partial(profiler.runcall, server.serve, stop) if profile else partial(server.serve, stop)
+    serving = threading.Thread(target=serve)
     serving.start()
-    pipe.recv()
+    pipe.poll(None)
     stop.set()
-    serving.join()
+    serving.join(WAIT_S)
     server.close()
+    text = io.StringIO()
+    if profile:
+        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(22)
+    pipe.send(text.getvalue())
 
 
-def run_worker(config: Config, address: str) -> None:
+def run_made_producer(config: Config, address: str) -> None:
+    """Sends groups for all slots it gets, and asks for more, whatever is acknowledged."""
+    groups = MadeGroups(config)
+    ids = iter(range(1, 2**40))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = socket.sndtimeo = round(1000 * WAIT_S)
+        socket.connect(address)
+
+        def admit() -> int:
+            socket.send(pack_request("admit", number := next(ids), worker=WORKER, max_groups=1000, wait_s=5.0))
+            return number
+
+        asked = admit()
+        while True:
+            reply = read_reply(socket.recv_multipart())
+            if reply.id == asked:
+                for slot in read_slots(reply.result):
+                    header = pack_request("put", next(ids), worker=WORKER)
+                    socket.send_multipart([header, groups.encoded(slot)], copy=False)
+                asked = admit()
+
+
+def run_client_producer(config: Config, address: str) -> None:
+    """Does what a rollout worker does with a finished group."""
+
     async def run() -> None:
-        client = WorkerClient(address, "rollout/0", config.timeouts)
+        client = WorkerClient(address, WORKER, config.timeouts)
         tasks: set[asyncio.Task[Any]] = set()
         while True:
             for slot in await client.admit(config.max_slots):
@@ -74,30 +149,103 @@ def run_worker(config: Config, address: str) -> None:
     asyncio.run(run())
 
 
-def groups_per_second(config: Config, steps: int) -> float:
+def through_buffer(
+    config: Config, steps: int, producer: Callable[[Config, str], None], decode: bool, profile: bool = False
+) -> tuple[float, str]:
+    """Groups a second after the warm-up, and the profile of the buffer's process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    buffer = context.Process(target=run_buffer, args=(config, theirs))
+    buffer = context.Process(target=run_buffer, args=(config, theirs, profile), daemon=True)
     buffer.start()
-    address = ours.recv()
-    worker = context.Process(target=run_worker, args=(config, address), daemon=True)
-    worker.start()
+    address = received(ours, "the buffer's address")
+    producing = context.Process(target=producer, args=(config, address), daemon=True)
+    producing.start()
     learner = LearnerClient(address, config.timeouts)
     learner.served(0)
     start_s = 0.0
     for version in range(WARMUP_STEPS + steps):
         if version == WARMUP_STEPS:
             start_s = time.monotonic()
-        learner.take(version)
+        if decode:
+            learner.take(version)
+        else:
+            learner.take_raw(version)
         learner.trained(version + 1)
         learner.served(version + 1)
     seconds = time.monotonic() - start_s
     learner.close()
-    worker.terminate()
-    worker.join()
+    producing.terminate()
+    producing.join(WAIT_S)
     ours.send("stop")
-    buffer.join()
-    return steps * config.learner.prompts_per_step / seconds
+    text = received(ours, "the buffer's end")
+    buffer.join(WAIT_S)
+    return steps * config.learner.prompts_per_step / seconds, text
+
+
+def run_pusher(address: str, data: bytes, number: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = socket.sndtimeo = round(1000 * WAIT_S)
+        socket.connect(address)
+        for _ in range(number):
+            socket.send(data, copy=False)
+
+
+def bare(config: Config, steps: int) -> float:
+    """Messages a second from PUSH to PULL, after as long a warm-up."""
+    data = encode_group(make_group(config, FIRST))
+    size = config.learner.prompts_per_step
+    number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.linger, socket.rcvtimeo = 0, round(1000 * WAIT_S)
+        address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        spawned = multiprocessing.get_context("spawn")
+        pusher = spawned.Process(target=run_pusher, args=(address, data, number), daemon=True)
+        pusher.start()
+        for i in range(number):
+            if i == warm_up:
+                start_s = time.monotonic()
+            socket.recv()
+        seconds = time.monotonic() - start_s
+        pusher.join(WAIT_S)
+    return (number - warm_up) / seconds
+
+
+def received(pipe: Connection, what: str) -> Any:
+    if not pipe.poll(WAIT_S):
+        raise WaitTimeoutError(f"the benchmark waited {WAIT_S:.0f} s for {what}")
+    return pipe.recv()
+
+
+def with_journal(config: Config, folder: str, number: int) -> Config:
+    run = RunConfig(name=f"round-{number}", dir=folder)
+    return dataclasses.replace(config, run=run, buffer=BufferConfig(journal=True, journal_keep_steps=2))
+
+
+def measured(config: Config, steps: int, rounds: int) -> dict[str, float]:
+    """Groups a second of each way, medians."""
+    rates: dict[str, list[float]] = {"bare": [], "buffer": [], "journal": [], "clients": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            rates["bare"].append(bare(config, 4 * steps))
+            rates["buffer"].append(through_buffer(config, steps, run_made_producer, decode=False)[0])
+            journalled = with_journal(config, folder, number)
+            rates["journal"].append(through_buffer(journalled, steps, run_made_producer, decode=False)[0])
+            rates["clients"].append(through_buffer(config, steps, run_client_producer, decode=True)[0])
+    return {way: statistics.median(values) for way, values in rates.items()}
+
+
+def table(rates: dict[str, float], size: int) -> Iterator[str]:
+    yield "| way | groups/s | MB/s | of bare |"
+    yield "| --- | ---: | ---: | ---: |"
+    for way, rate in rates.items():
+        yield f"| {way} | {rate:,.0f} | {rate * size / 1e6:,.0f} | {rate / rates['bare']:.2f} |"
+
+
+def profiles(config: Config, steps: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for way, of_way in (("buffer", config), ("journal", with_journal(config, folder, 0))):
+            rate, text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
+            print(f"{way}: {rate:.0f} groups/s under the profiler\n{text}")
 
 
 def main() -> None:
@@ -106,19 +254,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of every response")
     parser.add_argument("--prompts-per-step", type=int, default=64)
     parser.add_argument("--staleness", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the table there, too")
+    parser.add_argument("--profile", action="store_true", help="show where the buffer's process spends its time")
     arguments = parser.parse_args()
     config = Config(
         model=ModelConfig(path="none"),
         task=TaskConfig(name="reasoning_gym/chain_sum"),
         rollout=RolloutConfig(group_size=arguments.group_size, max_response_tokens=arguments.tokens),
         staleness=StalenessConfig(max=arguments.staleness),
-        learner=LearnerConfig(prompts_per_step=arguments.prompts_per_step),
+        algorithm=AlgorithmConfig(filter_zero_variance=False),
+        buffer=BufferConfig(journal=False),
+        learner=LearnerConfig(prompts_per_step=arguments.prompts_per_step, max_tokens_per_microbatch=2**20),
     )
-    rate = groups_per_second(config, arguments.steps)
-    size = len(encode_group(make_group(config, Slot(group_id=0, prompt_index=0, start_version=0))))
-    tokens = rate * arguments.group_size * arguments.tokens
-    print(f"{rate:.0f} groups/s of {size} bytes: {tokens / 1e6:.2f} M tokens/s, {rate * size / 1e6:.0f} MB/s")
+    if arguments.profile:
+        profiles(config, arguments.steps)
+        return
+    size = len(encode_group(make_group(config, FIRST)))
+    lines = [*table(measured(config, arguments.steps, arguments.rounds), size)]
+    title = f"Groups of {arguments.group_size} x {arguments.tokens} tokens, {size} bytes, {arguments.rounds} rounds"
+    machine = describe_machine()
+    where = ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
+    text = "\n".join([f"{title}. {where}.", "", *lines]) + "\n"
+    print(text, end="")
+    if arguments.out:
+        arguments.out.write_text(text)
 
 
 if __name__ == "__main__":

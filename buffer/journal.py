@@ -12,7 +12,6 @@ The tables are a user's too, also while the run goes on: README.md, "Trajectorie
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sqlite3
 from collections import deque
@@ -167,7 +166,7 @@ class Journal:
 
 
 def _values(row: Row, version: int) -> tuple[Any, ...]:
-    outcome = dataclasses.astuple(row.outcome) if row.outcome else (None,) * 5
+    outcome = row.outcome or (None,) * 5
     return (
         row.group_id, row.prompt_index, row.start_version, row.worker, row.grant, row.granted_s, row.batch, row.state,
         row.drop_reason, row.finished_version, *outcome, version if row.state in FINAL else None,

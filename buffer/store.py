@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from async_rl.errors import StalenessError, WireError
 from async_rl.types import Slot
@@ -106,8 +106,8 @@ class Store:
     def finish(self, group_id: int, payload: bytes, outcome: Outcome, drop_equal: bool = False) -> None:
         """A running group has arrived whole. With `drop_equal` it is dropped if its rewards are all equal."""
         assert self.state.served_version is not None
-        row = replace(
-            self.state.running[group_id], payload=payload, outcome=outcome, finished_version=self.state.served_version
+        row = self.state.running[group_id]._replace(
+            payload=payload, outcome=outcome, finished_version=self.state.served_version
         )
         if drop_equal and outcome.equal_rewards:
             self.state.drop(row, "zero_variance", requeue=False)
@@ -183,7 +183,7 @@ class Store:
         self.state.unserved[version] = self.state.num_held_fresh
         for row in list(self.state.held.values()):
             self.state.account.train(row)
-            self.state.put(replace(row, trained_versions=(*row.trained_versions, version - 1)), "used")
+            self.state.put(row._replace(trained_versions=(*row.trained_versions, version - 1)), "used")
         self.state.version = version
         for row in list(self.state.used.values()):
             if len(row.trained_versions) >= self.rules.max_uses or self._last_batch(row) < version:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from async_rl.types import RolloutGroup, Slot
 
@@ -14,8 +13,7 @@ State = Literal["running", "finished", "held", "used", "trained", "dropped"]
 first two. The last two are final."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What the rules and the account need of a finished group, so that it is decoded once."""
 
     newest_version: int
@@ -36,9 +34,8 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Frozen: a change makes a new row, so a journal may keep what it was given."""
+class Row(NamedTuple):
+    """A change makes a new row, so a journal may keep what it was given. Changed so often that a tuple pays."""
 
     group_id: int
     prompt_index: int

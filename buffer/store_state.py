@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from async_rl.errors import StalenessError
@@ -54,7 +54,7 @@ class StoreState:
         """Move a row to where its new state is kept; final ones are recorded and forgotten."""
         if (before := self._place(row.state)) is not None:
             before.pop(row.group_id, None)
-        row = replace(row, state=state)
+        row = row._replace(state=state)
         if (after := self._place(state)) is not None:
             after[row.group_id] = row
         self.record(row)
@@ -64,7 +64,7 @@ class StoreState:
         if requeue:
             self.requeued.append(row.prompt_index)
             self.account.requeued += 1
-        self.put(replace(row, drop_reason=reason), "dropped")
+        self.put(row._replace(drop_reason=reason), "dropped")
 
     def unaccounted(self) -> int:
         """Admitted - (trained at least once + dropped + running + buffered + held): 0 by invariant 3, at any time."""
@@ -134,7 +134,7 @@ class StoreState:
             kept = tuple(v for v in row.trained_versions if v < version)
             self.account.uses -= len(row.trained_versions) - len(kept)
             self.account.trained -= not row.is_fresh and not kept
-            self.put(replace(row, trained_versions=kept), "used" if kept else "finished")
+            self.put(row._replace(trained_versions=kept), "used" if kept else "finished")
         for row in [*self.running.values()]:
             self.drop(row, "failed", requeue=True)
         for row in [*self.finished.values()]:

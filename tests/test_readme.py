@@ -23,7 +23,6 @@ QUICK = [
     "async-rl prepare gsm8k train.jsonl data/gsm8k/train.parquet",
     "async-rl prepare gsm8k test.jsonl data/gsm8k/test.parquet",
     "async-rl keys new keys",
-    "async-rl export-trajectories runs/quickstart out.parquet",
     "python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0",
     "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8 --devices 8 --now 4,4",
     "async-rl plan --rollout-s 60 --train-s 40",
@@ -47,8 +46,11 @@ NIGHTLY = [
     "python -m benchmarks.side_by_side configs/quickstart.yaml --staleness 0,4 run.steps=100",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
     "python -m benchmarks.learner_step",
+    "async-rl export-trajectories runs/quickstart out.parquet",
+    "python -m benchmarks.buffer",
 ]
 ELSEWHERE = {
+    "async-rl buffer network.port=61234": "tests/buffer/test_standalone.py",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make nightly": "it runs this file",

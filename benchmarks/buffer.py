@@ -4,7 +4,8 @@
     python -m benchmarks.buffer --out benchmarks/results/buffer.md
     python -m benchmarks.buffer --profile                  # where the buffer's process spends its time
 
-Each row is measured `--rounds` times in turn, medians count. Nothing is generated or trained.
+Each row is measured `--rounds` times in turn, medians count. Nothing is generated or trained. CPU is that of all
+processes of the row together, and tells more than the rate on a machine that others use, too.
     bare        PUSH to PULL, the same bytes, producer and consumer in a process each
     buffer      a producer of made groups, buffer and consumer in a process each: slots, checks, acknowledgements
     journal     the same, journal on
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import zmq
 
 from async_rl.codec import encode_group
@@ -53,6 +55,8 @@ from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
 from buffer.wire import pack_request, read_reply, read_slots
 
+Figures = tuple[float, float]
+"""Groups a second, CPU microseconds a group."""
 WAIT_S = 30.0
 """Of every single wait in here."""
 WARMUP_STEPS = 5
@@ -151,8 +155,8 @@ def run_client_producer(config: Config, address: str) -> None:
 
 def through_buffer(
     config: Config, steps: int, producer: Callable[[Config, str], None], decode: bool, profile: bool = False
-) -> tuple[float, str]:
-    """Groups a second after the warm-up, and the profile of the buffer's process."""
+) -> tuple[Figures, str]:
+    """After the warm-up; with the profile of the buffer's process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     buffer = context.Process(target=run_buffer, args=(config, theirs, profile), daemon=True)
@@ -162,24 +166,34 @@ def through_buffer(
     producing.start()
     learner = LearnerClient(address, config.timeouts)
     learner.served(0)
-    start_s = 0.0
+    processes = [psutil.Process(pid) for pid in (buffer.pid, producing.pid, None)]
+    start_s = cpu_s = 0.0
     for version in range(WARMUP_STEPS + steps):
         if version == WARMUP_STEPS:
-            start_s = time.monotonic()
+            start_s, cpu_s = time.monotonic(), used_s(processes)
         if decode:
             learner.take(version)
         else:
             learner.take_raw(version)
         learner.trained(version + 1)
         learner.served(version + 1)
-    seconds = time.monotonic() - start_s
+    figures = per_group(steps * config.learner.prompts_per_step, start_s, used_s(processes) - cpu_s)
     learner.close()
     producing.terminate()
     producing.join(WAIT_S)
     ours.send("stop")
     text = received(ours, "the buffer's end")
     buffer.join(WAIT_S)
-    return steps * config.learner.prompts_per_step / seconds, text
+    return figures, text
+
+
+def used_s(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(used.user + used.system for used in times)
+
+
+def per_group(number: int, start_s: float, cpu_s: float) -> Figures:
+    return number / (time.monotonic() - start_s), 1e6 * cpu_s / number
 
 
 def run_pusher(address: str, data: bytes, number: int) -> None:
@@ -190,8 +204,8 @@ def run_pusher(address: str, data: bytes, number: int) -> None:
             socket.send(data, copy=False)
 
 
-def bare(config: Config, steps: int) -> float:
-    """Messages a second from PUSH to PULL, after as long a warm-up."""
+def bare(config: Config, steps: int) -> Figures:
+    """From PUSH to PULL, after the warm-up."""
     data = encode_group(make_group(config, FIRST))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
@@ -201,13 +215,15 @@ def bare(config: Config, steps: int) -> float:
         spawned = multiprocessing.get_context("spawn")
         pusher = spawned.Process(target=run_pusher, args=(address, data, number), daemon=True)
         pusher.start()
+        processes = [psutil.Process(pusher.pid), psutil.Process()]
+        start_s = cpu_s = 0.0
         for i in range(number):
             if i == warm_up:
-                start_s = time.monotonic()
+                start_s, cpu_s = time.monotonic(), used_s(processes)
             socket.recv()
-        seconds = time.monotonic() - start_s
+        figures = per_group(number - warm_up, start_s, used_s(processes) - cpu_s)
         pusher.join(WAIT_S)
-    return (number - warm_up) / seconds
+    return figures
 
 
 def received(pipe: Connection, what: str) -> Any:
@@ -221,9 +237,9 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
     return dataclasses.replace(config, run=run, buffer=BufferConfig(journal=True, journal_keep_steps=2))
 
 
-def measured(config: Config, steps: int, rounds: int) -> dict[str, float]:
-    """Groups a second of each way, medians."""
-    rates: dict[str, list[float]] = {"bare": [], "buffer": [], "journal": [], "clients": []}
+def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
+    """Medians of each way."""
+    rates: dict[str, list[Figures]] = {"bare": [], "buffer": [], "journal": [], "clients": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             rates["bare"].append(bare(config, 4 * steps))
@@ -231,20 +247,25 @@ def measured(config: Config, steps: int, rounds: int) -> dict[str, float]:
             journalled = with_journal(config, folder, number)
             rates["journal"].append(through_buffer(journalled, steps, run_made_producer, decode=False)[0])
             rates["clients"].append(through_buffer(config, steps, run_client_producer, decode=True)[0])
-    return {way: statistics.median(values) for way, values in rates.items()}
+    return {
+        way: (statistics.median(rate for rate, _ in figures), statistics.median(cpu for _, cpu in figures))
+        for way, figures in rates.items()
+    }
 
 
-def table(rates: dict[str, float], size: int) -> Iterator[str]:
-    yield "| way | groups/s | MB/s | of bare |"
-    yield "| --- | ---: | ---: | ---: |"
-    for way, rate in rates.items():
-        yield f"| {way} | {rate:,.0f} | {rate * size / 1e6:,.0f} | {rate / rates['bare']:.2f} |"
+def table(figures: dict[str, Figures], size: int) -> Iterator[str]:
+    yield "| way | groups/s | MB/s | of bare | CPU, us a group | bare's CPU of it |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    bare_rate, bare_cpu = figures["bare"]
+    for way, (rate, cpu) in figures.items():
+        speed = f"{rate:,.0f} | {rate * size / 1e6:,.0f} | {rate / bare_rate:.2f}"
+        yield f"| {way} | {speed} | {cpu:.0f} | {bare_cpu / cpu:.2f} |"
 
 
 def profiles(config: Config, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way, of_way in (("buffer", config), ("journal", with_journal(config, folder, 0))):
-            rate, text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
+            (rate, _), text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
             print(f"{way}: {rate:.0f} groups/s under the profiler\n{text}")
 
 

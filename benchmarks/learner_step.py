@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.types import Batch, Rollout, RolloutGroup
+from learner import scoring
 from learner.microbatches import Layout, MicroBatch, attention_mask, collate, make_pieces
 from learner.model import shard
 from learner.update import Updater
@@ -258,6 +259,7 @@ def main() -> None:
     parser.add_argument("--mean", type=int, default=48, help="mean answer")
     parser.add_argument("--longest", type=int, default=256, help="longest answer")
     parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--logits-mib", type=float, default=256, help="learner.scoring.LOGITS_BYTES")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="on CPU; one is least disturbed by other processes")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -266,6 +268,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
+    scoring.LOGITS_BYTES = int(arguments.logits_mib * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
             make_model(Path(folder) / "model")
@@ -301,7 +304,8 @@ def main() -> None:
         "model": f"{kind} of {parameters / 1e6:.0f} M parameters, vocabulary {vocab}, compute type "
         f"{config.model.dtype}, {arguments.attention}",
         "batch": f"{arguments.groups} groups of {arguments.answers} answers, prompts to {arguments.prompt}, answers of "
-        f"mean {arguments.mean} to {arguments.longest} tokens, budget {arguments.max_tokens}",
+        f"mean {arguments.mean} to {arguments.longest} tokens, budget {arguments.max_tokens}, float32 logits to "
+        f"{arguments.logits_mib:g} MiB",
     }
     text = report(found, header)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
+from async_rl.types import Batch
 from learner.diagnostics import Tally
+from learner.microbatches import Layout, MicroBatch
 from learner.model import full_parameters
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
@@ -34,6 +36,24 @@ def gradients(updater: Updater) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 
 
+def check_logprobs(updater: Updater, path: Path, batch: Batch) -> tuple[MicroBatch, ...]:
+    """Every answer of the batch scored once, as transformers scores it alone; returns the micro-batches."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    (minibatch,) = updater._plan(batch)
+    answers = []
+    for micro in minibatch.micro_batches:
+        with torch.no_grad():
+            logprobs = updater.policy(micro)[0].split(micro.lengths)
+        for (g, i), ours in zip(micro.answers, logprobs, strict=True):
+            group = batch.groups[g]
+            with torch.no_grad():
+                alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
+            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+            answers.append((g, i))
+    assert sorted(answers) == [(g, i) for g in range(6) for i in range(4)]
+    return minibatch.micro_batches
+
+
 FLEX = pytest.mark.nightly  # compiles its kernel for each shape
 
 
@@ -52,31 +72,30 @@ def test_packed_logprobs_are_those_of_transformers_on_each_sequence_alone(
     tiny_model_path: Path, one_rank: None, attention: str, max_tokens: int, seed: int
 ) -> None:
     updater = open_updater(tiny_model_path, attention, max_tokens)
-    batch = make_batch(seed, groups=6)
-    lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    (minibatch,) = updater._plan(batch)
-    answers = []
-    for micro in minibatch.micro_batches:
-        with torch.no_grad():
-            logprobs = updater.policy(micro)[0].split(micro.lengths)
-        for (g, i), ours in zip(micro.answers, logprobs, strict=True):
-            group = batch.groups[g]
-            with torch.no_grad():
-                alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
-            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
-            answers.append((g, i))
-    assert sorted(answers) == [(g, i) for g in range(6) for i in range(4)]
-    assert (len(minibatch.micro_batches) == 1) == (max_tokens == 4096)
+    micro_batches = check_logprobs(updater, tiny_model_path, make_batch(seed, groups=6))
+    assert (len(micro_batches) == 1) == (max_tokens == 4096)
     prompts_in_a_row = [
         len(set(roots[roots >= 0].tolist()))
-        for micro in minibatch.micro_batches
+        for micro in micro_batches
         if micro.segments is not None
         for roots in micro.segments[1]
     ]
     assert max(prompts_in_a_row) > 1
     if (attention, max_tokens) == ("flex_attention", 4096):
         assert prompts_in_a_row == [6]
-        assert (minibatch.micro_batches[0].segments[0] >= 0).all()  # type: ignore[index]
+        assert (micro_batches[0].segments[0] >= 0).all()  # type: ignore[index]
+
+
+def test_rows_parted_by_their_positions_alone_are_what_transformers_takes_without_a_mask(
+    tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of flash_attention_2, which needs a GPU: sdpa without a mask is parted by positions as well."""
+    updater = open_updater(tiny_model_path)
+    monkeypatch.setattr(updater, "_layout", Layout(masked=False, sparse=True))
+    monkeypatch.setattr("learner.model._MASKED", ())
+    (micro,) = check_logprobs(updater, tiny_model_path, make_batch(groups=6))
+    assert micro.positions is not None and micro.tokens.shape[0] == 1
+    assert (micro.positions == 0).sum() == 6 * 4
 
 
 def test_all_four_roles_on_two_ranks_give_the_metrics_and_pushed_weights_of_one(

@@ -250,7 +250,7 @@ def report(found: dict[str, Any], header: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "```", sides, ""])
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="Hugging Face folder; empty: made from config")
     parser.add_argument("--groups", type=int, default=8)
@@ -265,7 +265,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--out", type=Path, default=RESULTS / "learner_step")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
     scoring.LOGITS_BYTES = int(arguments.logits_mib * 2**20)

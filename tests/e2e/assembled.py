@@ -1,0 +1,98 @@
+"""The pipeline's parts in one process, without Ray: many short runs on one SGLang server that is started once.
+
+Engine, worker, buffer, learner, wire and weight transport are the real ones; only the processes around them are
+missing. Each run records its batches as the learner got them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from async_rl.config import Config
+from async_rl.metrics import reduce_metrics
+from async_rl.model_folder import load_tokenizer
+from async_rl.types import Batch
+from buffer.client import LearnerClient
+from buffer.server import BufferServer
+from buffer.wire import decode_batch
+from learner.trainer import Learner
+from rollout_server.rewards import open_reward
+from rollout_server.tasks import open_task
+from rollout_server.worker import Worker
+from tests.conftest import EngineInThread
+
+
+@dataclass
+class Run:
+    batches: list[Batch] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """The learner's metrics, one record a step."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """The buffer's last."""
+    aborted: float = 0.0
+    """Groups that the worker ended because the buffer had dropped them."""
+
+
+class RecordingClient(LearnerClient):
+    batches: list[Batch]
+
+    def take_raw(self, version: int) -> list[bytes]:
+        frames = super().take_raw(version)
+        self.batches.append(decode_batch(frames))
+        return frames
+
+
+def run_assembled(config: Config) -> Run:
+    """A run from version 0; with SGLang, `rollout.server_url` names the server."""
+    result = Run()
+    engine = EngineInThread(config, config.run_dir)
+    engine.run(engine.engine.start())
+    try:
+        with _buffer(config, result) as address, _worker(engine, config, address, result):
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+            learner = Learner(config, 0, 1, "127.0.0.1", port, address, [engine.engine.url])
+            assert learner._client is not None
+            learner._client.__class__ = RecordingClient
+            learner._client.batches = result.batches  # type: ignore[attr-defined]
+            result.steps = [reduce_metrics(report.metrics) for report in learner.run()]
+    finally:
+        engine.close()
+    return result
+
+
+@contextmanager
+def _buffer(config: Config, result: Run) -> Iterator[str]:
+    buffer, stop = BufferServer(config), threading.Event()
+    serving = threading.Thread(target=buffer.serve, args=(stop,), daemon=True)
+    serving.start()
+    yield buffer.address
+    stop.set()
+    serving.join(30)
+    result.counters = buffer.close()
+
+
+@contextmanager
+def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -> Iterator[None]:
+    """A worker in the engine's event loop."""
+    tokenizer = load_tokenizer(config.model.path)
+    task = open_task(config, tokenizer)
+    reward = open_reward(config, task)
+
+    async def make() -> Worker:
+        return Worker(config, 0, engine.engine, task, reward, tokenizer, address)
+
+    async def work() -> None:
+        async for report in worker.run():
+            result.aborted += reduce_metrics(report.metrics).get("rollout/aborted", 0.0)
+
+    worker = engine.run(make())
+    working = asyncio.run_coroutine_threadsafe(work(), engine._loop)
+    yield
+    engine.run(worker.stop())
+    working.result(30)

@@ -1,0 +1,116 @@
+"""A plain generate-then-train loop: what a run with `staleness.max: 0` must equal (design.md, invariant 2).
+
+GRPO by its formulas in plain torch: no buffer, no wire, no engine process, no packing of rows, no FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import Config
+from async_rl.model_folder import load_tokenizer
+from async_rl.types import Batch, Prompt, RolloutGroup
+from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.hf_batch import DecodingBatch, Group
+from rollout_server.rewards import open_reward
+from rollout_server.tasks import open_task
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the reference trains on."""
+
+    prompt: list[int]
+    tokens: list[int]
+    reward: float
+
+
+@dataclass(frozen=True)
+class Step:
+    answers: list[Answer]
+    loss: float
+    grad_norm: float
+    entropy: float
+
+
+class Reference:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+        learner = config.learner
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
+        )
+
+    def run(self, steps: int) -> Iterator[Step]:
+        """Samples each batch with the weights that it then trains."""
+        tokenizer = load_tokenizer(self.config.model.path)
+        task = open_task(self.config, tokenizer)
+        reward = open_reward(self.config, task)
+        size = self.config.learner.prompts_per_step
+        for first in range(0, steps * size, size):
+            answers = []
+            for group in self._sample([task.prompt(index) for index in range(first, first + size)]):
+                prompt = group.request.prompt
+                for completion in group.completions:
+                    assert isinstance(completion, Completion)
+                    text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                    tokens = completion.tokens.tolist()
+                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt, text)))
+            yield self.train(answers)
+
+    def _sample(self, prompts: list[Prompt]) -> list[Group]:
+        rollout = self.config.rollout
+        groups = [
+            Group(GenerationRequest(
+                group_id=i, prompt=prompt, start_version=0, seed=self.config.run.seed, n=rollout.group_size,
+                max_tokens=rollout.max_response_tokens, temperature=rollout.temperature,
+            ))
+            for i, prompt in enumerate(prompts)
+        ]
+        eos = load_tokenizer(self.config.model.path).eos_token_id
+        with torch.inference_mode():
+            batch = DecodingBatch(self.model, frozenset([eos]))
+            batch.add(groups, 0)
+            while len(batch):
+                batch.step(0)
+        return groups
+
+    def train(self, answers: list[Answer]) -> Step:
+        """One step of GRPO: A = (r - mean) / std in the group; loss -sum(A exp(l - l0)) / tokens, where l0 = l."""
+        size = self.config.rollout.group_size
+        tokens = sum(len(answer.tokens) for answer in answers)
+        loss = entropy = torch.zeros(())
+        for start in range(0, len(answers), size):
+            group = answers[start : start + size]
+            rewards = torch.tensor([answer.reward for answer in group], dtype=torch.float64)
+            advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).float()
+            for answer, advantage in zip(group, advantages, strict=True):
+                logprobs, entropies = self._logprobs(answer)
+                loss = loss - advantage * torch.exp(logprobs - logprobs.detach()).sum() / tokens
+                entropy = entropy + entropies.sum().detach() / tokens
+        self._optimizer.zero_grad()
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.learner.grad_clip)
+        self._optimizer.step()
+        return Step(answers, float(loss.detach()), float(grad_norm), float(entropy))
+
+    def _logprobs(self, answer: Answer) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropies) of the answer's tokens. [T], [T]"""
+        ids = torch.tensor([answer.prompt + answer.tokens])
+        logits = self.model(ids).logits[0, len(answer.prompt) - 1 : -1].float() / self.config.rollout.temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        entropies = -(distribution.exp() * distribution).sum(-1)
+        return distribution.gather(1, ids[0, len(answer.prompt) :, None])[:, 0], entropies
+
+
+def answers_of(batch: Batch) -> list[Answer]:
+    def of(group: RolloutGroup) -> list[Answer]:
+        return [Answer(group.prompt_tokens.tolist(), r.tokens.tolist(), r.reward) for r in group.rollouts]
+
+    return [answer for group in batch.groups for answer in of(group)]

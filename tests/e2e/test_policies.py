@@ -1,0 +1,107 @@
+"""Every mode, late policy and update policy end to end on a real SGLang server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config
+from async_rl.configfile import load_config
+from async_rl.errors import ConfigError
+from buffer.store_rows import DROP_REASONS
+from tests.conftest import EngineInThread
+from tests.e2e.assembled import Run, run_assembled
+
+Case = tuple[str, str, str]
+"""staleness.mode, staleness.late, weight_sync.on_update"""
+STEPS = 6
+UPDATES = ("in_place", "retract", "drain", "abort")
+ALL = [
+    *(("bounded", late, on_update) for late in ("wait", "drop", "mask") for on_update in UPDATES),
+    *(("exact", late, on_update) for late in ("wait", "drop", "mask") for on_update in UPDATES),
+]
+REFUSED = [
+    case for case in ALL if case[1:] == ("mask", "drain") or (case[0] == "exact" and case[1:] != ("wait", "drain"))
+]
+ALLOWED = [case for case in ALL if case not in REFUSED]
+IN_CI = [
+    ("bounded", "wait", "in_place"), ("bounded", "drop", "retract"), ("bounded", "mask", "abort"),
+    ("bounded", "wait", "drain"), ("exact", "wait", "drain"),
+]
+
+
+def slow_for_some(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
+    """Every third prompt or so is late."""
+    if len(answer) == 5:
+        time.sleep(0.3)
+    return sum(letter in "aeiou" for letter in response) / 64
+
+
+def configure(smoke_yaml: Path, tmp_path: Path, case: Case, bound: int, url: str = "") -> Config:
+    mode, late, on_update = case
+    return load_config(smoke_yaml, [
+        f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={bound}", f"staleness.mode={mode}",
+        f"staleness.late={late}", f"weight_sync.on_update={on_update}", "rollout.max_response_tokens=64",
+        "task.reward=tests.e2e.test_policies:slow_for_some", "eval.size=0",
+        *([f"rollout.server_url={url}"] if url else []),
+    ])
+
+
+def check(run: Run, config: Config, case: Case) -> None:
+    mode, late, on_update = case
+    bound, size = config.staleness.max, config.learner.prompts_per_step
+    assert [batch.version for batch in run.batches] == list(range(STEPS))
+    ids = [group.group_id for batch in run.batches for group in batch.groups]
+    assert len(set(ids)) == len(ids) == STEPS * size == run.counters["buffer/trained"]
+    dropped = {reason: run.counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS}
+    assert run.counters["buffer/admitted"] == len(ids) + sum(dropped.values())
+    happened = {reason for reason, count in dropped.items() if count}
+    assert happened <= ({"shutdown"} if late == "wait" else {"shutdown", "late"})
+    assert run.aborted <= dropped["late"]
+    for step in run.steps:
+        assert step["staleness/max"] <= bound
+        assert step.get("mismatch/mean_abs", 0.0) < 1e-4
+        assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
+    for batch in run.batches:
+        for group in batch.groups:
+            assert group.keeps_kv == (on_update == "in_place")
+            versions = np.concatenate([r.versions for r in group.rollouts])
+            assert versions.min() >= group.start_version
+            if late != "mask":
+                assert versions.min() >= batch.version - bound
+            if on_update == "drain":
+                assert set(versions.tolist()) == {group.start_version}
+            if mode == "exact":
+                assert set(versions.tolist()) == {max(0, batch.version - bound)}
+
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", IN_CI, ids="-".join)
+def test_a_run_keeps_its_bound_under_each_policy(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
+) -> None:
+    config = configure(smoke_yaml, tmp_path, case, 2, sglang_server.engine.url)
+    check(run_assembled(config), config, case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("case", ALLOWED, ids="-".join)
+def test_a_run_keeps_its_bound_under_every_combination(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case, bound: int
+) -> None:
+    config = configure(smoke_yaml, tmp_path, case, bound, sglang_server.engine.url)
+    check(run_assembled(config), config, case)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+def test_what_makes_no_sense_is_refused_with_the_alternative(
+    smoke_yaml: Path, tmp_path: Path, case: Case
+) -> None:
+    with pytest.raises(ConfigError, match="Or set"):
+        configure(smoke_yaml, tmp_path, case, 2)

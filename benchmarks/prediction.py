@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.results import Row, Run
+from benchmarks.results import EXACT, Row, Run
 from benchmarks.simulate import Workload, simulate
 
 SIMULATED_STEPS = 200
@@ -191,9 +191,12 @@ def work_conserving_bound(found: Stages, staleness: int) -> float:
 def compare(rows: Sequence[Row]) -> list[Measured]:
     """Of the first series, each bound beside its prediction: the simulator with the learner's and the push's durations
     of that bound, and one line of group durations over load through all bounds. What waits for what, and so both
-    utilisations and the staleness, is the simulator's.
+    utilisations and the staleness, is the simulator's. Exact mode, whose rules are others, is left out.
     """
-    of_series = [row for row in rows if row.series == rows[0].series]
+    bounded = [row for row in rows if EXACT not in row.series]
+    of_series = [row for row in bounded if row.series == bounded[0].series]
+    if not of_series:
+        return []
     found = {row.staleness: [stages(run) for run in row.runs] for row in of_series}
     together = workload_of([stage for stages in found.values() for stage in stages], *sizes(of_series[0].runs[0]))
     measured = []

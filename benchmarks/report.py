@@ -35,6 +35,8 @@ NOTES = (
     "utilisation over that at the smallest staleness.",
     "Utilisation: the learner computes an update; at least one rollout group is in flight and no push holds it up. "
     "Occupancy: the server's running requests over its slots. Start-up and the first step are left out.",
+    "Possible, the work-conserving bound: both pools' utilisations if neither waited without need, in turn at 0 and "
+    "the slower of the two above, from the same run's stage times.",
     "KL: of the behaviour from the proximal policy, k3 estimate. IS weights: proximal over behaviour, not truncated.",
 )
 CAPTIONS = {
@@ -58,7 +60,7 @@ def write_report(folder: Path) -> str:
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     sentences = [text for text in (recommendation(rows), time_to_accuracy(rows)) if text]
-    tables = markdown(rows) + "\n" + prediction_table(measured)
+    tables = markdown(rows) + ("\n" + prediction_table(measured) if measured else "")
     (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
     _write_csv(rows, folder / "table.csv")
     (folder / "report.html").write_text(_page(folder, rows, measured, pictures, sentences))
@@ -153,8 +155,9 @@ def _page(
     parts += [f'<p class="lead">{html.escape(text)}</p>' for text in sentences]
     parts += ["<h2>Trade-off</h2>", _table(header(rows), cells(rows), marks)]
     parts += [f'<p class="note">{html.escape(note)}</p>' for note in NOTES]
-    parts += ["<h2>Utilisation: measured, predicted, possible</h2>"]
-    parts += [_table(PREDICTION_HEADER, prediction_cells(measured), [""] * len(measured))]
+    if measured:
+        parts += ["<h2>Utilisation: measured, predicted, possible</h2>"]
+        parts += [_table(PREDICTION_HEADER, prediction_cells(measured), [""] * len(measured))]
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         caption = html.escape(CAPTIONS[picture.stem])

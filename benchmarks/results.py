@@ -15,6 +15,8 @@ from benchmarks.cells import SEED, STALENESS, read_record
 from benchmarks.statistics import CONFIDENCE, Estimate, estimate, ratio_interval, welch
 
 Record = dict[str, float | None]
+EXACT = ("mode", "exact")
+"""Of a series whose utilisation is not the trade-off's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def baseline(rows: Sequence[Row], row: Row) -> Row:
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """By reward per wall-clock, best first. Exact mode is left out: its utilisation is not the trade-off's."""
-    counted = [row for row in rows if ("mode", "exact") not in row.series and not math.isnan(_gain(row))]
+    counted = [row for row in rows if EXACT not in row.series and not math.isnan(_gain(row))]
     return sorted(counted, key=_gain, reverse=True)
 
 
@@ -184,7 +186,7 @@ def recommendation(rows: Sequence[Row]) -> str:
     """One sentence: the best staleness, its gain over 0 with an interval, and whether the next best differs."""
     order = ranked(rows)
     if not order:
-        return "No recommendation: no finished run measured a reward."
+        return "No recommendation: no finished run of bounded staleness measured a reward."
     best, base = order[0], baseline(rows, order[0])
     gain = best.estimate("per_minute")
     text = f"On this hardware {best.name} gains most reward per wall-clock: {gain.text('{:+.3f}')} a minute"

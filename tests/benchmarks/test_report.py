@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,18 @@ def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: P
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
         assert measured.learner + measured.rollout <= measured.bound * 1.05
     assert WORKLOAD.train_s == 0.4
+
+
+def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep: Path, tmp_path: Path) -> None:
+    exact = tmp_path / "exact"
+    shutil.copytree(sweep, exact)
+    for file in exact.glob("cells/*/cell.json"):
+        record = json.loads(file.read_text())
+        file.write_text(json.dumps(record | {"labels": record["labels"] | {"mode": "exact"}}))
+    text = write_report(exact)
+    assert "| 3 | exact |" in text
+    assert "No recommendation" in text
+    assert "predicted" not in text
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ network models".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import numpy as np
 from benchmarks.results import EXACT, Row, Run
 from benchmarks.simulate import Workload, simulate
 
-SIMULATED_STEPS = 200
+SIMULATED_STEPS = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,11 @@ def _mean_staleness(workload: Workload, bound: int, step_s: float, rollout_s: fl
     return min(float(bound), w.concurrency / w.prompts_per_step + (w.train_s + w.sync_s) / step_s)
 
 
+@functools.cache
 def batch_seconds(workload: Workload) -> float:
     """R: the mean time of one batch's groups, started together and nothing else in flight."""
     alone = dataclasses.replace(workload, train_s=0.0, sync_s=0.0, pause_s=None, handout_s=0.0, every_steps=1)
-    return simulate(alone, 0, 40).step_s
+    return simulate(alone, 0, 20).step_s
 
 
 def simulated(workload: Workload, bound: int, steps: int = SIMULATED_STEPS, seed: int = 0) -> Forecast:

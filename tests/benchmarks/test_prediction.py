@@ -94,9 +94,9 @@ def test_the_work_conserving_bound_is_in_turn_at_0_and_the_slower_pool_above() -
 
 
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
-    """R = 40 s heavy-tailed against T = 10.5 s: the literature's example, where every bound up to 8 helps."""
-    plan = make_plan(Workload(), (0, 1, 2, 4, 8, 16))
-    assert plan.best in (8, 16)
+    """Heavy tails: every bound up to 8 helps."""
+    plan = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))
+    assert plan.best == 8
     light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), (0, 1, 2, 4))
     assert light.best == 1
     assert "Take staleness.max = 1" in describe_plan(light)

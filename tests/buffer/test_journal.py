@@ -199,7 +199,7 @@ def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
         BufferServer(config)
 
 
-def test_a_replayed_group_and_an_exact_batch_number_survive_a_crash(tmp_path: Path) -> None:
+def test_groups_that_may_be_used_again_survive_a_crash(tmp_path: Path) -> None:
     config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(max_uses=2, fresh_fraction=0.5))
     with serving_until_a_crash(config) as server:
         run_pipeline(server, config, steps=5, workers=1)

@@ -23,8 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         print(f"async-rl: error: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("async-rl: interrupted, every process of the run has ended", file=sys.stderr)
+        if str(interrupt):
+            print(f"async-rl: {interrupt}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -37,7 +39,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model by RL")
-    _add_config(train)
+    _add_config(train, nargs="?")
+    train.add_argument(
+        "--resume", metavar="RUN_DIR", default="",
+        help="go on from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
+    )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
     train.set_defaults(run=_train)
 
@@ -78,6 +84,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += overrides_behind_an_option
+    if args.run is _train and not (args.config or args.resume):
+        parser.error("train needs a CONFIG, e.g. configs/quickstart.yaml, or --resume RUN_DIR")
     return args
 
 
@@ -98,6 +106,13 @@ def _train(args: argparse.Namespace) -> int:
     from async_rl.configfile import load_config
     from async_rl.pipeline import dry_run, run
 
+    if args.resume:
+        from async_rl.checkpoints import find_checkpoint, run_dir_of
+
+        if args.config and "=" in args.config:  # there is no CONFIG, only overrides
+            args.overrides, args.config = [args.config, *args.overrides], None
+        args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
+        args.overrides = [f"run.resume={args.resume}", *args.overrides]
     config = load_config(args.config, args.overrides)
     if args.dry_run:
         print(dry_run(config), end="")
@@ -141,13 +156,13 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _buffer(args: argparse.Namespace) -> int:
     from async_rl.configfile import load_config
-    from async_rl.pipeline import sigterm_as_interrupt
+    from async_rl.interrupts import Interrupts
     from buffer.standalone import serve_alone
 
     if args.config and "=" in args.config:
         args.config, args.overrides = None, [args.config, *args.overrides]
     unused = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none"]
-    with sigterm_as_interrupt():
+    with Interrupts():
         counters = serve_alone(
             load_config(args.config, [*unused, *args.overrides]), partial(print, flush=True), args.every_s
         )

@@ -96,14 +96,18 @@ class MetricsLogger:
     """Writes `run_dir/metrics.jsonl`, the console, and wandb if it is on; the same keys in all three.
 
     One JSON object a line; a value that is not finite is null there, as JSON has no NaN. An existing file is
-    replaced. On a terminal a bar with the time left stays below the lines. Used by one thread.
+    replaced, or with run.resume continued. On a terminal a bar with the time left stays below the lines. Used by one
+    thread.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._steps = config.run.steps
         self._started_s = time.monotonic()
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
+        path = run_dir / "metrics.jsonl"
+        if config.run.resume and path.exists():
+            self._started_s -= max((r.get("time/elapsed_s") or 0.0 for r in read_metrics(path)), default=0.0)
+        self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"),

@@ -22,11 +22,10 @@ buffer grants ahead. Nothing below looks at it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,27 +33,37 @@ from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.errors import ProcessDiedError, ProcessKilledError
+from async_rl.interrupts import Interrupts
 from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
 from async_rl.placement import explain, open_ray, reserve, settle
-from async_rl.runlog import RunLog, new_run_dir
+from async_rl.rundir import open_run_dir
+from async_rl.runlog import RunLog
 
 WATCH_INTERVAL_S = 5.0
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train `config.run.steps` steps; returns the summary that is also in run_dir/summary.json.
+    """Train `config.run.steps` steps, those before run.resume's checkpoint included; returns run_dir/summary.json.
 
     The first process to crash ends the run: its error is raised here after every other process has been stopped.
+    Ctrl-C or SIGTERM lets the step that runs end, with a checkpoint; a second one ends the run at once.
 
     Raises:
         AsyncRLError: with a message for the user. ConfigError for what can't work, before anything starts.
-        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the processes have been stopped.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to go on.
     """
     check_inputs(config)
-    run_dir = new_run_dir(config)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    with sigterm_as_interrupt(), contextlib.closing(RunLog(config)) as log, open_ray(config):
+    with Interrupts() as interrupts, open_run_dir(config) as config:
+        summary = _run(config, interrupts)
+    if interrupts.requested:
+        raise KeyboardInterrupt(f"go on with: async-rl train --resume {config.run_dir}")
+    return summary
+
+
+def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
+    run_dir = config.run_dir
+    with contextlib.closing(RunLog(config)) as log, open_ray(config):
+        interrupts.install()
         log.logger.note(f"run directory: {run_dir}")
         from async_rl.processes import ProcessGroup
 
@@ -65,12 +74,14 @@ def run(config: Config) -> dict[str, Any]:
         try:
             buffer_address = _start(config, processes, log)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
-            _evaluate(config, processes, log, version=0)
-            _train(processes, log, revive_buffer)
-            _evaluate(config, processes, log, version=log.version)
+            if not config.run.resume:
+                _evaluate(config, processes, log, version=0)
+            _train(config, processes, log, revive_buffer, interrupts)
+            if not interrupts.requested:
+                _evaluate(config, processes, log, version=log.version)
             counters = _close_buffer(config, processes, revive_buffer)
         finally:
-            processes.stop(config.timeouts.shutdown_s)
+            processes.stop(0 if interrupts.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw_learning_curve(run_dir)
@@ -105,7 +116,8 @@ def _start(config: Config, processes: Any, log: RunLog) -> str:
         f"rollout/{i}": processes.start(f"rollout/{i}", RolloutProcess, config, i) for i in range(servers)
     }
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r) for r in range(ranks)
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, max_concurrency=2)
+        for r in range(ranks)
     }
     urls = processes.gather(
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.server_start_s, "the start"
@@ -126,7 +138,10 @@ def _start(config: Config, processes: Any, log: RunLog) -> str:
     return str(found["buffer"])
 
 
-def _train(processes: Any, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]) -> None:
+def _train(
+    config: Config, processes: Any, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None],
+    interrupts: Interrupts,
+) -> None:
     """Watch all processes and collect their reports until every learner rank has finished and every step is logged."""
     import ray
 
@@ -135,28 +150,56 @@ def _train(processes: Any, log: RunLog, revive_buffer: Callable[[ProcessKilledEr
         if name != "buffer":
             streams[actor.run.options(num_returns="streaming").remote()] = name
     learning = {name for name in streams.values() if name.startswith("learner")}
-    while learning or log.has_open_steps:
-        ready, _ = ray.wait(list(streams), num_returns=1, timeout=WATCH_INTERVAL_S)
-        for stream in ready:
-            name = streams[stream]
-            if name == "buffer":
-                del streams[stream]
-                try:
-                    processes.result(name, partial(ray.get, stream))
-                except ProcessKilledError as error:
-                    revive_buffer(error)
+    stop_s = float("inf")
+    with interrupts.deferred():
+        while learning or log.has_open_steps:
+            if interrupts.requested and stop_s == float("inf"):
+                stop_s = time.monotonic() + config.timeouts.interrupt_s
+                _stop_learning(config, processes, learning, log)
+            if time.monotonic() > stop_s:
+                raise KeyboardInterrupt(f"no checkpoint within {config.timeouts.interrupt_s:.0f} s")
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=WATCH_INTERVAL_S)
+            for stream in ready:
+                name = streams[stream]
+                if name == "buffer":
+                    del streams[stream]
+                    revive_buffer(_death_of_buffer(processes, stream))
                     streams[processes.actors["buffer"].serve.remote()] = name
-                    continue
-                raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail(name)}")
-            try:
-                log.add(name, processes.result(name, lambda s=stream: ray.get(next(s))))
-            except StopIteration:
-                del streams[stream]
-                if name not in learning:
-                    raise ProcessDiedError(
-                        f"{name} stopped while the run was going on{processes.log_tail(name)}"
-                    ) from None
-                learning.discard(name)
+                elif not _collect(processes, log, stream, name):
+                    learning.discard(streams.pop(stream))
+
+
+def _collect(processes: Any, log: RunLog, stream: Any, name: str) -> bool:
+    """Log the next report of a process; False after a learner rank's last. Workers may not end before the run."""
+    import ray
+
+    try:
+        log.add(name, processes.result(name, lambda: ray.get(next(stream))))
+    except StopIteration:
+        if name.startswith("learner"):
+            return False
+        raise ProcessDiedError(f"{name} stopped while the run was going on{processes.log_tail(name)}") from None
+    return True
+
+
+def _death_of_buffer(processes: Any, serving: Any) -> ProcessKilledError:
+    """Why the buffer's loop is over, if it is because its process died; raises any other reason."""
+    import ray
+
+    try:
+        processes.result("buffer", partial(ray.get, serving))
+    except ProcessKilledError as error:
+        return error
+    raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail('buffer')}")
+
+
+def _stop_learning(config: Config, processes: Any, learning: set[str], log: RunLog) -> None:
+    log.logger.note(
+        f"interrupted: ending with a checkpoint after this step, within {config.timeouts.interrupt_s:.0f} s "
+        "(timeouts.interrupt_s). Again to end at once"
+    )
+    for name in learning:
+        processes.actors[name].stop.remote()
 
 
 def _evaluate(config: Config, processes: Any, log: RunLog, version: int) -> None:
@@ -211,24 +254,6 @@ def _final_account(config: Config, processes: Any) -> dict[str, float]:
         {"buffer": buffer.close.remote()}, config.timeouts.shutdown_s, "the final account"
     )["buffer"]
     return counters
-
-
-@contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM takes the same orderly way out as Ctrl-C."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread: the caller has the signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def dry_run(config: Config) -> str:

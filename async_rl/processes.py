@@ -138,6 +138,10 @@ class LearnerProcess:
     def run(self) -> Iterator[Report]:
         yield from self._learner.run()
 
+    def stop(self) -> None:
+        """Let `run` end after its step, with a checkpoint."""
+        self._learner.stop()
+
 
 def enter(folder: str, config: Config, name: str) -> Config:
     """What every process of a run does first; returns the config as it holds on this host.
@@ -260,11 +264,13 @@ class ProcessGroup:
         """End every process, politely within `timeout_s`, then by force."""
         stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
         polite: list[Any] = [actor.stop.remote() for actor in stoppable]
-        if polite:
-            ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
-        for actor in self.actors.values():
-            ray.kill(actor)
-        self.actors.clear()
+        try:
+            if polite:
+                ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
+        finally:  # also when a second Ctrl-C cuts the wait short
+            for actor in self.actors.values():
+                ray.kill(actor)
+            self.actors.clear()
 
 
 def _first_line(error: BaseException) -> str:

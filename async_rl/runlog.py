@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from async_rl.checkpoints import prune, resumed_cut
 from async_rl.config import Config
 from async_rl.lanes import draw_lanes
-from async_rl.metrics import Metric, MetricsLogger, Report, reduce_metrics
+from async_rl.metrics import Metric, MetricsLogger, Report, read_metrics, reduce_metrics
 from async_rl.timeline import Sample, Span, sampled, shares, utilisation, write_chrome_trace
 
 Values = dict[str, float]
@@ -24,6 +25,7 @@ class RunLog:
 
     def __init__(self, config: Config) -> None:
         self.run_dir = config.run_dir
+        self._checkpoint = config.checkpoint
         self.logger = MetricsLogger(config, config.run_dir)
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
@@ -34,10 +36,32 @@ class RunLog:
         """Of the last step that was logged."""
         self.ended = ""
         """Why the run ended before its last step."""
+        self._best_values: dict[int, float] = {}
+        """checkpoint.best_metric by version."""
+        self._first_reward: float | None = None
+        self._resumes = 0
+        if cut := resumed_cut(config):
+            self.version, self._resumes = cut.version, cut.lineage + 1
+            self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
         self._recent: list[Span] = []
         self._pending: list[tuple[Report, float]] = []
         self._from_workers: list[Metric] = []
         self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
+
+    def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
+        """What the summary and the choice of checkpoints need of the steps before a resume."""
+        for record in records:
+            values = {key: value for key, value in record.items() if value is not None}
+            self._note_values(int(values["step"]), values)
+            if "eval/accuracy" in values:
+                self.evals.append((int(values["step"]), values))
+
+    def _note_values(self, version: int, values: Mapping[str, float]) -> None:
+        if self._first_reward is None:
+            self._first_reward = values.get("reward/mean")
+        if self._checkpoint.best_metric in values:
+            self._best_values[version] = values[self._checkpoint.best_metric]
+        prune(self.run_dir, self._checkpoint, self._best_values)
 
     def add(self, process: str, report: Report) -> None:
         self._add_spans(report)
@@ -71,6 +95,7 @@ class RunLog:
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
             self.evals.append((report.step, values))
+            self._note_values(report.step, values)
             self.logger.log_eval(report.step, values)
 
     def _add_spans(self, report: Report) -> None:
@@ -91,6 +116,7 @@ class RunLog:
         values["time/since_first_step_s"] = end_s - self.step_ends_s[0]
         self.steps.append(values)
         self.version = report.step
+        self._note_values(report.step, values)
         self.logger.log(report.step, values)
 
     def window(self) -> tuple[float, float]:
@@ -103,6 +129,7 @@ class RunLog:
         """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
         while self._pending:
             self._close_step(*self._pending.pop(0))
+        prune(self.run_dir, self._checkpoint, self._best_values)
         write_chrome_trace(self.spans, self.run_dir / "timeline.json", self.samples)
         draw_lanes(self.spans, self.step_ends_s, self.run_dir / "timeline.png")
         self.logger.close()
@@ -120,11 +147,12 @@ class RunLog:
             return sum(present) / len(present) if present else None
 
         summary: dict[str, Any] = {
-            "steps": len(self.steps),
+            "steps": self.version,
+            "resumes": self._resumes,
             "seconds": end_s - start_s,
             "staleness_mean": mean("staleness/mean"),
             "staleness_max": max((s.get("staleness/max", 0.0) for s in self.steps), default=None),
-            "reward_first": self.steps[0].get("reward/mean") if self.steps else None,
+            "reward_first": self._first_reward,
             "reward_last": self.steps[-1].get("reward/mean") if self.steps else None,
             "push_ms": (mean("time/push_s") or 0.0) * 1e3,
             "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
@@ -143,15 +171,3 @@ class RunLog:
             summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
             summary["accuracy_end"] = self.evals[-1][1].get("eval/accuracy")
         return summary
-
-
-def new_run_dir(config: Config) -> Path:
-    """Create the run directory; a name that is taken gets the next free number, also between two runs at once."""
-    for number in range(1, 10_000):
-        candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
-        try:
-            candidate.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return candidate
-    raise FileExistsError(f"{config.run_dir} and 9998 numbered ones exist")

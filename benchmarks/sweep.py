@@ -26,7 +26,7 @@ from rich.text import Text
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.pipeline import sigterm_as_interrupt
+from async_rl.interrupts import Interrupts
 from benchmarks.cells import SEED, Axis, Cell, all_cells, cell_config, finished, write_record
 from benchmarks.machine import describe_machine
 from benchmarks.warm import WarmServer
@@ -117,7 +117,7 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     _write_plan(sweep)
     limit = sweep.max_cells or len(cells)
     warm = WarmServer(configs.values(), sweep.folder / "logs")
-    with sigterm_as_interrupt(), _display(progress) as show, contextlib.closing(warm):
+    with Interrupts(), _display(progress) as show, contextlib.closing(warm):
         for cell in progress.pending[:limit]:
             shutil.rmtree(cell.folder, ignore_errors=True)  # a run cut short; what is finished is not pending
             progress.running, progress.share, progress.since_s = cell.name, 0.0, time.monotonic()

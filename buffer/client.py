@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,8 +51,8 @@ class LearnerClient:
         """Batch number `version`, see take_raw."""
         return decode_batch(self.take_raw(version))
 
-    def take_raw(self, version: int) -> list[bytes]:
-        """The frames of batch number `version`, for `decode_batch` here or on another rank.
+    def take_raw(self, version: int, stop: threading.Event | None = None) -> list[bytes]:
+        """The frames of batch number `version`, for `decode_batch` here or on another rank; none once `stop` is set.
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
@@ -60,6 +61,8 @@ class LearnerClient:
         """
         start_s = time.monotonic()
         while True:
+            if stop is not None and stop.is_set():
+                return []
             left_s = self._timeouts.batch_s - (time.monotonic() - start_s)
             reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
             if reply.frames:
@@ -90,6 +93,10 @@ class LearnerClient:
     def served(self, version: int) -> None:
         """Every live server serves `version`: admission goes on with it. `served(0)` opens the buffer."""
         self._call("served", version=version)
+
+    def cut(self, version: int) -> dict[str, Any]:
+        """What the buffer goes on from after a resume at `version`, the newest; part of the learner's checkpoint."""
+        return self._call("cut", version=version).result
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -8,6 +8,7 @@
     may_push    learner    as soon as the rules allow, with what it waits for after its wait_s
     trained     learner    at once
     served      learner    at once; parked admits are answered next
+    cut         learner    at once, with what a checkpoint keeps of the buffer
 
 A turn of the loop takes what has arrived, then answers who has been waiting, then commits the journal, and only then
 sends the answers: whoever got one can rely on it. What arrives is checked before it touches the store. A refused
@@ -26,10 +27,12 @@ from typing import Any
 
 import zmq
 
+from async_rl.checkpoints import resumed_cut
 from async_rl.codec import Fields, Limits, decode_group
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.types import RolloutGroup, Slot
+from buffer.cut import cut_of, go_on_from
 from buffer.door import Door
 from buffer.journal import FILE_NAME, Journal
 from buffer.staleness import Rules
@@ -87,7 +90,7 @@ class BufferServer:
         self._restarts = 0
         self._last_grant: dict[str, tuple[int, bytes]] = {}  # by worker: request id and reply, should it get lost
         self._seen_workers: set[str] = set()
-        self._store = Store(Rules.from_config(config), self._restored_state())
+        self._store = Store(Rules.from_config(config), self._restored_state(config))
         self._lock = threading.Lock()
         self._serving = threading.Lock()
         self._admits: dict[str, Parked] = {}
@@ -146,12 +149,10 @@ class BufferServer:
                 self._journal.close()
             return self._counters()
 
-    def _restored_state(self) -> StoreState:
-        """As the journal has it; empty in a new run."""
-        if self._journal is None:
-            return StoreState()
-        state = StoreState(record=self._journal.record)
-        if found := self._journal.load():
+    def _restored_state(self, config: Config) -> StoreState:
+        """As the journal has it, or the checkpoint that the run goes on from; empty in a new run."""
+        state = StoreState(record=self._journal.record) if self._journal else StoreState()
+        if self._journal and (found := self._journal.load()):
             rows, scalars = found
             state.restore(rows, scalars)
             self._refused, self._restarts = scalars["refused"], scalars["restarts"] + 1
@@ -161,6 +162,8 @@ class BufferServer:
                 self._last_grant[last.worker] = (last.grant, pack_reply(last.grant, pack_slots(slots)))
             if state.next_group_id:  # nothing is granted before all have asked
                 self._seen_workers.update(self._workers)
+        elif cut := resumed_cut(config):
+            go_on_from(cut, state)
         return state
 
     def _commit(self) -> None:
@@ -228,6 +231,9 @@ class BufferServer:
                 self._store.trained(fields.integer("version", 0))
             case "served":
                 self._store.served(fields.integer("version", 0))
+            case "cut":
+                self._store.check_takeable(fields.integer("version", 0))
+                return pack_reply(request.id, cut_of(self._store.state))
         return pack_reply(request.id, {})
 
     def _worker(self, fields: Fields) -> str:

@@ -39,6 +39,7 @@ _OPERATIONS = {
     "may_push": ("version", "wait_s"),
     "trained": ("version",),
     "served": ("version",),
+    "cut": ("version",),
 }
 _MAX_VERSION = 2**31 - 1
 _MAX_BATCH = 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,22 @@ class Optimizer:
     def drop(self) -> None:
         """Forget the gradients without a step."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def counts(self) -> dict[str, int]:
+        """What the schedule and the guard go by; with `state_of` each parameter the whole state."""
+        return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """AdamW's live tensors for a parameter; as before the first step where there was none yet."""
+        state: dict[str, Tensor] = self._adamw.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        return state
 
     def _count_skipped(self, finite: bool, loss: float, grad_norm: float) -> None:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1

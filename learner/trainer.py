@@ -1,7 +1,8 @@
-"""The learner's loop: take a batch, train on it, publish the new version, release its slots."""
+"""The learner's loop: take a batch, train on it, publish the new version, release its slots, sometimes keep it all."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from async_rl.checkpoints import Cut, checkpoint_folder
 from async_rl.config import Config
 from async_rl.errors import NothingToLearnError
 from async_rl.gpu import GpuSampler
@@ -21,6 +23,8 @@ from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.alarms import Alarms, rules_for
 from learner.bound import apply_bound
+from learner.checkpoint import Checkpointer
+from learner.consumed import Consumed
 from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames, init_distributed
 from learner.update import Updater
@@ -65,20 +69,29 @@ class Learner:
         self._alarms = Alarms(rules_for(self._push_dtype))
         self._verified = not config.weight_sync.verify
         self._end = ""
+        self._stopping = threading.Event()
+        self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
+        self._consumed = Consumed(config.buffer.max_uses)
+        self._lineage = 0
+        self._saved_version = 0
+        if config.run.resume:
+            self._resume(Path(config.run.resume))
+
+    def stop(self) -> None:
+        """Let `run` end after the step that runs, with a checkpoint. From another thread."""
+        self._stopping.set()
 
     def run(self) -> Iterator[Report]:
         """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
 
         Yields one Report per step, for the version it produced; metrics are on rank 0's, spans on all. At the
-        end the policy is saved in run_dir/model.
+        end the policy is saved in run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
             AsyncRLError: a wait ran out, a push failed, or the numbers stopped being finite.
         """
-        self._publisher.connect()
-        if self._client:
-            self._client.served(0)  # the servers loaded the same folder
+        self._begin()
         is_last = False
         while not is_last:
             start_s = time.time()
@@ -91,6 +104,7 @@ class Learner:
             taken_s = time.time()
             with self._timeline.span("busy", "update"):
                 batch, metrics = apply_bound(batch, self.version, self.config.staleness)
+                self._consumed.add(group.group_id for group in batch.groups)
                 metrics += self._updater.update(batch)
             self.version += 1
             if self._client:
@@ -98,6 +112,7 @@ class Learner:
             trained_s = time.time()
             is_last = self._is_last(trained_s)
             push_metrics, spans = self._push(batch, is_last) if self._is_push_due(is_last) else ([], ())
+            metrics += self._checkpoint() if self._is_checkpoint_due(is_last) else []
             end_s = time.time()
             metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
             alarms, states = self._alarms.check(self.version, metrics)
@@ -113,18 +128,36 @@ class Learner:
             )
         self._close()
 
+    def _begin(self) -> None:
+        """Bring every server to this version and open admission for it."""
+        self._publisher.connect()
+        if self.version > 0:  # at 0 the servers loaded the same folder
+            with self._timeline.span("sync", "push"):
+                self._publisher.push(full_parameters(self._updater.policy, self._push_dtype), self.version)
+        if self._client:
+            self._client.served(self.version)
+
+    def _resume(self, folder: Path) -> None:
+        cut = self._checkpointer.load(folder)
+        self.version = self._saved_version = cut.version
+        self._lineage = cut.lineage + 1
+        self._updater.objective.kl_coef = cut.kl_coef
+        self._consumed = Consumed(self.config.buffer.max_uses, cut.consumed)
+
     def _take(self) -> list[bytes]:
         """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come."""
         frames: list[bytes] = []
         if self._client:
             try:
-                frames = self._client.take_raw(self.version)
+                frames = self._client.take_raw(self.version, self._stopping)
             except NothingToLearnError as error:
                 self._end = str(error)
         return broadcast_frames(frames, self._device)
 
     def _end_early(self) -> Report:
         """Serve and save what was learned so far; the report says why the run is over."""
+        if self._was_stopped():
+            return self._end_stopped()
         spans: tuple[Span, ...] = ()
         if self.version % self.config.weight_sync.every_steps:
             with self._timeline.span("sync", "push"):
@@ -133,10 +166,44 @@ class Learner:
         self._save()
         return Report(step=self.version, spans=self._timeline.drain() + spans, note=self._end)
 
+    def _was_stopped(self) -> bool:
+        """Whether there are no frames because of `stop`: what rank 0 says."""
+        stopped = torch.tensor(self._stopping.is_set() and not self._end, device=self._device)
+        dist.broadcast(stopped, 0)
+        return bool(stopped)
+
+    def _end_stopped(self) -> Report:
+        folder = checkpoint_folder(self.config.run_dir, self.version)
+        if self.version > self._saved_version:
+            self._checkpoint()
+        self._checkpointer.wait()
+        note = f"stopped at version {self.version}" + (f", checkpoint {folder}" if self.version else "")
+        return Report(step=self.version, spans=self._timeline.drain(), note=note)
+
+    def _is_checkpoint_due(self, is_last: bool) -> bool:
+        every_steps = self.config.checkpoint.every_steps
+        return every_steps > 0 and (is_last or self.version % every_steps == 0)
+
+    def _checkpoint(self) -> list[Metric]:
+        """Start to write learner and buffer as they are now, between two batches; training waits for the copy only."""
+        start_s = time.time()
+        with self._timeline.span("checkpoint", "copy"):
+            cut = Cut(
+                version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
+                networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
+                consumed=self._consumed.ranges(), buffer=self._client.cut(self.version) if self._client else {},
+            )
+            self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), cut)
+        self._saved_version = self.version
+        return [
+            Metric("checkpoint/pause_s", time.time() - start_s),
+            Metric("checkpoint/last_write_s", self._checkpointer.write_s),
+        ]
+
     def _is_last(self, now_s: float) -> bool:
         """Whether the step that ends now is the last, on every rank alike: by run.steps, or by rank 0's clock."""
         run = self.config.run
-        if self.version == 1:
+        if not hasattr(self, "_first_step_s"):
             self._first_step_s = now_s
         late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds, device=self._device)
         if run.seconds > 0:
@@ -192,6 +259,8 @@ class Learner:
             )
 
     def _close(self) -> None:
+        with self._timeline.span("checkpoint", "write"):
+            self._checkpointer.close()
         if self._client:
             self._client.close()
         self._publisher.close()

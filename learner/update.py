@@ -23,6 +23,7 @@ from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.metrics import Metric
 from async_rl.types import Batch
 from async_rl.weights.publisher import serving_dtype
+from learner.checkpoint import Network
 from learner.credit import batch_advantages
 from learner.critic import load_critic
 from learner.diagnostics import Tally, batch_metrics, explained_variance, median_trained_tokens, token_metrics
@@ -72,6 +73,14 @@ class Updater:
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self._layout = self._layout.for_both(layout_of(self.critic.lm))
             self._critic_optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
+
+    @property
+    def networks(self) -> dict[str, Network]:
+        """What a checkpoint holds."""
+        networks = {"policy": Network(self.policy, self._optimizer)}
+        if self.critic is not None:
+            networks["critic"] = Network(self.critic, self._critic_optimizer)
+        return networks
 
     def update(self, batch: Batch) -> list[Metric]:
         """Train on `batch`; returns the metrics of all ranks together. Collective.

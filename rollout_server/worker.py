@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.checkpoints import resumed_cut
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
 from async_rl.gpu import GpuSampler
@@ -63,7 +64,8 @@ class Worker:
         # Evaluations of the servers would be equal; the first server's is enough.
         self._eval_every = config.eval.every_steps if index == 0 else 0
         self._counts: Counter[str] = Counter()
-        self._version = 0
+        cut = resumed_cut(config)
+        self._version = max(0, cut.version - 1) if cut else 0  # one less: its evaluation may have been cut short
         self._failures_in_a_row = 0
         self._group_finished = asyncio.Event()
         self._stopping = asyncio.Event()

@@ -27,6 +27,7 @@ LIGHT_MODULES = (
     "async_rl.codec",
     "async_rl.metrics",
     "async_rl.timeline",
+    "async_rl.checkpoints",
     "async_rl.configfile",
     "async_rl.cli",
     "buffer.staleness",

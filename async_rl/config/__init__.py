@@ -37,6 +37,7 @@ from async_rl.config.learning import (
     SftConfig,
 )
 from async_rl.config.system import (
+    CheckpointConfig,
     LearnerPlacement,
     LoggingConfig,
     NetworkConfig,
@@ -50,6 +51,7 @@ from async_rl.config.system import (
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "CheckpointConfig",
     "ClipConfig",
     "Config",
     "CorrectionConfig",
@@ -94,6 +96,7 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)

@@ -21,6 +21,7 @@ def check_combinations(config: Config) -> None:
     _check_slots(config)
     _check_replay(config)
     _check_mask(config)
+    _check_best(config)
     check(
         not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
         "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
@@ -96,6 +97,17 @@ def _check_mask(config: Config) -> None:
         "All tokens of a drained answer are of one version: none is too old alone. "
         "Or set weight_sync.on_update: in_place, retract or abort.",
     )
+
+
+def _check_best(config: Config) -> None:
+    """The best checkpoint is known only where checkpoints are measured."""
+    if config.checkpoint.keep_best and config.checkpoint.best_metric.startswith("eval/"):
+        evals, every = config.eval.every_steps, config.checkpoint.every_steps
+        check(
+            evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
+            f"a multiple of eval.every_steps = {evals} with checkpoint.keep_best",
+            f"So that {config.checkpoint.best_metric} is measured at each checkpoint's version.",
+        )
 
 
 def _check_exact(config: Config) -> None:

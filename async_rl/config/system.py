@@ -18,6 +18,8 @@ class RunConfig:
     """Learner steps (batches) to take in this run."""
     seconds: float = 0.0
     """Ends the run after the learner step in which so much time has passed since the first one; 0: no limit."""
+    resume: str = ""
+    """Run directory to continue, from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, "run.steps", self.steps, "at least 1")
@@ -125,6 +127,22 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int = 100
+    """Learner and buffer at one cut, in run_dir/checkpoints, every so many steps and at the end; 0: only after Ctrl-C
+    or SIGTERM."""
+    keep_last: int = 2
+    keep_best: int = 0
+    """Keep so many more: those with the highest `best_metric`."""
+    best_metric: str = "eval/accuracy"
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "0 (off) or more")
+        check(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        check(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when the user is logged in, else off."""
@@ -181,6 +199,10 @@ class TimeoutsConfig:
     wire_s: float = 30.0
     """One request to the buffer."""
     shutdown_s: float = 30.0
+    interrupt_s: float = 300.0
+    """After Ctrl-C or SIGTERM: the step that runs, and its checkpoint. Then the run ends without."""
+    checkpoint_s: float = 1800.0
+    """One checkpoint on its way to the disk."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

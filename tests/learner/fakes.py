@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +21,9 @@ class FakeClient:
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
         self.calls = []
 
-    def take_raw(self, version: int) -> list[bytes]:
+    def take_raw(self, version: int, stop: threading.Event) -> list[bytes]:
+        if stop.is_set():
+            return []
         self.calls.append(("take", version))
         return [bytes([version])]
 
@@ -31,6 +35,10 @@ class FakeClient:
 
     def served(self, version: int) -> None:
         self.calls.append(("served", version))
+
+    def cut(self, version: int) -> dict[str, Any]:
+        self.calls.append(("cut", version))
+        return {}
 
     def close(self) -> None:
         self.calls.append(("close", -1))

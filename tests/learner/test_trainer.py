@@ -58,7 +58,9 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decode(frames: list[bytes]) -> Batch:
         version = frames[0][0]
-        return dataclasses.replace(make_batch(seed=version, version=version), counters={"buffer/depth": 1.0})
+        batch = make_batch(seed=version, version=version)
+        groups = tuple(dataclasses.replace(g, group_id=3 * version + g.group_id) for g in batch.groups)
+        return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
 
     monkeypatch.setattr(trainer, "decode_batch", decode)
 
@@ -92,6 +94,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         ("take", 2),
         ("trained", 3),
         ("push", 3),
+        ("cut", 3),
         ("close", -1),
     ]
     assert [report.step for report in reports] == [1, 2, 3]
@@ -101,6 +104,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS
     assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s"}
+    assert keys[2] == keys[1] | {"checkpoint/pause_s", "checkpoint/last_write_s"}
     assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}
     assert {span.pool for span in reports[2].spans} == {"learner/0", "rollout/0"}
 
@@ -143,7 +147,7 @@ def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
 def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_note(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take_raw(client: FakeClient, version: int) -> list[bytes]:
+    def take_raw(client: FakeClient, version: int, stop: threading.Event) -> list[bytes]:
         if version == 2:
             raise NothingToLearnError("the task is solved")
         return [bytes([version])]
@@ -197,7 +201,8 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
         StalenessError, match="group 0 has a token of version 0, but the learner is at version 2"
     ):
         list(learner.run())
-    assert not publisher.weights
+    assert isinstance(learner._client, FakeClient)
+    assert [op for op, _ in learner._client.calls] == ["served", "take"]
     torch.distributed.destroy_process_group()
 
 

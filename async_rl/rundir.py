@@ -1,0 +1,92 @@
+"""The directory of a run: made new, or taken up again where its checkpoint was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from async_rl.checkpoints import Cut, find_checkpoint, read_cut, run_dir_of, set_aside_later
+from async_rl.config import Config
+from async_rl.configfile import dump_config
+from async_rl.errors import ConfigError
+
+_LOCK_FILE = ".lock"
+
+
+@contextlib.contextmanager
+def open_run_dir(config: Config) -> Iterator[Config]:
+    """The config to run with, its run_dir being this run's alone: a new one, or that of run.resume.
+
+    Raises:
+        ConfigError: run.resume names nothing to resume, or a run that is still going on or has no step left.
+    """
+    if not config.run.resume:
+        run_dir = new_run_dir(config)
+        run = dataclasses.replace(config.run, name=run_dir.name)
+        cut = None
+    else:
+        checkpoint = find_checkpoint(config.run.resume)
+        cut, run_dir = read_cut(checkpoint), run_dir_of(checkpoint)
+        if cut.version >= config.run.steps:
+            raise ConfigError(
+                f"run.steps must be above {cut.version}, the version of {checkpoint}, got {config.run.steps}. "
+                f"Set run.steps={2 * cut.version} to train on"
+            )
+        run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
+    config = dataclasses.replace(config, run=run)
+    with _locked(run_dir):
+        if cut is not None:
+            _take_up(config, cut)
+        restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
+        (run_dir / "config.yaml").write_text(dump_config(restartable))
+        yield config
+
+
+def new_run_dir(config: Config) -> Path:
+    """Create the run directory; a name that is taken gets the next free number, also between two runs at once."""
+    for number in range(1, 10_000):
+        candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise FileExistsError(f"{config.run_dir} and 9998 numbered ones exist")
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Until the end of the block or of this process, however it comes."""
+    with (run_dir / _LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run.resume: the run in {run_dir} is still going on. End it first (Ctrl-C)") from None
+        yield
+
+
+def _take_up(config: Config, cut: Cut) -> None:
+    """Make the directory that of a run which has come to the cut; what came after it is kept beside, out of use."""
+    run_dir, suffix = config.run_dir, f"lineage_{cut.lineage}"
+    set_aside_later(Path(config.run.resume), cut)
+    old_config = run_dir / "config.yaml"
+    if old_config.exists():
+        old_config.rename(run_dir / f"config.{suffix}.yaml")
+    for file in run_dir.glob("trajectories.sqlite*"):  # with what SQLite keeps beside it
+        file.rename(run_dir / file.name.replace("trajectories", f"trajectories.{suffix}"))
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        lines = metrics.read_text().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # cut short by a crash
+            lines.pop()
+        kept = [line for line in lines if json.loads(line)["step"] <= cut.version]
+        if len(kept) < len(lines):
+            lost = [line for line in lines if json.loads(line)["step"] > cut.version]
+            (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(lost))
+        partial = run_dir / "metrics.jsonl.partial"
+        partial.write_text("".join(kept))
+        partial.replace(metrics)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import RewardError
 from async_rl.metrics import Metric, Report
-from async_rl.types import Prompt
+from async_rl.types import IntArray, Prompt
 from rollout_server.activity import Activity
 from rollout_server.engine import Completion, GenerationRequest
 from rollout_server.tasks import Task
@@ -44,7 +47,7 @@ class Evaluation:
             groups = await asyncio.gather(*map(self._group, prompts))
         finally:
             self._activity.leave_evaluation()
-        answers = [answer for group in groups for answer in group]
+        answers = [(reward, length) for group in groups for reward, length, _ in group]
         if not answers:
             return Report(step=version, spans=self._activity.drain())
         rewards, lengths = zip(*answers, strict=True)
@@ -55,11 +58,13 @@ class Evaluation:
             Metric("eval/response_length", sum(lengths) / len(lengths)),
             Metric("eval/failed", len(rewards) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
+            *_version_metrics([versions for group in groups for _, _, versions in group]),
+            *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], self._config.eval.samples),
         )
         return Report(step=version, metrics=metrics, spans=self._activity.drain())
 
-    async def _group(self, prompt: Prompt) -> list[tuple[float | None, int]]:
-        """(reward, tokens) of each answer."""
+    async def _group(self, prompt: Prompt) -> list[tuple[float | None, int, IntArray]]:
+        """(reward, tokens, token versions) of each answer; without reward if it failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -69,6 +74,31 @@ class Evaluation:
         try:
             completions, rewards = await self._answers(request)
         except RewardError:
-            return [(None, 0)] * request.n
-        lengths = (len(completion.tokens) for completion in completions)
-        return list(zip(rewards, lengths, strict=True))
+            return [(None, 0, np.empty(0, np.int32))] * request.n
+        return [(r, len(c.tokens), c.versions) for r, c in zip(rewards, completions, strict=True)]
+
+
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """Chance that k of `samples` answers, `correct` of them right, drawn without replacement hold a right one.
+
+    The unbiased estimate of Chen et al. 2021, arXiv 2107.03374, section 2.1: 1 - C(n - c, k) / C(n, k).
+    """
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def _at_k_metrics(rewards: Sequence[Sequence[float | None]], samples: int) -> Iterator[Metric]:
+    """pass@k for k = 2, 4, ... and n, and avg@n, the mean share of right ones, where a prompt has n > 1 answers."""
+    if samples == 1:
+        return
+    correct = [sum(reward is not None and reward >= CORRECT for reward in group) for group in rewards]
+    yield Metric(f"eval/avg_at_{samples}", sum(correct) / (samples * len(correct)))
+    for k in sorted({*(2**i for i in range(1, samples.bit_length()) if 2**i <= samples), samples}):
+        yield Metric(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct) / len(correct))
+
+
+def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
+    """Between which versions the answers were sampled: beside training, weights may change meanwhile."""
+    tokens = [v for v in versions if len(v)]
+    if tokens:
+        yield Metric("eval/oldest_version", float(min(int(v.min()) for v in tokens)), "min")
+        yield Metric("eval/newest_version", float(max(int(v.max()) for v in tokens)), "max")

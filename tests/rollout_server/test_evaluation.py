@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from async_rl.metrics import reduce_metrics
+from rollout_server.evaluation import _at_k_metrics, _version_metrics, pass_at_k
+
+
+@pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 2), (1, 4, 2), (3, 4, 2), (2, 5, 3), (5, 5, 1)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(correct: int, samples: int, k: int) -> None:
+    answers = [True] * correct + [False] * (samples - correct)
+    draws = list(itertools.combinations(answers, k))
+    assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_an_evaluation_of_several_answers_says_avg_and_pass_at_k() -> None:
+    rewards = [[1.0, 0.2, 0.0, 1.0, 0.0], [0.0, None, 0.0, 0.0, 0.0]]
+    values = reduce_metrics(_at_k_metrics(rewards, 5))
+    assert values == pytest.approx(
+        {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
+    )
+    assert list(_at_k_metrics([[1.0]], 1)) == []
+
+
+def test_an_evaluation_says_which_versions_sampled_its_answers() -> None:
+    versions = [np.array([3, 3, 4], np.int32), np.array([5], np.int32), np.empty(0, np.int32)]
+    assert reduce_metrics(_version_metrics(versions)) == {"eval/oldest_version": 3, "eval/newest_version": 5}

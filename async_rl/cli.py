@@ -72,6 +72,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
     keys.set_defaults(run=_keys)
 
+    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
+    export.add_argument("target", type=Path, metavar="OUT_DIR")
+    export.set_defaults(run=_export)
+
     add_benchmarks(commands, _add_config)
 
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
@@ -183,6 +188,14 @@ def _keys(args: argparse.Namespace) -> int:
 
     new_keys(args.folder)
     print(f"keys written to {args.folder}; set network.keys={args.folder}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from learner.export import export
+
+    checkpoint = export(args.checkpoint, args.target)
+    print(f"{checkpoint} exported to {args.target}")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,22 +148,30 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
-    """Save as a Hugging Face folder: weights in the type of the `source` folder, its other files as they are.
+    """Save as a Hugging Face folder like `source`, see write_folder. Collective; only the writer touches the disk."""
+    dtype = _stored_dtype(source)
+    weights = {name: tensor.cpu() for name, tensor in full_parameters(policy, dtype) if is_writer}
+    if is_writer:
+        write_folder(weights, source, target)
 
-    Collective; only the writer touches the disk, and `target` appears whole or not at all.
+
+def write_folder(weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
+    """A Hugging Face folder: weights in the type of the `source` folder, its other files as they are.
+
+    `target` appears whole or not at all.
     """
-    dtype = getattr(AutoConfig.from_pretrained(source), "dtype", None) or torch.float32
-    weights = {
-        name: tensor.cpu().contiguous() for name, tensor in full_parameters(policy, dtype) if is_writer
-    }
-    if not is_writer:
-        return
+    dtype = _stored_dtype(source)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    save_file(stored, partial / "model.safetensors", metadata={"format": "pt"})
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
             shutil.copy(file, partial / file.name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _stored_dtype(source: Path) -> torch.dtype:
+    return getattr(AutoConfig.from_pretrained(source), "dtype", None) or torch.float32

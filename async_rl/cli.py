@@ -77,6 +77,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     export.add_argument("target", type=Path, metavar="OUT_DIR")
     export.set_defaults(run=_export)
 
+    evaluate = commands.add_parser("eval", help="held-out accuracy of a model folder")
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
+    _add_config(evaluate, nargs="?")
+    evaluate.set_defaults(run=_eval)
+
     add_benchmarks(commands, _add_config)
 
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
@@ -196,6 +201,24 @@ def _export(args: argparse.Namespace) -> int:
 
     checkpoint = export(args.checkpoint, args.target)
     print(f"{checkpoint} exported to {args.target}")
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from async_rl.configfile import load_config
+    from async_rl.interrupts import Interrupts
+    from rollout_server.evaluate import evaluate_model
+
+    if args.config and "=" in args.config:
+        args.config, args.overrides = None, [args.config, *args.overrides]
+    of_its_run = args.model.parent / "config.yaml"
+    if not args.config and not of_its_run.is_file():
+        raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")
+    config = load_config(args.config or of_its_run, [*args.overrides, f"model.path={args.model}"])
+    with Interrupts():
+        values = evaluate_model(config)
+    width = max(map(len, values))
+    print("".join(f"{key:<{width}}  {value:10.4g}\n" for key, value in values.items() if key != "eval/version"), end="")
     return 0
 
 

@@ -50,6 +50,9 @@ NIGHTLY = [
     "python -m benchmarks.buffer",
 ]
 ELSEWHERE = {
+    "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
+    "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/test_export.py",
+    "async-rl eval runs/quickstart/model": "tests/rollout_server/test_evaluation.py",
     "async-rl buffer network.port=61234": "tests/buffer/test_standalone.py",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",

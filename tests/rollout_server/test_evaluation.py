@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from async_rl.cli import main
 from async_rl.metrics import reduce_metrics
+from learner.tiny_model import save_tiny_model
 from rollout_server.evaluation import _at_k_metrics, _version_metrics, pass_at_k
 
 
@@ -28,3 +32,21 @@ def test_an_evaluation_of_several_answers_says_avg_and_pass_at_k() -> None:
 def test_an_evaluation_says_which_versions_sampled_its_answers() -> None:
     versions = [np.array([3, 3, 4], np.int32), np.array([5], np.int32), np.empty(0, np.int32)]
     assert reduce_metrics(_version_metrics(versions)) == {"eval/oldest_version": 3, "eval/newest_version": 5}
+
+
+def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    config = {
+        "model": {"path": "elsewhere"},
+        "task": {"name": "reasoning_gym/spell_backward", "params": {"max_word_len": 5}, "max_prompt_tokens": 80},
+        "rollout": {"engine": "hf", "max_response_tokens": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["eval", str(tmp_path / "model"), "eval.size=4", "eval.samples=2"]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
+    assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
+    assert "eval/pass_at_2" in lines
+    (tmp_path / "config.yaml").unlink()
+    assert main(["eval", str(tmp_path / "model")]) == 2

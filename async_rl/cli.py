@@ -72,16 +72,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
     keys.set_defaults(run=_keys)
 
-    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
-    export.add_argument("target", type=Path, metavar="OUT_DIR")
-    export.set_defaults(run=_export)
-
-    evaluate = commands.add_parser("eval", help="held-out accuracy of a model folder")
-    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
-    _add_config(evaluate, nargs="?")
-    evaluate.set_defaults(run=_eval)
-
+    _add_model_commands(commands)
     add_benchmarks(commands, _add_config)
 
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
@@ -97,6 +88,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.run is _train and not (args.config or args.resume):
         parser.error("train needs a CONFIG, e.g. configs/quickstart.yaml, or --resume RUN_DIR")
     return args
+
+
+def _add_model_commands(commands: Any) -> None:
+    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
+    export.add_argument("target", type=Path, metavar="OUT_DIR")
+    export.set_defaults(run=_export)
+
+    evaluate = commands.add_parser("eval", help="held-out accuracy of a model folder")
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
+    _add_config(evaluate, nargs="?")
+    evaluate.set_defaults(run=_eval)
 
 
 def _add_config(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:

@@ -75,6 +75,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_model_commands(commands)
     add_benchmarks(commands, _add_config)
 
+    status = commands.add_parser("status", help="who waits on whom, in a run that goes on or has ended")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    status.set_defaults(run=_status)
+
     doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
     _add_config(doctor, nargs="?")
     doctor.set_defaults(run=_doctor)
@@ -222,6 +226,13 @@ def _eval(args: argparse.Namespace) -> int:
         values = evaluate_model(config)
     width = max(map(len, values))
     print("".join(f"{key:<{width}}  {value:10.4g}\n" for key, value in values.items() if key != "eval/version"), end="")
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from async_rl.status import format_status
+
+    print(format_status(args.run_dir), end="")
     return 0
 
 

@@ -13,8 +13,9 @@
     admit + generate  rollout_server/worker.py  slots, prompts    a free slot               served(v)
     hand out          buffer/server.py          rollout groups    B groups, none expiring   put(group)
     train             learner/trainer.py        a batch           the buffer's hand-out     its own push
-    watch             this file                 reports           any process               a report, a crash
+    watch             async_rl/supervision.py   reports           any process               a report, a crash
 
+Where each process runs is async_rl/placement.py's, what it is async_rl/processes.py's.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. Nothing below looks at it.
 """
@@ -24,22 +25,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
-from async_rl.errors import ProcessDiedError, ProcessKilledError
+from async_rl.errors import ProcessKilledError
 from async_rl.interrupts import Interrupts
 from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.rundir import open_run_dir
 from async_rl.runlog import RunLog
 
-WATCH_INTERVAL_S = 5.0
+if TYPE_CHECKING:
+    from async_rl.processes import ProcessGroup
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -66,20 +67,27 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
         interrupts.install()
         log.logger.note(f"run directory: {run_dir}")
         from async_rl.processes import ProcessGroup
+        from async_rl.supervision import Supervisor
 
         reservation = reserve(config)
         log.logger.note(f"placed: {reservation}")
         config = settle(config, reservation)
         processes = ProcessGroup(run_dir, reservation)
+        supervisor = Supervisor(config, processes, log)
         try:
             buffer_address = _start(config, processes, log)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume:
-                _evaluate(config, processes, log, version=0)
-            _train(config, processes, log, revive_buffer, interrupts)
+                _evaluate(config, processes, log, "rollout/0", version=0)
+            supervisor.train(buffer_address, revive_buffer, interrupts)
+            server = supervisor.settle()
             if not interrupts.requested:
-                _evaluate(config, processes, log, version=log.version)
+                _evaluate(config, processes, log, server, version=log.version)
             counters = _close_buffer(config, processes, revive_buffer)
+            supervisor.write_status("ended as it should")
+        except BaseException as error:
+            supervisor.give_up(error)
+            raise
         finally:
             processes.stop(0 if interrupts.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
@@ -99,7 +107,7 @@ def check_inputs(config: Config) -> None:
     open_reward(config, open_task(config, load_tokenizer(config.model.path)))
 
 
-def _start(config: Config, processes: Any, log: RunLog) -> str:
+def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
     """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other.
 
     Returns the buffer's address.
@@ -116,7 +124,7 @@ def _start(config: Config, processes: Any, log: RunLog) -> str:
         f"rollout/{i}": processes.start(f"rollout/{i}", RolloutProcess, config, i) for i in range(servers)
     }
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, max_concurrency=2)
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r)
         for r in range(ranks)
     }
     urls = processes.gather(
@@ -138,83 +146,18 @@ def _start(config: Config, processes: Any, log: RunLog) -> str:
     return str(found["buffer"])
 
 
-def _train(
-    config: Config, processes: Any, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None],
-    interrupts: Interrupts,
-) -> None:
-    """Watch all processes and collect their reports until every learner rank has finished and every step is logged."""
-    import ray
-
-    streams: dict[Any, str] = {processes.actors["buffer"].serve.remote(): "buffer"}
-    for name, actor in processes.actors.items():
-        if name != "buffer":
-            streams[actor.run.options(num_returns="streaming").remote()] = name
-    learning = {name for name in streams.values() if name.startswith("learner")}
-    stop_s = float("inf")
-    with interrupts.deferred():
-        while learning or log.has_open_steps:
-            if interrupts.requested and stop_s == float("inf"):
-                stop_s = time.monotonic() + config.timeouts.interrupt_s
-                _stop_learning(config, processes, learning, log)
-            if time.monotonic() > stop_s:
-                raise KeyboardInterrupt(f"no checkpoint within {config.timeouts.interrupt_s:.0f} s")
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=WATCH_INTERVAL_S)
-            for stream in ready:
-                name = streams[stream]
-                if name == "buffer":
-                    del streams[stream]
-                    revive_buffer(_death_of_buffer(processes, stream))
-                    streams[processes.actors["buffer"].serve.remote()] = name
-                elif not _collect(processes, log, stream, name):
-                    learning.discard(streams.pop(stream))
-
-
-def _collect(processes: Any, log: RunLog, stream: Any, name: str) -> bool:
-    """Log the next report of a process; False after a learner rank's last. Workers may not end before the run."""
-    import ray
-
-    try:
-        log.add(name, processes.result(name, lambda: ray.get(next(stream))))
-    except StopIteration:
-        if name.startswith("learner"):
-            return False
-        raise ProcessDiedError(f"{name} stopped while the run was going on{processes.log_tail(name)}") from None
-    return True
-
-
-def _death_of_buffer(processes: Any, serving: Any) -> ProcessKilledError:
-    """Why the buffer's loop is over, if it is because its process died; raises any other reason."""
-    import ray
-
-    try:
-        processes.result("buffer", partial(ray.get, serving))
-    except ProcessKilledError as error:
-        return error
-    raise ProcessDiedError(f"buffer stopped while the run was going on{processes.log_tail('buffer')}")
-
-
-def _stop_learning(config: Config, processes: Any, learning: set[str], log: RunLog) -> None:
-    log.logger.note(
-        f"interrupted: ending with a checkpoint after this step, within {config.timeouts.interrupt_s:.0f} s "
-        "(timeouts.interrupt_s). Again to end at once"
-    )
-    for name in learning:
-        processes.actors[name].stop.remote()
-
-
-def _evaluate(config: Config, processes: Any, log: RunLog, version: int) -> None:
+def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, version: int) -> None:
     if config.eval.size == 0:
         return
-    actor = processes.actors["rollout/0"]
-    name = "rollout/0"
     report = processes.gather(
-        {name: actor.evaluate.remote(version)}, config.timeouts.generate_s, f"the evaluation of version {version}"
+        {name: processes.actors[name].evaluate.remote(version)}, config.timeouts.generate_s,
+        f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)
 
 
 def _revive_buffer(
-    config: Config, processes: Any, log: RunLog, address: str, death: ProcessKilledError
+    config: Config, processes: ProcessGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
     """Another buffer takes the place of the one that died, with its journal and at its address.
 
@@ -235,7 +178,7 @@ def _revive_buffer(
 
 
 def _close_buffer(
-    config: Config, processes: Any, revive_buffer: Callable[[ProcessKilledError], None]
+    config: Config, processes: ProcessGroup, revive_buffer: Callable[[ProcessKilledError], None]
 ) -> dict[str, float]:
     """End the rollout workers, then the buffer, which checks that every admitted group is accounted for."""
     workers = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
@@ -247,7 +190,7 @@ def _close_buffer(
         return _final_account(config, processes)
 
 
-def _final_account(config: Config, processes: Any) -> dict[str, float]:
+def _final_account(config: Config, processes: ProcessGroup) -> dict[str, float]:
     buffer = processes.actors["buffer"]
     processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.shutdown_s, "the end")
     counters: dict[str, float] = processes.gather(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import faulthandler
 import os
 import socket
 import sys
@@ -29,8 +30,12 @@ from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, 
 from async_rl.metrics import Report
 from async_rl.network import use_interface
 from async_rl.placement import Reservation
+from async_rl.status import Status
 
 LOG_TAIL_LINES = 15
+DUMP_TIMEOUT_S = 2.0
+CONTROL_THREADS = 8
+"""Of a learner rank: a server that waits for weights holds one."""
 
 
 class BufferProcess:
@@ -58,6 +63,16 @@ class BufferProcess:
     def stop(self) -> None:
         self._stop.set()
 
+    def abandon(self, worker: str) -> int:
+        """The worker died: its running groups go to others; returns how many."""
+        return self._server.abandon(worker)
+
+    def status(self) -> Status:
+        return Status(doing="answers", waits_on=self._server.describe(), since_s=time.time())
+
+    def dump_stacks(self) -> None:
+        dump_stacks()
+
     def close(self) -> dict[str, float]:
         """Drop what is left as `shutdown`, check the accounting identity, return the counters."""
         return self._server.close()
@@ -69,6 +84,7 @@ class RolloutProcess:
     def __init__(self, folder: str, config: Config, index: int) -> None:
         self._config = enter(folder, config, f"rollout-{index}")
         pin_cpus(config, index)
+        self._started_s = time.time()
         self._index = index
 
     async def start(self) -> str:
@@ -102,6 +118,15 @@ class RolloutProcess:
         async for report in self._worker.run():
             yield report
 
+    async def status(self) -> Status:
+        if hasattr(self, "_worker"):
+            return self._worker.status()
+        limit_s = self._config.timeouts.server_start_s
+        return Status(doing="starts its engine", since_s=self._started_s, limit_s=limit_s)
+
+    async def dump_stacks(self) -> None:
+        dump_stacks()
+
     async def evaluate(self, version: int) -> Report:
         return await self._worker.evaluate(version)
 
@@ -113,7 +138,7 @@ class RolloutProcess:
 
 
 class LearnerProcess:
-    """One learner rank."""
+    """One learner rank. The control calls run beside `run`, in threads of their own."""
 
     def __init__(self, folder: str, config: Config, rank: int) -> None:
         self._config = enter(folder, config, f"learner-{rank}")
@@ -138,9 +163,28 @@ class LearnerProcess:
     def run(self) -> Iterator[Report]:
         yield from self._learner.run()
 
+    @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """Let `run` end after its step, with a checkpoint."""
         self._learner.stop()
+
+    @ray.method(concurrency_group="control")
+    def join_server(self, name: str, url: str) -> int:
+        """A rollout server came back at `url`: returns once it has the current weights, with their version."""
+        self._learner.servers.join(name, url, self._config.timeouts.batch_s)
+        return self._learner.version
+
+    @ray.method(concurrency_group="control")
+    def leave_server(self, name: str) -> None:
+        self._learner.servers.leave(name)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        return self._learner.status()
+
+    @ray.method(concurrency_group="control")
+    def dump_stacks(self) -> None:
+        dump_stacks()
 
 
 def enter(folder: str, config: Config, name: str) -> Config:
@@ -157,6 +201,11 @@ def enter(folder: str, config: Config, name: str) -> Config:
         config = dataclasses.replace(config, network=network)
     use_interface(config.network.host)
     return config
+
+
+def dump_stacks() -> None:
+    """What every thread of this process does, into its log file."""
+    faulthandler.dump_traceback(file=2, all_threads=True)
 
 
 def redirect_output(log_file: Path) -> None:
@@ -208,7 +257,10 @@ class ProcessGroup:
         options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
-        remote_class: Any = ray.remote(cls)
+        remote: Any = ray.remote
+        if cls is LearnerProcess:
+            remote = remote(concurrency_groups={"control": CONTROL_THREADS})
+        remote_class: Any = remote(cls)
         self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
         return self.actors[name]
 
@@ -235,20 +287,29 @@ class ProcessGroup:
         except RayTaskError as error:
             if isinstance(error.cause, AsyncRLError):
                 raise error.cause from None
-            raise ProcessDiedError(
-                f"{self._on_host(name)} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
+            raise AsyncRLError(
+                f"{self.on_host(name)} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
                 f"{_last_frames(error)}"
             ) from None
         except RayActorError as error:
             raise ProcessKilledError(
-                f"{self._on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
+                f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)
             ) from None
         except RayError as error:
             raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
 
-    def _on_host(self, name: str) -> str:
+    def place(self, name: str, status: Status) -> Status:
+        return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
+
+    def dump_stacks(self) -> None:
+        """Have every process that still answers write its stacks into its log file."""
+        calls: list[Any] = [actor.dump_stacks.remote() for actor in self.actors.values()]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=DUMP_TIMEOUT_S)
+
+    def on_host(self, name: str) -> str:
         return f"{name} on {self._reservation.host_of(name)}"
 
     def log_tail(self, name: str) -> str:
@@ -259,6 +320,10 @@ class ProcessGroup:
             if lines:
                 text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines)
         return text
+
+    def kill(self, name: str) -> None:
+        """End one process by force."""
+        ray.kill(self.actors.pop(name))
 
     def stop(self, timeout_s: float) -> None:
         """End every process, politely within `timeout_s`, then by force."""

@@ -73,13 +73,17 @@ class RunLog:
         elif process == "learner/0":
             end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
             self._pending.append((report, end_s))
-        elif process in self._reported_until_s:
+        elif process.startswith("rollout/"):
             self._from_workers.extend(report.metrics)
             newest_s = max((span.end_s for span in report.spans), default=0.0)
-            self._reported_until_s[process] = max(self._reported_until_s[process], newest_s)
+            self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
             self._keep_eval(report)
-        while self._pending and self._pending[0][1] <= min(self._reported_until_s.values()):
-            self._close_step(*self._pending.pop(0))
+        self._close_steps()
+
+    def lost(self, process: str) -> None:
+        """A rollout process died: no step waits for it until it reports again."""
+        self._reported_until_s.pop(process, None)
+        self._close_steps()
 
     @property
     def has_open_steps(self) -> bool:
@@ -102,6 +106,10 @@ class RunLog:
         self.spans.extend(report.spans)
         self.samples.extend(report.samples)
         self._recent.extend(report.spans)
+
+    def _close_steps(self) -> None:
+        while self._pending and self._pending[0][1] <= min(self._reported_until_s.values(), default=float("inf")):
+            self._close_step(*self._pending.pop(0))
 
     def _close_step(self, report: Report, end_s: float) -> None:
         values = reduce_metrics(

@@ -55,16 +55,26 @@ class Timeline:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._spans: list[Span] = []
+        self._open: list[tuple[State, float]] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
         """The body's duration, recorded also when it raises."""
-        start_s = time.time()
+        entry = (state, time.time())
+        with self._lock:
+            self._open.append(entry)
         try:
             yield
         finally:
-            self.add(state, start_s, time.time(), name)
+            with self._lock:
+                self._open.remove(entry)
+            self.add(state, entry[1], time.time(), name)
+
+    def now(self) -> tuple[State, float]:
+        """What the pool does now, and since when: the innermost open `span`."""
+        with self._lock:
+            return self._open[-1] if self._open else ("other", time.time())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
         """A clock that was set back in between makes an empty span, never a negative one."""

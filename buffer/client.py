@@ -11,9 +11,8 @@ import contextlib
 import itertools
 import math
 import secrets
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -51,8 +50,10 @@ class LearnerClient:
         """Batch number `version`, see take_raw."""
         return decode_batch(self.take_raw(version))
 
-    def take_raw(self, version: int, stop: threading.Event | None = None) -> list[bytes]:
-        """The frames of batch number `version`, for `decode_batch` here or on another rank; none once `stop` is set.
+    def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """The frames of batch number `version`, for `decode_batch` here or on another rank.
+
+        None if `interrupted`, asked every few seconds, becomes true before there is a batch.
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
@@ -60,9 +61,7 @@ class LearnerClient:
             NothingToLearnError: there will be no batch any more.
         """
         start_s = time.monotonic()
-        while True:
-            if stop is not None and stop.is_set():
-                return []
+        while not interrupted():
             left_s = self._timeouts.batch_s - (time.monotonic() - start_s)
             reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
             if reply.frames:
@@ -72,6 +71,7 @@ class LearnerClient:
             waited_s = time.monotonic() - start_s
             if waited_s >= self._timeouts.batch_s:
                 raise WaitTimeoutError(f"learner waited {waited_s:.0f} s for batch {version}: {reply.result['state']}")
+        return []
 
     def await_push(self, version: int) -> None:
         """Returns once `version`, the newest, may be pushed: in exact mode when all groups of the old one are done,

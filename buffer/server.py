@@ -122,6 +122,11 @@ class BufferServer:
         with self._lock:
             return self._counters()
 
+    def describe(self) -> str:
+        """Whom the learner's open take waits for, and the state of the store."""
+        with self._lock:
+            return self._describe(time.monotonic())
+
     def abandon(self, worker: str) -> int:
         """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
         with self._lock:

@@ -15,9 +15,10 @@ from async_rl.config import Config
 from async_rl.errors import NothingToLearnError
 from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
+from async_rl.status import Status
 from async_rl.timeline import Span, Timeline
 from async_rl.types import Batch
-from async_rl.weights import open_publisher
+from async_rl.weights import PushReport, open_publisher
 from async_rl.weights.publisher import serving_dtype
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
@@ -27,11 +28,14 @@ from learner.checkpoint import Checkpointer
 from learner.consumed import Consumed
 from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames, init_distributed
+from learner.servers import ServerList
 from learner.update import Updater
 
 VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a logprob between server and learner at equal weights, by compute type."""
 VERIFY_TOKENS = 32
+WEIGHTS_WANTED = [b"weights wanted"]
+"""In place of a batch's frames."""
 
 
 class Learner:
@@ -64,6 +68,8 @@ class Learner:
         self._timeline = Timeline(f"learner/{rank}")
         self._gpus = GpuSampler(f"learner/{rank}")
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
+        self.servers = ServerList()
+        """How the driver, from another thread, tells of servers that died or came back; heeded on rank 0."""
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._push_dtype = serving_dtype(config, self._device.type)
         self._alarms = Alarms(rules_for(self._push_dtype))
@@ -133,7 +139,7 @@ class Learner:
         self._publisher.connect()
         if self.version > 0:  # at 0 the servers loaded the same folder
             with self._timeline.span("sync", "push"):
-                self._publisher.push(full_parameters(self._updater.policy, self._push_dtype), self.version)
+                self._push_weights()
         if self._client:
             self._client.served(self.version)
 
@@ -144,15 +150,39 @@ class Learner:
         self._updater.objective.kl_coef = cut.kl_coef
         self._consumed = Consumed(self.config.buffer.max_uses, cut.consumed)
 
+    def status(self) -> Status:
+        """What this rank does now; from any thread."""
+        state, since_s = self._timeline.now()
+        timeouts, others = self.config.timeouts, "buffer" if self.rank == 0 else "learner/0"
+        match state:
+            case "wait_data":
+                return Status(doing="waits for a batch", waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
+            case "sync":
+                on = ", ".join(self._publisher.servers)
+                return Status(doing="pushes weights", waits_on=on, since_s=since_s, limit_s=timeouts.push_s)
+        return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
+
     def _take(self) -> list[bytes]:
-        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come."""
-        frames: list[bytes] = []
-        if self._client:
-            try:
-                frames = self._client.take_raw(self.version, self._stopping)
-            except NothingToLearnError as error:
-                self._end = str(error)
-        return broadcast_frames(frames, self._device)
+        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come.
+
+        A server that came back is brought up to date meanwhile: the batch may be waiting for its groups.
+        """
+        while (frames := broadcast_frames(self._poll(), self._device)) == WEIGHTS_WANTED:
+            self._push_weights()
+        return frames
+
+    def _poll(self) -> list[bytes]:
+        if not self._client:
+            return []
+        try:
+            frames = self._client.take_raw(self.version, self._is_wanted_elsewhere)
+            return frames if frames or self._stopping.is_set() else WEIGHTS_WANTED
+        except NothingToLearnError as error:
+            self._end = str(error)
+            return []
+
+    def _is_wanted_elsewhere(self) -> bool:
+        return self._stopping.is_set() or self.servers.someone_waits()
 
     def _end_early(self) -> Report:
         """Serve and save what was learned so far; the report says why the run is over."""
@@ -161,8 +191,7 @@ class Learner:
         spans: tuple[Span, ...] = ()
         if self.version % self.config.weight_sync.every_steps:
             with self._timeline.span("sync", "push"):
-                weights = full_parameters(self._updater.policy, self._push_dtype)
-                spans = self._publisher.push(weights, self.version).spans
+                spans = self._push_weights().spans
         self._save()
         return Report(step=self.version, spans=self._timeline.drain() + spans, note=self._end)
 
@@ -217,9 +246,7 @@ class Learner:
         """Make every server serve the current version, then open admission for it."""
         metrics = self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
         with self._timeline.span("sync", "push"):
-            report = self._publisher.push(
-                full_parameters(self._updater.policy, self._push_dtype), self.version
-            )
+            report = self._push_weights()
             if not self._verified:
                 self._verify(batch)
                 self._verified = True
@@ -230,6 +257,7 @@ class Learner:
             Metric("push/bytes", float(report.num_bytes), "sum"),
             Metric("push/pause_s", report.pause_s),
         ]
+        metrics += [Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers]
         return metrics, report.spans
 
     def _drain(self) -> list[Metric]:
@@ -240,6 +268,17 @@ class Learner:
                 self._client.await_push(self.version)
             dist.barrier()
         return [Metric("time/drain_s", time.time() - start_s)]
+
+    def _push_weights(self) -> PushReport:
+        """Push the current version to every live server; again without those that die on the way. Collective."""
+        while True:
+            self.servers.apply(self._publisher.servers)
+            report = self._publisher.push(full_parameters(self._updater.policy, self._push_dtype), self.version)
+            self.servers.pushed(self._publisher.servers, report.lost)
+            failed = torch.tensor(bool(report.lost), device=self._device)
+            dist.broadcast(failed, 0)
+            if not failed:
+                return report
 
     def _verify(self, batch: Batch) -> None:
         """Compare servers and learner on a prompt of the batch with one of its answers."""

@@ -16,6 +16,8 @@ class Activity:
     def __init__(self, pool: str) -> None:
         self._timeline = Timeline(pool)
         self._since_s = time.time()
+        self.changed_s = self._since_s
+        """When in_flight last went from none to some, or back."""
         self._evaluations = 0
         self.in_flight = 0
         """Groups between their grant and the buffer's acknowledgement."""
@@ -29,12 +31,14 @@ class Activity:
         """A group starts; the result belongs to its `leave`."""
         if self.in_flight == 0:
             self._cut()
+            self.changed_s = self._since_s
         self._count(+1)
         return self._counted_s, self._group_seconds
 
     def leave(self, entered: tuple[float, float]) -> None:
         if self.in_flight == 1:
             self._cut()
+            self.changed_s = self._since_s
         self._count(-1)
         start_s, start_group_seconds = entered
         seconds = max(self._counted_s - start_s, 1e-9)

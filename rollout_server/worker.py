@@ -25,6 +25,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
 from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
+from async_rl.status import Status
 from async_rl.timeline import Sample
 from async_rl.types import IntArray, Prompt, Rollout, RolloutGroup, Slot
 from buffer.client import WorkerClient
@@ -102,6 +103,13 @@ class Worker:
         finally:
             stopping.cancel()
             await self._end_groups()
+
+    def status(self) -> Status:
+        since_s, groups = self._activity.changed_s, self._activity.in_flight
+        if groups == 0:
+            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=since_s)
+        limit_s = self._config.timeouts.generate_s
+        return Status(doing=f"generates {groups} groups", waits_on="its engine", since_s=since_s, limit_s=limit_s)
 
     async def evaluate(self, version: int) -> Report:
         """Held-out accuracy with the weights the engine serves now, said to be `version`."""

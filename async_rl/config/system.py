@@ -198,6 +198,8 @@ class TimeoutsConfig:
     """One weight push."""
     wire_s: float = 30.0
     """One request to the buffer."""
+    silent_s: float = 60.0
+    """A process that tells the driver nothing for so long counts as dead."""
     shutdown_s: float = 30.0
     interrupt_s: float = 300.0
     """After Ctrl-C or SIGTERM: the step that runs, and its checkpoint. Then the run ends without."""

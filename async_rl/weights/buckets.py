@@ -24,36 +24,35 @@ def iter_buckets(
 ) -> Iterator[Bucket]:
     """Cast to `dtype` and fill buckets in order. A tensor larger than `bucket_bytes` gets a bucket of its own.
 
-    Holds one bucket back so that the last one can be marked: at most two buckets and the tensors of one are alive.
+    Two buffers take turns, and tensors are copied into them as they come: a bucket may be sent while the next one is
+    filled, and must have been sent when the next but one is asked for.
     """
-    held: Bucket | None = None
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    size = 0
+    buffers: list[Tensor | None] = [None, None]
+    held: list[tuple[str, list[int]]] = []  # of the bucket that is being filled
+    size = turn = 0
+
+    def packed(is_last: bool) -> Bucket:
+        buffer = buffers[turn]
+        assert buffer is not None
+        return Bucket(
+            names=[name for name, _ in held], dtypes=[str(dtype).removeprefix("torch.")] * len(held),
+            shapes=[shape for _, shape in held], data=buffer[:size], is_last=is_last,
+        )
+
     for name, tensor in named_tensors:
-        cast = tensor.detach().to(dtype)
-        if tensors and size + cast.nbytes > bucket_bytes:
-            if held is not None:
-                yield held
-            held = _pack(names, tensors, is_last=False)
-            names, tensors, size = [], [], 0
-        names.append(name)
-        tensors.append(cast)
-        size += cast.nbytes
-    if held is not None:
-        yield held
-    if tensors:
-        yield _pack(names, tensors, is_last=True)
-
-
-def _pack(names: Sequence[str], tensors: Sequence[Tensor], *, is_last: bool) -> Bucket:
-    return Bucket(
-        names=list(names),
-        dtypes=[str(t.dtype).removeprefix("torch.") for t in tensors],
-        shapes=[list(t.shape) for t in tensors],
-        data=torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]),
-        is_last=is_last,
-    )
+        num_bytes = tensor.numel() * dtype.itemsize
+        if held and size + num_bytes > bucket_bytes:
+            yield packed(is_last=False)
+            held, size, turn = [], 0, 1 - turn
+        buffer = buffers[turn]
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.empty(max(bucket_bytes, num_bytes), dtype=torch.uint8, device=tensor.device)
+            buffers[turn] = buffer
+        buffer[size : size + num_bytes].view(dtype).copy_(tensor.detach().reshape(-1))
+        held.append((name, list(tensor.shape)))
+        size += num_bytes
+    if held:
+        yield packed(is_last=True)
 
 
 def unpack(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,11 +31,9 @@ class DiskPublisher(WeightPublisher):
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
         start_s = time.time()
         tensors = {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named_tensors}
-        if self.rank != 0:
-            return PushReport()
         target = self.folder / str(version % 2)
         target.mkdir(exist_ok=True)
         for source in self.model_path.glob("*.json"):
@@ -44,8 +42,7 @@ class DiskPublisher(WeightPublisher):
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         paused_s = self.pause_all()
         body = {"model_path": str(target), "weight_version": str(version), "flush_cache": False}
-        everyone = len(self.engine_urls)
-        self.call_servers("/update_weights_from_disk", [body] * everyone, f"push of version {version}")
+        self.call_servers("/update_weights_from_disk", body, f"push of version {version}")
         self.resume_all()
         end_s = time.time()
         return PushReport(

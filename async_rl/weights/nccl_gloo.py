@@ -9,8 +9,11 @@ from __future__ import annotations
 import datetime
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from async_rl.config import Config
+from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights.buckets import Bucket, bucket_num_bytes, iter_buckets, unpack
-from async_rl.weights.publisher import PushReport, WeightPublisher, post, run_together
+from async_rl.weights.publisher import PushReport, WeightPublisher, post, run_together, start_together
 
 
 class BroadcastPublisher(WeightPublisher):
@@ -37,14 +41,20 @@ class BroadcastPublisher(WeightPublisher):
     ) -> None:
         super().__init__(config, engine_urls, rank, device)
         self.backend = backend
-        self.group_name = f"weights-{time.time_ns()}"
+        self.group_name = ""
         self.group: dist.ProcessGroup | None = None
+        self._members: dict[str, str] = {}
+        """Of `group`: servers as they were when it was made."""
 
     def connect(self) -> None:
-        if self.rank != 0:
+        if self.rank != 0 or self._members == self.servers:
+            return
+        self._leave()
+        if not self.servers:
             return
         host = self.host
-        world_size = 1 + len(self.engine_urls) * self.tp
+        self.group_name = f"weights-{time.time_ns()}"
+        world_size = 1 + len(self.servers) * self.tp
         timeout = datetime.timedelta(seconds=self.timeouts.join_s)
         # The store listens before any server is asked to join: a server that finds nobody blocks its whole scheduler.
         listener = socket.create_server((host, 0))
@@ -54,31 +64,34 @@ class BroadcastPublisher(WeightPublisher):
             master_listen_fd=listener.detach(),
         )
         calls = {"learner rank 0": partial(self._join, store, world_size)}
-        for index, url in enumerate(self.engine_urls):
+        for index, (name, url) in enumerate(self.servers.items()):
             body = {
                 "master_address": host, "master_port": port, "rank_offset": 1 + index * self.tp,
                 "world_size": world_size, "group_name": self.group_name, "backend": self.backend,
             }
-            calls[url] = partial(post, self.session, url, "/init_weights_update_group", body, self.timeouts.join_s)
+            calls[name] = partial(post, self.session, url, "/init_weights_update_group", body, self.timeouts.join_s)
         run_together(calls, self.timeouts.join_s, "joining the weight group")
+        self._members = dict(self.servers)
 
     def _join(self, store: Store, world_size: int) -> None:
         timeout_s = self.timeouts.push_s
         self.group = join_group(store, 0, world_size, self.group_name, self.backend, timeout_s)
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+        """While a bucket is broadcast, the next one is gathered: two of them are alive at most."""
         start_s = time.time()
         paused_s = 0.0
         num_bytes = 0
+        wait_sent: Callable[[], Any] | None = None
         for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype):
-            if self.rank != 0:
-                continue
-            if not num_bytes:  # only now: the first bucket is gathered while the servers still generate
+            if wait_sent:
+                wait_sent()
+            else:  # only now: the first bucket is gathered while the servers still generate
                 paused_s = self.pause_all()
-            self._send(bucket, version)
+            wait_sent = self._start_sending(bucket, version)
             num_bytes += bucket.data.numel()
-        if self.rank != 0:
-            return PushReport()
+        if wait_sent:
+            wait_sent()
         self.resume_all()
         end_s = time.time()
         return PushReport(
@@ -86,24 +99,43 @@ class BroadcastPublisher(WeightPublisher):
             spans=self.sync_spans(paused_s, end_s),
         )
 
-    def _send(self, bucket: Bucket, version: int) -> None:
+    def _start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         body = {
             "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes,
             "group_name": self.group_name, "load_format": "flattened_bucket", "flush_cache": False,
         }
         if bucket.is_last:
             body["weight_version"] = str(version)
-        calls = {
-            url: partial(post, self.session, url, "/update_weights_from_distributed", body, self.timeouts.push_s)
-            for url in self.engine_urls
-        }
-        calls["learner rank 0"] = partial(self._broadcast, bucket.data.to(self.device))
-        run_together(calls, self.timeouts.push_s, f"push of version {version}")
+        calls = self.calls("/update_weights_from_distributed", body)
+        if calls:
+            calls["learner rank 0"] = partial(self._broadcast, bucket.data.to(self.device))
+        return start_together(calls, self.timeouts.push_s, f"push of version {version}")
 
     def _broadcast(self, data: Tensor) -> None:
         dist.broadcast(data, group=self.group, group_src=0)
         if data.is_cuda:
             torch.cuda.synchronize(data.device)
+
+    def give_up(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Break the group up. Our half goes first: a server stuck in a broadcast is freed by the connection's end."""
+        if self.group is not None:
+            self.group.abort()
+            dist.destroy_process_group(self.group)
+            self.group = None
+        left = {name: url for name, url in self._members.items() if self.servers.get(name) == url}
+        self._members = {}
+        with ThreadPoolExecutor(max(1, len(left))) as threads:
+            list(threads.map(self._release, left.values()))
+
+    def _release(self, url: str) -> None:
+        """A server may be in no update and in no group (any more), or dead: the next push will tell."""
+        group = {"group_name": self.group_name}
+        for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", group)):
+            with suppress(WeightSyncError, WaitTimeoutError):
+                post(self.session, url, path, body, self.timeouts.join_s)
 
     def close(self) -> None:
         if self.group is not None:

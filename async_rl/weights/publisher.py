@@ -6,8 +6,11 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import requests
@@ -21,6 +24,9 @@ from async_rl.timeline import Span
 
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "in_place", "abort": "abort"}
 """How servers stand still, by `weight_sync.on_update`. Where training has drained them, evaluations may still run."""
+LOST_WITHIN_S = 10.0
+"""After a failed push a server that died has stopped answering by then."""
+PROBE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +40,27 @@ class PushReport:
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
     """`sync` spans of the paused servers, pools `rollout/<index>`."""
+    lost: tuple[str, ...] = ()
+    """Servers that died on the way and were taken out. The push did not take place: repeat it, on every rank."""
 
 
 def run_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what: str) -> dict[str, Any]:
     """Run calls that wait for each other, each in a thread of its own; the first exception wins.
 
-    The threads are daemons: a collective that can no longer complete must not keep the process from ending.
-
     Raises:
         WeightSyncError: a call raised; names it.
         WaitTimeoutError: not all returned within `timeout_s`; names those still waiting.
     """
+    return start_together(calls, timeout_s, what)()
+
+
+def start_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what: str) -> Callable[[], dict[str, Any]]:
+    """As `run_together`, but returns at once; what it returns waits for the end.
+
+    The threads are daemons: a collective that can no longer complete must not keep the process from ending.
+    """
     done: queue.SimpleQueue[tuple[str, Any, BaseException | None]] = queue.SimpleQueue()
+    deadline = time.monotonic() + timeout_s
 
     def work(name: str, call: Callable[[], Any]) -> None:
         try:
@@ -53,22 +68,24 @@ def run_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what:
         except BaseException as error:
             done.put((name, None, error))
 
+    def wait() -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        while len(results) < len(calls):
+            try:
+                name, value, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                waiting = sorted(set(calls) - set(results))
+                raise WaitTimeoutError(
+                    f"{what}: the learner waited {timeout_s:.0f} s for {', '.join(waiting)}"
+                ) from None
+            if error is not None:
+                raise WeightSyncError(f"{what}: {name} failed: {error}") from error
+            results[name] = value
+        return results
+
     for name, call in calls.items():
         threading.Thread(target=work, args=(name, call), name=f"{what}: {name}", daemon=True).start()
-    results: dict[str, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(results) < len(calls):
-        try:
-            name, value, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            waiting = sorted(set(calls) - set(results))
-            raise WaitTimeoutError(
-                f"{what}: the learner waited {timeout_s:.0f} s for {', '.join(waiting)}"
-            ) from None
-        if error is not None:
-            raise WeightSyncError(f"{what}: {name} failed: {error}") from error
-        results[name] = value
-    return results
+    return wait
 
 
 class WeightPublisher(ABC):
@@ -79,7 +96,8 @@ class WeightPublisher(ABC):
     """
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
-        self.engine_urls = list(engine_urls)
+        self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
+        """Who gets the next push; rank 0 may change it between two."""
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
@@ -93,18 +111,57 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Prepare the way to every server. Rank 0 waits for all of them, at most `timeouts.join_s`."""
+        """Prepare the way to every server of `servers`. Rank 0 waits for all of them, at most `timeouts.join_s`."""
 
     @abstractmethod
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+        """The push itself, on rank 0."""
+
+    def give_up(self) -> None:
+        """After a failed push: leave every server paused, in no update. A server that can't any more is found out by
+        the next push.
+        """
+        with suppress(WeightSyncError, WaitTimeoutError):
+            self.call_servers("/end_weight_update", {}, "end of a failed weight push")
+
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         """Make every server serve `version`, whose weights are `named_tensors` under Hugging Face names.
 
-        The iterable may gather each tensor collectively; it is consumed in full on every rank.
+        The iterable may gather each tensor collectively; it is consumed in full on every rank. Where a server turns
+        out to be dead, it is dropped from `servers`, the others stay paused, and the report says so.
 
         Raises:
-            WeightSyncError: a server refused or died; it stays paused and must not be used.
-            WaitTimeoutError: after `timeouts.push_s`.
+            WeightSyncError: a live server refused; it stays paused and must not be used.
+            WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
+        tensors = iter(named_tensors)
+        try:
+            if self.rank == 0:
+                self.connect()
+                return self.send(tensors, version)
+        except (WeightSyncError, WaitTimeoutError):
+            lost = self._find_lost()
+            if not lost:
+                raise
+            for name in lost:
+                del self.servers[name]
+            self.give_up()
+            return PushReport(lost=lost)
+        finally:
+            for _ in tensors:  # the other ranks gather on: every rank must
+                pass
+        return PushReport()
+
+    def _find_lost(self) -> tuple[str, ...]:
+        """Servers that do not answer, asked until one doesn't or LOST_WITHIN_S have passed."""
+        deadline = time.monotonic() + LOST_WITHIN_S
+        while True:
+            with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
+                alive = dict(zip(self.servers, threads.map(_answers, self.servers.values()), strict=True))
+            lost = tuple(name for name in alive if not alive[name])
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.2)
 
     def close(self) -> None:
         self.session.close()
@@ -128,32 +185,33 @@ class WeightPublisher(ABC):
             "logprob_start_len": 0,
             "extra_key": f"verify-{time.time_ns()}",
         }
-        replies = self.call_servers("/generate", [body] * len(self.engine_urls), "weight verification")
+        replies = self.call_servers("/generate", body, "weight verification")
         worst = 0.0
-        for url, reply in zip(self.engine_urls, replies, strict=True):
+        for name, reply in replies.items():
             served = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
             if len(served) != len(learner_logprobs):
                 raise WeightSyncError(
-                    f"weight verification: {url} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
+                    f"weight verification: {name} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
                 )
             difference = max(abs(a - b) for a, b in zip(served, learner_logprobs, strict=True))
             if not difference <= tolerance:
                 raise WeightSyncError(
-                    f"weight verification: after the push {url} gives logprobs that differ from the learner's by up "
+                    f"weight verification: after the push {name} gives logprobs that differ from the learner's by up "
                     f"to {difference:.2e} (allowed {tolerance:.0e}): it does not serve the learner's weights. "
                     "Compare the model folder of both sides and weight_sync.transport."
                 )
             worst = max(worst, difference)
         return worst
 
-    def call_servers(self, path: str, bodies: Sequence[dict[str, Any]], what: str) -> list[Any]:
-        """POST to every server at once and return their JSON replies in order."""
-        calls = {url: self._call(url, path, body) for url, body in zip(self.engine_urls, bodies, strict=True)}
-        replies = run_together(calls, self.timeouts.push_s, what)
-        return [replies[url] for url in self.engine_urls]
+    def call_servers(self, path: str, body: dict[str, Any], what: str) -> dict[str, Any]:
+        """POST to every server at once and return their JSON replies by name."""
+        return run_together(self.calls(path, body), self.timeouts.push_s, what)
 
-    def _call(self, url: str, path: str, body: dict[str, Any]) -> Callable[[], Any]:
-        return lambda: post(self.session, url, path, body, self.timeouts.push_s)
+    def calls(self, path: str, body: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+        return {
+            name: partial(post, self.session, url, path, body, self.timeouts.push_s)
+            for name, url in self.servers.items()
+        }
 
     def pause_all(self) -> float:
         """Stop generation as `weight_sync.on_update` has it; returns the wall-clock of the stop.
@@ -163,21 +221,25 @@ class WeightPublisher(ABC):
         on prefix-cache keys that no two groups share.
         """
         start_s = time.time()
-        everyone = len(self.engine_urls)
-        body = {"mode": self.pause_mode}
-        self.call_servers("/pause_generation", [body] * everyone, "pause before a weight push")
+        self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")
         if self.pause_mode == "retract":
-            self.call_servers("/flush_cache", [{}] * everyone, "flush of the KV cache before a weight push")
-        self.call_servers("/begin_weight_update", [{}] * everyone, "begin of a weight push")
+            self.call_servers("/flush_cache", {}, "flush of the KV cache before a weight push")
+        self.call_servers("/begin_weight_update", {}, "begin of a weight push")
         return start_s
 
     def resume_all(self) -> None:
-        everyone = len(self.engine_urls)
-        self.call_servers("/end_weight_update", [{}] * everyone, "end of a weight push")
-        self.call_servers("/continue_generation", [{}] * everyone, "resume after a weight push")
+        self.call_servers("/end_weight_update", {}, "end of a weight push")
+        self.call_servers("/continue_generation", {}, "resume after a weight push")
 
     def sync_spans(self, start_s: float, end_s: float) -> tuple[Span, ...]:
-        return tuple(Span(f"rollout/{i}", "sync", start_s, end_s, "weights") for i in range(len(self.engine_urls)))
+        return tuple(Span(name, "sync", start_s, end_s, "weights") for name in self.servers)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(url + "/ready", timeout=PROBE_TIMEOUT_S).status_code == 200
+    except requests.RequestException:
+        return False
 
 
 def post(session: requests.Session, url: str, path: str, body: dict[str, Any], timeout_s: float) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,9 +41,10 @@ class Run:
 class RecordingClient(LearnerClient):
     batches: list[Batch]
 
-    def take_raw(self, version: int) -> list[bytes]:
-        frames = super().take_raw(version)
-        self.batches.append(decode_batch(frames))
+    def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[bytes]:
+        frames = super().take_raw(version, interrupted)
+        if frames:
+            self.batches.append(decode_batch(frames))
         return frames
 
 

@@ -50,7 +50,7 @@ def test_the_first_crash_ends_the_run_and_is_named(
     engine = "sglang" if victim == "sglang" else "hf"
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=crash", "run.steps=10000",
-        f"rollout.engine={engine}", "buffer.journal=false",
+        f"rollout.engine={engine}", "buffer.journal=false", "placement.rollout.max_restarts=0",
     )
     wait_until(lambda: metrics_lines(tmp_path / "crash") > 2, 180, "two steps")
     find_victim(command, victim).send_signal(signal.SIGKILL)

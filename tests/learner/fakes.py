@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +20,8 @@ class FakeClient:
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
         self.calls = []
 
-    def take_raw(self, version: int, stop: threading.Event) -> list[bytes]:
-        if stop.is_set():
+    def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
+        if interrupted():
             return []
         self.calls.append(("take", version))
         return [bytes([version])]
@@ -51,6 +50,7 @@ class FakePublisher:
         self.calls: list[tuple[str, int]] = []
         self.weights: dict[str, Tensor] = {}
         self.verified: list[tuple[list[int], list[float]]] = []
+        self.servers = {"rollout/0": "http://x"}
 
     def connect(self) -> None:
         self.calls.append(("connect", -1))

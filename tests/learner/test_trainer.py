@@ -103,7 +103,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS
-    assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s"}
+    assert keys[1] == METRICS | {"time/push_s", "push/bytes", "push/pause_s", "version/rollout/0"}
     assert keys[2] == keys[1] | {"checkpoint/pause_s", "checkpoint/last_write_s"}
     assert {span.state for span in reports[2].spans} == {"wait_data", "busy", "sync", "checkpoint"}
     assert {span.pool for span in reports[2].spans} == {"learner/0", "rollout/0"}
@@ -147,7 +147,7 @@ def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
 def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_note(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take_raw(client: FakeClient, version: int, stop: threading.Event) -> list[bytes]:
+    def take_raw(client: FakeClient, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
         if version == 2:
             raise NothingToLearnError("the task is solved")
         return [bytes([version])]

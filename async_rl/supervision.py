@@ -1,0 +1,270 @@
+"""The driver's watch over a running pipeline: who died, who is silent, who waits on whom.
+
+    what ends                       what follows
+    rollout server or its worker    it is started again; its groups go to others, it is brought to the learner's
+                                    current version, and only then asks for groups of its own
+    buffer                          another goes on from its journal, if there is one
+    learner rank                    the run, with one error that names it, its host and its last log lines
+    nothing, but no sign of life    as if it had died, after timeouts.silent_s
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
+from async_rl.interrupts import Interrupts
+from async_rl.processes import ProcessGroup, RolloutProcess
+from async_rl.runlog import RunLog
+from async_rl.status import Status, write_status
+
+WATCH_INTERVAL_S = 5.0
+ANSWER_S = 0.3
+"""For which the driver waits until all have said what they do; who takes longer is heard at the next turn."""
+GRACE_S = 3.0
+"""A learner rank that dies makes its peers fail: so long the cause is waited for when an effect is seen first."""
+
+
+class Supervisor:
+    """Collects what the processes report until training ends.
+
+    Args:
+        processes: may still be empty; before `train` all of them are started and introduced to each other.
+    """
+
+    def __init__(self, config: Config, processes: ProcessGroup, log: RunLog) -> None:
+        self._config = config
+        self._processes = processes
+        self._log = log
+        self._buffer_address = ""
+        self._abandoned: set[str] = set()
+        """Died, and the buffer has not yet been told."""
+        self._handlers: dict[Any, tuple[str, Callable[[], None]]] = {}
+        """What to do when a call of a process returns, or its stream has an item."""
+        self._learning: set[str] = set()
+        self._streaming: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self._statuses: dict[str, Status] = {}
+        self._questions: dict[Any, str] = {}
+        self._heard_s: dict[str, float] = {}
+        self._next_watch_s = 0.0
+
+    def train(
+        self, buffer_address: str, revive_buffer: Callable[[ProcessKilledError], None], interrupts: Interrupts
+    ) -> None:
+        """Returns when every learner rank has finished and every step is logged.
+
+        Args:
+            revive_buffer: starts another buffer in the place of one that was killed, or raises its argument.
+
+        Raises:
+            AsyncRLError: the run can't go on; from the process that is the cause.
+        """
+        self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
+        names = list(self._processes.actors)
+        self._learning = {name for name in names if name.startswith("learner")}
+        self._heard_s = dict.fromkeys(names, time.monotonic())
+        self._serve_buffer()
+        for name in names:
+            if name != "buffer":
+                self._stream(name)
+        stop_s = float("inf")
+        with interrupts.deferred():
+            while self._learning or self._log.has_open_steps:
+                if interrupts.requested and stop_s == float("inf"):
+                    stop_s = time.monotonic() + self._config.timeouts.interrupt_s
+                    self._stop_learning()
+                if time.monotonic() > stop_s:
+                    raise KeyboardInterrupt(f"no checkpoint within {self._config.timeouts.interrupt_s:.0f} s")
+                ready, _ = ray.wait(list(self._handlers), num_returns=1, timeout=WATCH_INTERVAL_S)
+                for ref in ready:
+                    self._handlers[ref][1]()
+                self._watch()
+
+    def _stop_learning(self) -> None:
+        limit_s = self._config.timeouts.interrupt_s
+        self._log.logger.note(
+            f"interrupted: ending with a checkpoint after this step, within {limit_s:.0f} s (timeouts.interrupt_s). "
+            "Again to end at once"
+        )
+        for name in self._learning:
+            self._processes.actors[name].stop.remote()
+
+    def settle(self) -> str:
+        """Training is over: ends the servers that are still on their way back; returns the name of one that is up.
+
+        Raises:
+            ProcessDiedError: none is.
+        """
+        servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
+        for name in [name for name in servers if name not in self._streaming]:
+            self._forget(name)
+        if not self._streaming.intersection(servers):
+            raise ProcessDiedError("every rollout server died in the last step; the trained model is saved")
+        return min(self._streaming.intersection(servers))
+
+    def give_up(self, error: BaseException) -> None:
+        """The run ends with `error`: keep what may explain it."""
+        if isinstance(error, WaitTimeoutError):
+            self._processes.dump_stacks()
+        self.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+    def _stream(self, name: str, _: object = None) -> None:
+        stream: Any = self._processes.actors[name].run.options(num_returns="streaming").remote()
+        self._handlers[stream] = (name, partial(self._read, name, stream))
+        self._streaming.add(name)
+
+    def _read(self, name: str, stream: Any) -> None:
+        try:
+            report = self._processes.result(name, partial(_next, stream))
+        except StopIteration:
+            del self._handlers[stream]
+            if name not in self._learning:
+                self._died(name, ProcessDiedError(f"{name} stopped by itself{self._processes.log_tail(name)}"))
+            self._learning.discard(name)
+        except AsyncRLError as error:
+            self._died(name, error)
+        else:
+            self._log.add(name, report)
+            if name == "learner/0":
+                self._deaths.clear()
+
+    def _expect(self, name: str, ref: Any, then: Callable[[Any], None]) -> None:
+        """`then(result)` once the call returns."""
+
+        def handle() -> None:
+            del self._handlers[ref]
+            try:
+                value = self._processes.result(name, partial(ray.get, ref))
+            except AsyncRLError as error:
+                self._died(name, error)
+            else:
+                then(value)
+
+        self._handlers[ref] = (name, handle)
+
+    def _serve_buffer(self) -> None:
+        buffer = self._processes.actors["buffer"]
+        self._expect("buffer", buffer.serve.remote(), self._buffer_ended)
+        for name in self._abandoned:
+            self._expect("buffer", buffer.abandon.remote(name), partial(self._restart, name))
+
+    def _buffer_died(self, error: ProcessKilledError) -> None:
+        self._handlers = {ref: entry for ref, entry in self._handlers.items() if entry[0] != "buffer"}
+        self._questions = {ref: of for ref, of in self._questions.items() if of != "buffer"}
+        self._revive_buffer(error)
+        self._heard_s["buffer"] = time.monotonic()
+        self._serve_buffer()
+
+    def _buffer_ended(self, _: object) -> None:
+        raise ProcessDiedError(f"buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
+
+    def _died(self, name: str, error: AsyncRLError) -> None:
+        """Bring a rollout server back; raise for all else, and where it would die again and again."""
+        if name == "buffer" and isinstance(error, ProcessKilledError):
+            self._buffer_died(error)
+            return
+        self._deaths[name] += 1
+        limit = self._config.placement.rollout.max_restarts
+        mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
+        if name.startswith("learner"):
+            raise self._cause(name, error)
+        if not (name.startswith("rollout") and mendable) or self._config.staleness.mode == "exact":
+            raise error
+        if self._deaths[name] > limit:
+            often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."
+            raise type(error)(f"{error}{often if limit else ''}") from None
+        self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
+        self._forget(name)
+        self._processes.actors["learner/0"].leave_server.remote(name)
+        self._abandoned.add(name)
+        abandoning = self._processes.actors["buffer"].abandon.remote(name)
+        self._expect("buffer", abandoning, partial(self._restart, name))
+
+    def _cause(self, name: str, error: AsyncRLError) -> AsyncRLError:
+        """The death of another rank, if that is what made this one fail."""
+        others = {ref: n for ref, (n, _) in self._handlers.items() if n.startswith("learner") and n != name}
+        if isinstance(error, ProcessDiedError) or not others:
+            return error
+        deadline = time.monotonic() + GRACE_S
+        while (left_s := deadline - time.monotonic()) > 0 and others:
+            ready, _ = ray.wait(list(others), num_returns=1, timeout=left_s)
+            for ref in ready:
+                try:
+                    self._processes.result(others[ref], partial(_next, ref))
+                except ProcessDiedError as death:
+                    return death
+                except (AsyncRLError, StopIteration):
+                    del others[ref]
+        return error
+
+    def _forget(self, name: str) -> None:
+        self._handlers = {ref: entry for ref, entry in self._handlers.items() if entry[0] != name}
+        self._questions = {ref: of for ref, of in self._questions.items() if of != name}
+        self._streaming.discard(name)
+        self._log.lost(name)
+        self._processes.kill(name)
+
+    def _restart(self, name: str, num_groups: int) -> None:
+        self._abandoned.discard(name)
+        self._log.logger.note(f"{name}: {num_groups} running groups go to others")
+        actor = self._processes.start(name, RolloutProcess, self._config, int(name.partition("/")[2]))
+        self._heard_s[name] = time.monotonic()
+        self._expect(name, actor.start.remote(), partial(self._connect, name))
+
+    def _connect(self, name: str, url: str) -> None:
+        actor = self._processes.actors[name]
+        self._expect(name, actor.connect.remote(self._buffer_address), lambda _: self._resync(name, url))
+
+    def _resync(self, name: str, url: str) -> None:
+        self._expect(name, self._processes.actors["learner/0"].join_server.remote(name, url), partial(self._back, name))
+
+    def _back(self, name: str, version: int) -> None:
+        self._log.logger.note(f"{name} is back, with the weights of version {version}")
+        self._stream(name)
+
+    def _watch(self) -> None:
+        """Every few seconds: hear what each process does, write it down, find who is silent."""
+        now_s = time.monotonic()
+        if now_s < self._next_watch_s:
+            return
+        self._next_watch_s = now_s + WATCH_INTERVAL_S
+        asked = set(self._questions.values())
+        for name, actor in self._processes.actors.items():
+            if name not in asked:
+                self._questions[actor.status.remote()] = name
+        answered, _ = ray.wait(list(self._questions), num_returns=len(self._questions), timeout=ANSWER_S)
+        for ref in answered:
+            name = self._questions.pop(ref)
+            with suppress(ray.exceptions.RayError):  # its stream tells of its death
+                self._statuses[name] = ray.get(ref)
+                self._heard_s[name] = time.monotonic()
+        self.write_status("running")
+        silent_s = self._config.timeouts.silent_s
+        for name in [n for n in self._processes.actors if now_s - self._heard_s[n] > silent_s]:
+            last = self._statuses.get(name)
+            self._processes.dump_stacks()
+            self._died(name, ProcessDiedError(
+                f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s (timeouts.silent_s); "
+                f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
+            ))
+
+    def write_status(self, note: str) -> None:
+        """For `async-rl status`."""
+        known = [
+            self._processes.place(name, self._statuses[name])
+            for name in self._processes.actors if name in self._statuses
+        ]
+        write_status(self._config.run_dir, known, note)
+
+
+def _next(stream: Any) -> Any:
+    return ray.get(next(stream))

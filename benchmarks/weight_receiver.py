@@ -1,0 +1,121 @@
+"""A rollout server that holds weights and samples nothing: the other end of a push, as a process of its own.
+
+It is the hf engine's own weight endpoints around a bag of tensors. Its /generate answers with two numbers in place of
+logprobs: the version it serves and the sum of its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from types import TracebackType
+
+import requests
+import torch
+from torch import Tensor, nn
+
+from async_rl.config import Config, NetworkConfig, TimeoutsConfig
+from rollout_server.hf_weights import WeightEndpoints
+
+
+class Bag(nn.Module):
+    """float32 tensors w0, w1, ... of equal size."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, num_tensors: int, num_elements: int) -> None:
+        super().__init__()
+        for name in tensor_names(num_tensors):
+            self.register_buffer(name, torch.zeros(num_elements // 512, 512))
+
+
+class Holder:
+    """What the endpoints ask of an engine."""
+
+    def __init__(self, num_tensors: int, num_elements: int) -> None:
+        self.model = Bag(num_tensors, num_elements)
+        self.version = 0
+
+    async def pause(self, *_: object) -> None:
+        pass
+
+    def resume(self, *_: object) -> None:
+        pass
+
+    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+        await asyncio.to_thread(self._load, tensors)
+        self.version = self.version if version is None else version
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        state = self.model.state_dict()
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        return [float(self.version), sum(t.double().sum().item() for t in self.model.state_dict().values())]
+
+
+class ReceiverProcess:
+    """Starts one and ends it; `url` is ready for a publisher."""
+
+    def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512) -> None:
+        self.names = tensor_names(num_tensors)
+        command = [sys.executable, "-m", "benchmarks.weight_receiver", str(num_tensors), str(num_elements)]
+        self.process = subprocess.Popen(
+            [*command, str(config.timeouts.join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def version(self) -> int:
+        return int(self._told()[0])
+
+    def checksum(self) -> float:
+        return self._told()[1]
+
+    def _told(self) -> list[float]:
+        reply = requests.post(self.url + "/generate", json={"input_ids": [0, 0, 0]}, timeout=60).json()
+        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def __enter__(self) -> ReceiverProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def tensor_names(num_tensors: int) -> list[str]:
+    return [f"w{number}" for number in range(num_tensors)]
+
+
+async def serve(num_tensors: int, num_elements: int, join_s: float) -> None:
+    """Until stdin ends, which it does with the parent."""
+    endpoints = WeightEndpoints(Holder(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
+    print(await endpoints.start(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await endpoints.aclose()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("num_tensors", type=int)
+    parser.add_argument("num_elements", type=int)
+    parser.add_argument("join_s", type=float)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    asyncio.run(serve(arguments.num_tensors, arguments.num_elements, arguments.join_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Which rollout servers get the weights: the driver tells, from another thread, as servers die and come back."""
+
+from __future__ import annotations
+
+import threading
+
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+
+
+class ServerList:
+    """Changes to the publisher's servers, to be applied between two pushes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._urls: dict[str, str] = {}  # told and not yet pushed to; empty: gone
+        self._outcome: dict[str, str] = {}  # of who waits in `join`: `current` or `lost`
+
+    def leave(self, name: str) -> None:
+        """It died: no push needs to find out."""
+        with self._changed:
+            self._urls[name] = ""
+
+    def join(self, name: str, url: str, timeout_s: float) -> None:
+        """Returns once the server `name`, new at `url`, holds the learner's current version.
+
+        Raises:
+            WeightSyncError: it died before that.
+            WaitTimeoutError: there was no push within `timeout_s`.
+        """
+        with self._changed:
+            self._urls[name] = url
+            self._outcome.pop(name, None)
+            if not self._changed.wait_for(lambda: name in self._outcome, timeout_s):
+                raise WaitTimeoutError(f"{name} waited {timeout_s:.0f} s for the learner's current weights")
+            if self._outcome.pop(name) == "lost":
+                raise WeightSyncError(f"{name} died before it had the learner's current weights")
+
+    def someone_waits(self) -> bool:
+        """Whether a server needs a push out of turn."""
+        return any(self._urls.values())
+
+    def apply(self, servers: dict[str, str]) -> None:
+        """Bring what was told into `servers`."""
+        with self._changed:
+            for name, url in self._urls.items():
+                servers.pop(name, None)
+                if url:
+                    servers[name] = url
+            self._urls = {name: url for name, url in self._urls.items() if url}
+
+    def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
+        """After a push to `servers`; `lost` died in it."""
+        with self._changed:
+            for name in lost:
+                if self._urls.pop(name, ""):
+                    self._outcome[name] = "lost"
+            for name in [name for name, url in self._urls.items() if servers.get(name) == url]:
+                del self._urls[name]
+                self._outcome[name] = "current"
+            self._changed.notify_all()

@@ -1,0 +1,63 @@
+"""Two hosts on one machine: network namespaces with a cable between them, a Ray node in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "two_nodes_here.sh"
+
+
+def why_not() -> str:
+    """Why this machine can't have network namespaces; empty if it can."""
+    probe = f"arl-probe-{os.getpid()}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+        if made.returncode == 0:
+            made = subprocess.run(["ip", "netns", "exec", probe, "true"], capture_output=True, text=True)
+            subprocess.run(["ip", "netns", "del", probe], check=True)
+    except FileNotFoundError:
+        return "iproute2 (`ip`) is not installed"
+    return "" if made.returncode == 0 else f"network namespaces are not permitted here: {made.stderr.strip()}"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
+def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, tmp_path: Path, engine: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    stats = tmp_path / "link"
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "ASYNC_RL_LINK_STATS": str(stats),
+    }
+    done = subprocess.run(
+        [
+            "bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", str(smoke_yaml), f"run.dir={tmp_path}",
+            "run.name=two", f"rollout.engine={engine}", "staleness.max=1", "placement.rollout.nodes=1",
+            "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        ],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in done.stdout
+    run_dir = tmp_path / "two"
+    assert (run_dir / "keys" / "server.key_secret").exists()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
+    assert pushed_bytes > 4 * 2**20
+    (line,) = [line for line in stats.read_text().splitlines() if line.split(":")[0].strip().startswith("v")]
+    counts = line.split(":")[1].split()
+    received_bytes, sent_bytes = int(counts[0]), int(counts[8])
+    assert sent_bytes > pushed_bytes  # the weights crossed the cable
+    assert received_bytes > 4 * 16 * 12  # and the groups came back
+    seconds = [record["time/push_s"] for record in records if "time/push_s" in record]
+    print(f"{engine}: {pushed_bytes} bytes in {len(seconds)} pushes, {sum(seconds) / len(seconds) * 1e3:.0f} ms each")

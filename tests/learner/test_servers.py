@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from learner.servers import ServerList
+
+
+def joining(servers: ServerList, results: list[object]) -> threading.Thread:
+    def join() -> None:
+        try:
+            servers.join("rollout/1", "http://new", 10.0)
+            results.append("current")
+        except WeightSyncError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    while not servers.someone_waits():
+        pass
+    return thread
+
+
+def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
+    thread = joining(servers, results)
+    servers.apply(live)
+    assert live == {"rollout/0": "http://a", "rollout/1": "http://new"}
+    assert not results
+    servers.pushed(live, ())
+    thread.join()
+    assert results == ["current"]
+    assert not servers.someone_waits()
+
+
+def test_a_server_that_dies_in_its_first_push_is_told_lost() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    thread = joining(servers, results)
+    servers.apply(live)
+    del live["rollout/1"]
+    servers.pushed(live, ("rollout/1",))
+    thread.join()
+    assert results == ["rollout/1 died before it had the learner's current weights"]
+
+
+def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    servers.apply(live)
+    thread = joining(servers, results)
+    servers.pushed(live, ())
+    assert not results
+    assert servers.someone_waits()
+    servers.apply(live)
+    servers.pushed(live, ())
+    thread.join()
+
+
+def test_a_server_that_left_gets_no_push() -> None:
+    servers, live = ServerList(), {"rollout/0": "http://a", "rollout/1": "http://b"}
+    servers.leave("rollout/0")
+    servers.apply(live)
+    assert live == {"rollout/1": "http://b"}
+
+
+def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:
+    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s"):
+        ServerList().join("rollout/3", "http://x", 0.01)

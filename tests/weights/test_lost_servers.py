@@ -1,0 +1,128 @@
+"""A push whose receivers die: over real HTTP and, for the broadcast, a real process group."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.config import Config, ModelConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.errors import WeightSyncError
+from async_rl.weights import publisher as publisher_module
+from async_rl.weights.nccl_gloo import BroadcastPublisher
+from async_rl.weights.publisher import PushReport, WeightPublisher
+from benchmarks.weight_receiver import ReceiverProcess
+
+CPU = torch.device("cpu")
+CONFIG = Config(
+    model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+    weight_sync=WeightSyncConfig(bucket_bytes=2**20), timeouts=TimeoutsConfig(push_s=20.0, join_s=20.0),
+)
+
+
+class Pausing(WeightPublisher):
+    """Pauses and resumes, and sends nothing."""
+
+    def connect(self) -> None:
+        pass
+
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+        next(named_tensors)
+        self.pause_all()
+        self.resume_all()
+        return PushReport(num_bytes=1)
+
+
+class Answering(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Refusing(Answering):
+    status = 400
+
+
+@pytest.fixture
+def urls() -> Iterator[dict[str, str]]:
+    servers = {h.__name__: ThreadingHTTPServer(("127.0.0.1", 0), h) for h in (Answering, Refusing)}
+    for server in servers.values():
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {name: f"http://127.0.0.1:{server.server_port}" for name, server in servers.items()}
+    for server in servers.values():
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_died_is_dropped_and_every_tensor_is_gathered_all_the_same(urls: dict[str, str]) -> None:
+    publisher = Pausing(CONFIG, [urls["Answering"], "http://127.0.0.1:9"], 0, CPU)
+    gathered = []
+
+    def gather() -> Iterator[tuple[str, Tensor]]:
+        for number in range(5):
+            gathered.append(number)
+            yield str(number), torch.zeros(1)
+
+    assert publisher.push(gather(), 1).lost == ("rollout/1",)
+    assert gathered == list(range(5))  # the other ranks gather them
+    assert publisher.servers == {"rollout/0": urls["Answering"]}
+    assert publisher.push(gather(), 1) == PushReport(num_bytes=1)
+    publisher.close()
+
+
+def test_a_live_server_that_refuses_is_an_error(urls: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.5)
+    publisher = Pausing(CONFIG, [urls["Refusing"]], 0, CPU)
+    with pytest.raises(WeightSyncError, match=r"rollout/0 failed.*answered 400"):
+        publisher.push([("w", torch.zeros(1))], 1)
+    publisher.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_broadcast_goes_on_without_the_receiver_that_was_killed_in_the_middle_of_it() -> None:
+    receivers = [ReceiverProcess(num_tensors=8, config=CONFIG) for _ in range(2)]
+    publisher = BroadcastPublisher(CONFIG, [r.url for r in receivers], 0, CPU, backend="gloo")
+    tensors = {name: torch.full((512, 512), float(number)) for number, name in enumerate(receivers[0].names)}
+
+    def killing() -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(tensors.items()):
+            if number == 3:
+                receivers[1].process.send_signal(signal.SIGKILL)
+            yield item
+
+    try:
+        publisher.push(tensors.items(), 1)
+        start_s = time.monotonic()
+        assert publisher.push(killing(), 2).lost == ("rollout/1",)
+        report = publisher.push(tensors.items(), 2)
+        assert time.monotonic() - start_s < 30
+        assert report.lost == ()
+        assert report.num_bytes == 8 * 2**20
+        assert receivers[0].version() == 2
+        assert receivers[0].checksum() == sum(t.double().sum().item() for t in tensors.values())
+        receivers.append(ReceiverProcess(num_tensors=8, config=CONFIG))  # one that joins late
+        publisher.servers["rollout/1"] = receivers[2].url
+        publisher.push(tensors.items(), 3)
+        assert [receivers[0].version(), receivers[2].version()] == [3, 3]
+        assert receivers[2].checksum() == receivers[0].checksum()
+        publisher.close()
+    finally:
+        for receiver in receivers:
+            receiver.close()

@@ -123,7 +123,6 @@ class BufferServer:
             return self._counters()
 
     def describe(self) -> str:
-        """Whom the learner's open take waits for, and the state of the store."""
         with self._lock:
             return self._describe(time.monotonic())
 

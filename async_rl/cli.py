@@ -74,14 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     _add_model_commands(commands)
     add_benchmarks(commands, _add_config)
-
-    status = commands.add_parser("status", help="who waits on whom, in a run that goes on or has ended")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    status.set_defaults(run=_status)
-
-    doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
-    _add_config(doctor, nargs="?")
-    doctor.set_defaults(run=_doctor)
+    _add_inspections(commands)
 
     args, rest = parser.parse_known_args(arguments)
     overrides_behind_an_option = [text for text in rest if "=" in text and not text.startswith("-")]
@@ -92,6 +85,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.run is _train and not (args.config or args.resume):
         parser.error("train needs a CONFIG, e.g. configs/quickstart.yaml, or --resume RUN_DIR")
     return args
+
+
+def _add_inspections(commands: Any) -> None:
+    status = commands.add_parser("status", help="who waits on whom, in a run that goes on or has ended")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    status.set_defaults(run=_status)
+
+    doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
+    _add_config(doctor, nargs="?")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_model_commands(commands: Any) -> None:

@@ -110,7 +110,8 @@ def _outcome(
 
 def _add_up(counters: dict[str, float]) -> bool:
     """After a run's end nothing runs and nothing waits: admitted = trained + dropped."""
-    dropped = sum(value for key, value in counters.items() if key.startswith("buffer/dropped_"))
+    reasons = [key for key in counters if key.startswith("buffer/dropped_") and key.count("/") == 1]
+    dropped = sum(counters[key] for key in reasons)
     return bool(counters) and counters["buffer/admitted"] == counters["buffer/trained"] + dropped
 
 

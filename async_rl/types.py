@@ -55,6 +55,8 @@ class Rollout:
     reward: float
     finish_reason: str
     """`stop` (the model ended the answer) or `length` (it ran into max_response_tokens)."""
+    num_too_old: int = 0
+    """Tokens that the mask leaves out only because they are too old (`staleness.late: mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

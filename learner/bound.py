@@ -61,6 +61,7 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
 
 def _mask_old(group: RolloutGroup, version: int, max_staleness: int) -> RolloutGroup:
     def masked(rollout: Rollout) -> Rollout:
-        return replace(rollout, mask=rollout.mask & young_enough(rollout.versions, version, max_staleness))
+        mask = rollout.mask & young_enough(rollout.versions, version, max_staleness)
+        return replace(rollout, mask=mask, num_too_old=int(rollout.mask.sum() - mask.sum()))
 
     return replace(group, rollouts=tuple(map(masked, group.rollouts)))

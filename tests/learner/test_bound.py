@@ -13,6 +13,7 @@ from async_rl.config import StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.bound import apply_bound
+from learner.objective import policy_normaliser
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
 
@@ -46,6 +47,15 @@ def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
     values = {metric.key: metric.value for metric in metrics}
     assert values["staleness/before_mask_max"] == 3
     assert 0 < values["staleness/masked_fraction"] < 1
+
+
+def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path) -> None:
+    batch = aged_batch()
+    masked, _ = apply_bound(batch, 5, MASK)
+    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    config = make_config(tiny_model_path)
+    sampled = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
+    assert policy_normaliser(config, masked.groups, pairs) == sampled
 
 
 @pytest.mark.parametrize("late", ["wait", "drop"])

@@ -54,7 +54,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sglang_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
     """Serves `model_folder` at version 0 or, after a test that updates weights, at a later one."""
     server = EngineInThread(sglang_config(model_folder), tmp_path_factory.mktemp("logs"))

@@ -38,7 +38,7 @@ class Holder:
         self.model = Bag(num_tensors, num_elements)
         self.version = 0
 
-    async def pause(self, *_: object) -> None:
+    async def pause(self, *, keep_kv: bool) -> None:
         pass
 
     def resume(self, *_: object) -> None:

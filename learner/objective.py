@@ -49,7 +49,7 @@ KL_STEP = 0.1
 def policy_normaliser(config: Config, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
     """What the summed policy loss of a minibatch, its (group, answer) pairs, is divided by; at least 1.
 
-        token_mean     its trained tokens and those too old to train on, so that masking some does not amplify the others
+        token_mean     its trained tokens and those too old for it, so that masking some does not amplify the others
         sequence_mean  its answers with a trained token (each token was divided by its answer's count)
         constant       its answers * rollout.max_response_tokens
     """

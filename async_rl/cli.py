@@ -82,8 +82,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += overrides_behind_an_option
+    if args.run in (_train, _buffer, _eval, _doctor) and "=" in (args.config or ""):  # only overrides, no CONFIG
+        args.config, args.overrides = None, [args.config, *args.overrides]
     if args.run is _train and not (args.config or args.resume):
         parser.error("train needs a CONFIG, e.g. configs/quickstart.yaml, or --resume RUN_DIR")
+    if args.run is _doctor and args.overrides and not args.config:
+        parser.error(f"doctor needs a CONFIG to apply {' '.join(args.overrides)} to")
     return args
 
 
@@ -129,8 +133,6 @@ def _train(args: argparse.Namespace) -> int:
     if args.resume:
         from async_rl.checkpoints import find_checkpoint, run_dir_of
 
-        if args.config and "=" in args.config:  # there is no CONFIG, only overrides
-            args.overrides, args.config = [args.config, *args.overrides], None
         args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
         args.overrides = [f"run.resume={args.resume}", *args.overrides]
     config = load_config(args.config, args.overrides)
@@ -179,8 +181,6 @@ def _buffer(args: argparse.Namespace) -> int:
     from async_rl.interrupts import Interrupts
     from buffer.standalone import serve_alone
 
-    if args.config and "=" in args.config:
-        args.config, args.overrides = None, [args.config, *args.overrides]
     unused = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none"]
     with Interrupts():
         counters = serve_alone(
@@ -219,8 +219,6 @@ def _eval(args: argparse.Namespace) -> int:
     from async_rl.interrupts import Interrupts
     from rollout_server.evaluate import evaluate_model
 
-    if args.config and "=" in args.config:
-        args.config, args.overrides = None, [args.config, *args.overrides]
     of_its_run = args.model.parent / "config.yaml"
     if not args.config and not of_its_run.is_file():
         raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")

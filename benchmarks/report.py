@@ -26,6 +26,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("occupancy", "occupancy of slots", "{:.1%}"),
     ("ess", "ESS / tokens", "{:.3f}"),
     ("staleness_mean", "staleness, mean", "{:.2f}"),
+    ("staleness_max", "staleness, max", "{:.0f}"),
     ("steps_per_minute", "steps per minute", "{:.1f}"),
 )
 NOTES = (

@@ -144,7 +144,9 @@ class Row:
         return f"staleness {self.staleness}" + (f" ({others})" if others else "")
 
     def estimate(self, key: str) -> Estimate:
-        return estimate(self.values[key])
+        """Over the seeds; of the maximum it is the maximum."""
+        values = self.values[key]
+        return Estimate(max(values), math.nan, len(values)) if key == "staleness_max" else estimate(values)
 
 
 def rows_of(runs: Iterable[Run]) -> list[Row]:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from scipy import stats
 
 CONFIDENCE = 0.95
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +35,6 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n), n)
 
 
-def t_tail(t: float, df: float) -> float:
-    """P(|T| >= |t|) for Student's T with `df` degrees of freedom.
-
-    With T = sqrt(df) tan(angle) the density is proportional to cos(angle)^(df - 1); both integrals by Gauss-Legendre.
-    """
-    start = math.atan(abs(t) / math.sqrt(df))
-
-    def integral(from_angle: float) -> float:
-        half = (math.pi / 2 - from_angle) / 2
-        return float(half * np.sum(_WEIGHTS * np.cos(from_angle + half * (_NODES + 1)) ** (df - 1)))
-
-    return min(1.0, integral(start) / integral(0.0))
-
-
-def t_quantile(confidence: float, df: float) -> float:
-    """The t that |T| stays below with probability `confidence`."""
-    low, high = 0.0, 1.0
-    while t_tail(high, df) > 1 - confidence:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tail(middle, df) > 1 - confidence else (low, middle)
-    return high
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Welch's t test of mean(a) - mean(b): two-sided, unequal variances."""
@@ -85,7 +59,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
         return Comparison(difference, math.nan)
     if error == 0:
         return Comparison(difference, 0.0 if difference else 1.0)
-    return Comparison(difference, t_tail(difference / error, df))
+    return Comparison(difference, float(2 * stats.t.sf(abs(difference / error), df)))
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -99,7 +73,7 @@ def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float
         return -math.inf, math.inf
     scale = abs(top.mean / bottom.mean)
     error, df = _welch_error(top.error, top.count, bottom.error * scale, bottom.count)
-    t = t_quantile(CONFIDENCE, df) if error else 0.0
+    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, df)) if error else 0.0
     square = bottom.mean**2 - (t * bottom.error) ** 2
     half_linear = top.mean * bottom.mean
     constant = top.mean**2 - (t * top.error) ** 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,12 @@ class SGLangEngine:
         """Consumes the ids of requests nobody waits for any more, and ends them on the server."""
         while True:
             rid = await self._given_up.get()
-            try:
-                async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}):
-                    self._given_up.task_done()
-            except aiohttp.ClientError:
-                return  # the server is gone, and who needs an answer of it is told so
+            timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
+            # A server that is gone has nothing to end, and who needs an answer of it is told so.
+            with suppress(TimeoutError, aiohttp.ClientError):
+                async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=timeout):
+                    pass
+            self._given_up.task_done()
 
     async def load(self) -> Load | None:
         """From the server's /v1/loads, which reads shared memory and leaves its scheduler alone."""

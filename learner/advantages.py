@@ -65,10 +65,15 @@ def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
     REINFORCE++ whitens the returns-to-go of all tokens of a batch; its form with a baseline the rewards less their
     group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
     """
-    kept = values[mask]
-    if len(kept) <= ddof:
-        return torch.zeros_like(values)
-    return (values - kept.mean()) * (kept.var(correction=ddof) + 1e-8).rsqrt() * mask
+    mean, scale = whitening(values[mask], ddof)
+    return (values - mean) * scale * mask
+
+
+def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
+    """(mean, 1 / sqrt(var + 1e-8)) of [n]; (0, 0) of too few to have a variance."""
+    if len(values) <= ddof:
+        return values.new_zeros(()), values.new_zeros(())
+    return values.mean(), (values.var(correction=ddof) + 1e-8).rsqrt()
 
 
 def gae(

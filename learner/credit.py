@@ -24,7 +24,7 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Advantages [group][answer], [T] each, of the estimators that need no critic; zeros where one is used.
 
     Whole groups in, so that every rank gets the same numbers whatever its share. REINFORCE++ whitens over the trained
-    tokens of the batch.
+    tokens of the batch, but for a penalty that comes first (`whitens_penalised`).
     """
     algorithm = config.algorithm
     if algorithm.advantage in CRITIC_ADVANTAGES:
@@ -40,10 +40,18 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
         advantages = returns_to_go(_at_last_token(scores, mask), mask, algorithm.gamma)
     else:
         advantages = scores[:, None] * mask
-    if algorithm.advantage.startswith("reinforce_pp"):
+    if algorithm.advantage.startswith("reinforce_pp") and not whitens_penalised(algorithm):
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
     return [[next(rows)[: len(r.tokens)] for r in group.rollouts] for group in batch.groups]
+
+
+def whitens_penalised(algorithm: AlgorithmConfig) -> bool:
+    """REINFORCE++ takes a KL penalty off the rewards before it whitens them, so it needs the logprobs at step start.
+
+    Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
+    """
+    return algorithm.kl.kind == "k1_reward" and algorithm.advantage.startswith("reinforce_pp")
 
 
 def _group_advantages(algorithm: AlgorithmConfig, group: RolloutGroup) -> Tensor:

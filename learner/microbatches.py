@@ -85,6 +85,8 @@ class MicroBatch:
     reference: Tensor | None = None  # [N] logprobs of the frozen reference; set where a KL term asks for them
     m2po_limit: float = math.inf
     """Largest (log rho)^2 that the M2PO mask leaves in the minibatch."""
+    mean_weight: float = 1.0
+    """What weights are divided by: their mean over the minibatch where they are batch-normalised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from torch import Tensor
 from async_rl.config import Config
 from async_rl.metrics import Metric
 from async_rl.types import RolloutGroup
-from learner.advantages import vtrace_reach
+from learner.advantages import vtrace_reach, whitening
 from learner.corrections import dropped_tokens, importance_weights, interpolated_proximal, log_ratios, m2po_limit
-from learner.credit import critic_advantages, penalty_to_go
+from learner.credit import critic_advantages, penalty_to_go, whitens_penalised
 from learner.diagnostics import Tally, Totals, tally_critic, tally_offpolicy, tally_old_kv, tally_policy
 from learner.logspace import bounded_exp, sum_by_answer
 from learner.losses import (
@@ -92,7 +92,10 @@ class Objective:
         self.kl_coef = config.algorithm.kl.coef
         steps = config.algorithm.epochs * config.algorithm.minibatches
         interpolates = config.algorithm.proximal == "interpolate"
-        self.needs_proximal = (steps > 1 and not interpolates) or config.algorithm.correction.masks.m2po > 0
+        self.whitens_penalised = whitens_penalised(config.algorithm)
+        correction = config.algorithm.correction
+        early = correction.masks.m2po > 0 or correction.batch_normalised or self.whitens_penalised
+        self.needs_proximal = (steps > 1 and not interpolates) or early
         """Whether `micro.proximal` must be set before the first optimizer step, by a forward pass without gradient.
         Else the gradient's own forward pass gives it."""
         self.needs_values = steps > 1
@@ -112,6 +115,22 @@ class Objective:
             limit = m2po_limit(_gather(torch.cat(squares)), tau)
             for micro in micro_batches:
                 micro.m2po_limit = limit
+        if self.config.algorithm.correction.batch_normalised:
+            weights = torch.cat([self._early_weights(micro)[micro.trained] for micro in micro_batches])
+            sums = torch.stack([weights.double().sum(), weights.new_tensor(len(weights)).double()])
+            dist.all_reduce(sums)
+            for micro in micro_batches:
+                micro.mean_weight = float(sums[0] / sums[1].clamp(min=1)) or 1.0
+
+    def penalise(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """REINFORCE++ with a KL penalty: takes it off the returns of a whole batch, then whitens them. Collective."""
+        for micro in micro_batches:
+            assert micro.proximal is not None
+            penalty = self._reward_penalty(micro, micro.proximal)
+            micro.advantages = micro.advantages - penalty_to_go(penalty, micro, self.config.algorithm.gamma)
+        mean, scale = whitening(_gather(torch.cat([micro.advantages[micro.trained] for micro in micro_batches])))
+        for micro in micro_batches:
+            micro.advantages = (micro.advantages - mean) * scale * micro.trained
 
     def losses(
         self,
@@ -137,12 +156,13 @@ class Objective:
             critic = torch.where(micro.trained, losses, 0.0).sum()
         else:
             advantages = micro.advantages
-            if algorithm.kl.kind == "k1_reward":
+            if algorithm.kl.kind == "k1_reward" and not self.whitens_penalised:
                 advantages = advantages - penalty_to_go(penalty, micro, algorithm.gamma)
         centre = micro.behaviour if algorithm.proximal == "behaviour" else proximal
         loss, clipped = self._policy_loss(micro, logprobs, centre, advantages, answers)
         tally_policy(tally, logprobs, proximal, entropy, advantages, clipped, micro.trained, micro.staleness)
         weights, truncated = self._weights(log_rho, advantages, micro.trained, answers)
+        weights = weights / micro.mean_weight
         dropped = dropped_tokens(
             algorithm.correction.masks, log_rho, advantages, micro.trained, answers.index, answers.count,
             micro.m2po_limit,
@@ -216,6 +236,12 @@ class Objective:
         held = raw if kind == "none" else raw.clamp(correction.floor, correction.cap)
         judged = bounded_exp(log_rho) if kind == "none" else raw
         return held, (judged < correction.floor) | (judged > correction.cap)
+
+    def _early_weights(self, micro: MicroBatch) -> Tensor:
+        """[N], before the losses; of a rule that doesn't look at the advantages."""
+        assert micro.proximal is not None
+        log_rho = log_ratios(micro.proximal, micro.behaviour, micro.trained)
+        return self._weights(log_rho, torch.zeros_like(log_rho), micro.trained, _Answers.of(micro))[0]
 
     def _kl_loss(self, micro: MicroBatch, logprobs: Tensor) -> Tensor | float:
         kind = self.config.algorithm.kl.kind

@@ -94,8 +94,7 @@ class Updater:
             batch = self._reward_model.score(batch)
         moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         minibatches = self._plan(batch)
-        for minibatch in minibatches:
-            self._remember_step_start(minibatch)
+        self._remember_step_start(minibatches)
         tally = Tally()
         steps, stops = self._step_all(minibatches, tally, moves_policy)
         totals = tally.reduce()
@@ -199,15 +198,19 @@ class Updater:
         return minibatches
 
     @torch.no_grad()
-    def _remember_step_start(self, minibatch: MiniBatch) -> None:
-        for micro in minibatch.micro_batches:
+    def _remember_step_start(self, minibatches: Sequence[MiniBatch]) -> None:
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        for micro in micro_batches:
             if self.objective.needs_proximal:
                 micro.proximal = self.policy(micro)[0]
             if self.critic is not None and self.objective.needs_values:
                 micro.values = self.critic(micro)
             if self._reference:
                 micro.reference = self._reference.logprobs(micro)
-        self.objective.prepare(minibatch.micro_batches)
+        if self.objective.whitens_penalised:
+            self.objective.penalise(micro_batches)
+        for minibatch in minibatches:
+            self.objective.prepare(minibatch.micro_batches)
 
     def _accumulate(
         self, minibatch: MiniBatch, tally: Tally, moves_policy: bool, is_first_epoch: bool

@@ -75,9 +75,17 @@ class CorrectionConfig:
     floor: float = 0.0
     cap: float = 2.0
     """Weights are held in [floor, cap]; `correction: {floor: 0.5, cap: 2.0}` is the two-sided clip."""
+    batch_normalised: bool = False
+    """Weights are divided by their mean over the minibatch, once they are held in [floor, cap]."""
     masks: MasksConfig = field(default_factory=MasksConfig)
 
     def __post_init__(self) -> None:
+        check(
+            not self.batch_normalised or self.kind in ("auto", "token_tis", "sequence_tis", "geometric_tis"),
+            "algorithm.correction.batch_normalised", self.batch_normalised,
+            f"false with algorithm.correction.kind {self.kind}",
+            "Set kind: token_tis, sequence_tis or geometric_tis.",
+        )
         check(self.cap > 0, "algorithm.correction.cap", self.cap, "above 0 (.inf: no cap)")
         check(0 <= self.floor < self.cap, "algorithm.correction.floor", self.floor, "at least 0 and below the cap")
 
@@ -170,6 +178,12 @@ class AlgorithmConfig:
             self.proximal != "interpolate" or self.epochs * self.minibatches > 1, "algorithm.proximal", self.proximal,
             "recompute or behaviour with one optimizer step per batch",
             "Its one forward pass gives the proximal logprobs already: there is none to save.",
+        )
+        normalised = self.correction.batch_normalised
+        check(
+            not normalised or self.proximal == "recompute", "algorithm.correction.batch_normalised", normalised,
+            f"false with algorithm.proximal {self.proximal}",
+            "Weights of a whole minibatch need its proximal logprobs before its first step. Use recompute.",
         )
         m2po = self.correction.masks.m2po
         check(

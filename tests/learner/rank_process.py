@@ -35,8 +35,9 @@ ALGORITHMS = {
     ),
     "constant": AlgorithmConfig(
         advantage="reinforce_pp",
+        kl=KlConfig(kind="k1_reward", coef=0.1),
         aggregation="constant",
-        correction=CorrectionConfig(kind="sequence_tis", masks=MasksConfig(m2po=0.04, opsm=0.5)),
+        correction=CorrectionConfig(kind="sequence_tis", batch_normalised=True, masks=MasksConfig(m2po=0.04, opsm=0.5)),
         entropy_coef=0.01,
     ),
 }
@@ -66,7 +67,7 @@ def measure(model: Path, algorithm: str, max_tokens: int) -> dict[str, Any]:
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_batch()
     (minibatch,) = updater._plan(batch)
-    updater._remember_step_start(minibatch)
+    updater._remember_step_start([minibatch])
     loss, _ = updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ RULES: dict[str, AlgorithmConfig] = {
     "dppo_tv": AlgorithmConfig(loss="dppo_tv", proximal="behaviour"),
     "constant": AlgorithmConfig(aggregation="constant"),
     "k1_reward": AlgorithmConfig(kl=KlConfig(kind="k1_reward", coef=0.1)),
+    "batch_normalised": AlgorithmConfig(correction=CorrectionConfig(kind="token_tis", cap=1.5, batch_normalised=True)),
     "k2_loss": AlgorithmConfig(kl=KlConfig(kind="k2_loss", coef=0.1)),
     "k3_loss": AlgorithmConfig(kl=KlConfig(kind="k3_loss", coef=0.1)),
     "gae": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k1_reward", coef=0.1)),
@@ -146,6 +148,46 @@ def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, 
     weights = (micro.proximal - micro.behaviour).exp().clamp(0.5, 2.0)
     torch.testing.assert_close(gradient, -weights * micro.advantages, atol=1e-6, rtol=1e-5)
     assert float(weights.min()) == 0.5 and float(weights.max()) == 2.0
+
+
+def test_batch_normalised_weights_are_those_of_the_reference_vectors(
+    vectors: dict[str, Any], tmp_path: Path, one_rank: None
+) -> None:
+    """With advantages of -1 on fresh ratios the gradient of a token is its weight."""
+    for vector in vectors["is_weights"]:
+        mask = torch.tensor(vector["mask"]).bool()
+        lengths = tuple(len(row) for row in mask)
+        correction = CorrectionConfig(kind="token_tis", cap=vector["cap"], batch_normalised=True)
+        objective = Objective(config_of(AlgorithmConfig(correction=correction), tmp_path))
+        micro, _, _ = made(0)
+        log_rho = torch.tensor(vector["log_ratio"], dtype=torch.float64).flatten()
+        n = len(log_rho)
+        zeros = torch.zeros(n, dtype=torch.float64)
+        micro = dataclasses.replace(
+            micro, behaviour=zeros - 1 - log_rho, proximal=zeros - 1, trained=mask.flatten(), lengths=lengths,
+            comparable=zeros.bool(), old_kv=zeros.bool(), staleness=zeros.long(), advantages=zeros - 1, reference=None,
+        )  # fmt: skip
+        objective.prepare([micro])
+        logprobs = (zeros - 1).requires_grad_()
+        (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, zeros), logprobs)
+        expected = torch.tensor(vector["batchnorm_tis_mean1"]).double() * mask
+        torch.testing.assert_close(gradient.reshape(mask.shape), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Path, one_rank: None) -> None:
+    """Rows of 1 and 2 tokens, rewards 1 and 0, penalties 0.5; 0.25 and 0.25: returns to go 0.5; -0.5, -0.25."""
+    algorithm = AlgorithmConfig(advantage="reinforce_pp", kl=KlConfig(kind="k1_reward", coef=0.5))
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, _, _ = made(0)
+    trained = torch.ones(3).bool()
+    returns = np.array([0.5, -0.5, -0.25])
+    micro = dataclasses.replace(
+        micro, advantages=torch.tensor([1.0, 0.0, 0.0]).double(), lengths=(1, 2), trained=trained,
+        proximal=torch.tensor([-1.0, -1.0, -1.0]).double(), reference=torch.tensor([-2.0, -1.5, -1.5]).double(),
+    )
+    objective.penalise([micro])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    assert micro.advantages.tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])

@@ -168,11 +168,13 @@ class Objective:
             micro.m2po_limit,
         )
         if is_first_epoch:
+            # Interpolated logprobs at staleness 0 are the behaviour's own: they can't show a mismatch.
+            measurable = micro.trained & (algorithm.proximal != "interpolate")
             tally_offpolicy(
-                tally, proximal, micro.behaviour, micro.trained, micro.comparable, micro.staleness,
+                tally, proximal, micro.behaviour, micro.trained, micro.comparable & measurable, micro.staleness,
                 answers.index, answers.count, weights, truncated, dropped,
             )
-            tally_old_kv(tally, proximal, micro.behaviour, micro.trained & micro.old_kv)
+            tally_old_kv(tally, proximal, micro.behaviour, measurable & micro.old_kv)
             self._tally_extras(tally, micro, proximal, log_rho)
         loss = weights * (loss + self._kl_loss(micro, logprobs))
         if algorithm.entropy_coef > 0:

@@ -20,7 +20,7 @@ from async_rl.config import (
     MasksConfig,
     StalenessConfig,
 )
-from learner.diagnostics import Tally
+from learner.diagnostics import Tally, token_metrics
 from learner.microbatches import MicroBatch
 from learner.objective import Objective, policy_normaliser
 from tests.learner.handmade import make_batch, make_config
@@ -266,3 +266,17 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 6))
     (metric,) = objective.finish(tally.reduce(), median_tokens=6.0)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
+
+
+@pytest.mark.parametrize(("proximal", "is_measured"), [("recompute", True), ("interpolate", False)])
+def test_interpolated_logprobs_show_no_mismatch(
+    proximal: Any, is_measured: bool, tmp_path: Path, one_rank: None
+) -> None:
+    objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
+    micro, logprobs, entropy = made(3)
+    micro = dataclasses.replace(micro, comparable=micro.trained, staleness=torch.zeros_like(micro.staleness))
+    tally = Tally()
+    objective.losses(micro, logprobs, entropy, None, tally, is_first_epoch=True)
+    keys = {metric.key for metric in token_metrics(tally.reduce())}
+    assert "offpolicy/ess" in keys
+    assert ("mismatch/mean_abs" in keys) == is_measured

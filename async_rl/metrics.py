@@ -43,6 +43,8 @@ class Report:
     """Conditions that came up, each a line for the person at the console."""
     note: str = ""
     """For the person at the console; a learner's report with a note is not a step's."""
+    eval_due: bool = False
+    """Every server serves version `step`, and a held-out evaluation of it is due."""
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

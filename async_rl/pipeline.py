@@ -40,7 +40,7 @@ from async_rl.rundir import open_run_dir
 from async_rl.runlog import RunLog
 
 if TYPE_CHECKING:
-    from async_rl.processes import ProcessGroup
+    from async_rl.process_group import ProcessGroup
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
         interrupts.install()
         log.logger.note(f"run directory: {run_dir}")
-        from async_rl.processes import ProcessGroup
+        from async_rl.process_group import ProcessGroup
         from async_rl.supervision import Supervisor
 
         reservation = reserve(config)

@@ -1,4 +1,4 @@
-"""The processes of a run as Ray actors: started, watched and stopped by the driver.
+"""The processes of a run as Ray actors; async_rl/process_group.py starts and ends them.
 
 Ray carries control only: no trajectory and no weight passes through it. Each process writes its own log file under
 `run_dir/logs`, whose last lines go into the error when it dies.
@@ -14,28 +14,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.metrics import Report
 from async_rl.network import use_interface
-from async_rl.placement import Reservation
 from async_rl.status import Status
-
-LOG_TAIL_LINES = 15
-DUMP_TIMEOUT_S = 2.0
-CONTROL_THREADS = 8
-"""Of a learner rank: a server that waits for weights holds one."""
 
 
 class BufferProcess:
@@ -175,6 +163,11 @@ class LearnerProcess:
         return self._learner.version
 
     @ray.method(concurrency_group="control")
+    def evaluated(self) -> None:
+        """The evaluation that was due has ended."""
+        self._learner.evaluations.ended()
+
+    @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:
         self._learner.servers.leave(name)
 
@@ -243,104 +236,3 @@ def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
         "Lower placement.rollout.servers or placement.learner.ranks.",
     )
     return cores[number * size : (number + 1) * size]
-
-
-class ProcessGroup:
-    """All actors of a run by name. Any call that fails names the process and shows its log."""
-
-    def __init__(self, run_dir: Path, reservation: Reservation) -> None:
-        self.run_dir = run_dir
-        self.actors: dict[str, ActorHandle] = {}
-        self._reservation = reservation
-
-    def start(self, name: str, cls: type, *args: Any, max_concurrency: int = 1) -> ActorHandle:
-        options = {**self._reservation.options(name), "max_restarts": 0}
-        if max_concurrency > 1:
-            options["max_concurrency"] = max_concurrency
-        remote: Any = ray.remote
-        if cls is LearnerProcess:
-            remote = remote(concurrency_groups={"control": CONTROL_THREADS})
-        remote_class: Any = remote(cls)
-        self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
-        return self.actors[name]
-
-    def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
-        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards."""
-        pending = {ref: name for name, ref in calls.items()}
-        results: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while pending:
-            ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise WaitTimeoutError(
-                    f"the driver waited {timeout_s:.0f} s for {what} of {', '.join(pending.values())}"
-                    + "".join(self.log_tail(name) for name in pending.values())
-                )
-            name = pending.pop(ready[0])
-            results[name] = self.result(name, partial(ray.get, ready[0]))
-        return results
-
-    def result(self, name: str, get: Callable[[], Any]) -> Any:
-        """`get()`, with a failure of the process turned into an error that says which one and why."""
-        try:
-            return get()
-        except RayTaskError as error:
-            if isinstance(error.cause, AsyncRLError):
-                raise error.cause from None
-            raise AsyncRLError(
-                f"{self.on_host(name)} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
-                f"{_last_frames(error)}"
-            ) from None
-        except RayActorError as error:
-            raise ProcessKilledError(
-                f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
-                "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
-                + self.log_tail(name)
-            ) from None
-        except RayError as error:
-            raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
-
-    def place(self, name: str, status: Status) -> Status:
-        return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
-
-    def dump_stacks(self) -> None:
-        """Have every process that still answers write its stacks into its log file."""
-        calls: list[Any] = [actor.dump_stacks.remote() for actor in self.actors.values()]
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=DUMP_TIMEOUT_S)
-
-    def on_host(self, name: str) -> str:
-        return f"{name} on {self._reservation.host_of(name)}"
-
-    def log_tail(self, name: str) -> str:
-        """The last lines of the process's log files, indented, for an error message."""
-        text = ""
-        for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
-            lines = file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            if lines:
-                text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines)
-        return text
-
-    def kill(self, name: str) -> None:
-        """End one process by force."""
-        ray.kill(self.actors.pop(name))
-
-    def stop(self, timeout_s: float) -> None:
-        """End every process, politely within `timeout_s`, then by force."""
-        stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
-        polite: list[Any] = [actor.stop.remote() for actor in stoppable]
-        try:
-            if polite:
-                ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
-        finally:  # also when a second Ctrl-C cuts the wait short
-            for actor in self.actors.values():
-                ray.kill(actor)
-            self.actors.clear()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _last_frames(error: RayTaskError, lines: int = 12) -> str:
-    return "\n".join("    " + line for line in str(error).strip().splitlines()[-lines:])

@@ -70,14 +70,13 @@ class RunLog:
         if report.note and process == "learner/0":
             self.ended = report.note
             self.logger.note(report.note)
-        elif process == "learner/0":
+        elif process == "learner/0" and report.metrics:  # of a step
             end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
             self._pending.append((report, end_s))
         elif process.startswith("rollout/"):
             self._from_workers.extend(report.metrics)
             newest_s = max((span.end_s for span in report.spans), default=0.0)
             self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
-            self._keep_eval(report)
         self._close_steps()
 
     def lost(self, process: str) -> None:
@@ -93,9 +92,6 @@ class RunLog:
     def add_eval(self, report: Report) -> None:
         """An evaluation the driver asked for, outside any step."""
         self._add_spans(report)
-        self._keep_eval(report)
-
-    def _keep_eval(self, report: Report) -> None:
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
             self.evals.append((report.step, values))
@@ -112,9 +108,7 @@ class RunLog:
             self._close_step(*self._pending.pop(0))
 
     def _close_step(self, report: Report, end_s: float) -> None:
-        values = reduce_metrics(
-            [*report.metrics, *(m for m in self._from_workers if not m.key.startswith("eval/"))]
-        )
+        values = reduce_metrics([*report.metrics, *self._from_workers])
         self._from_workers.clear()
         if self.step_ends_s:
             values.update(utilisation(self._recent, self.step_ends_s[-1], end_s))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,7 +22,9 @@ import ray
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
 from async_rl.interrupts import Interrupts
-from async_rl.processes import ProcessGroup, RolloutProcess
+from async_rl.metrics import Report
+from async_rl.process_group import ProcessGroup
+from async_rl.processes import RolloutProcess
 from async_rl.runlog import RunLog
 from async_rl.status import Status, write_status
 
@@ -51,6 +53,8 @@ class Supervisor:
         """What to do when a call of a process returns, or its stream has an item."""
         self._learning: set[str] = set()
         self._streaming: set[str] = set()
+        self._evaluating: defaultdict[str, list[int]] = defaultdict(list)
+        """Versions, by the server that answers their held-out prompts."""
         self._deaths: Counter[str] = Counter()
         self._statuses: dict[str, Status] = {}
         self._questions: dict[Any, str] = {}
@@ -78,10 +82,11 @@ class Supervisor:
                 self._stream(name)
         stop_s = float("inf")
         with interrupts.deferred():
-            while self._learning or self._log.has_open_steps:
+            while self._learning or self._log.has_open_steps or any(self._evaluating.values()):
                 if interrupts.requested and stop_s == float("inf"):
                     stop_s = time.monotonic() + self._config.timeouts.interrupt_s
                     self._stop_learning()
+                    self._evaluating.clear()
                 if time.monotonic() > stop_s:
                     raise KeyboardInterrupt(f"no checkpoint within {self._config.timeouts.interrupt_s:.0f} s")
                 ready, _ = ray.wait(list(self._handlers), num_returns=1, timeout=WATCH_INTERVAL_S)
@@ -136,6 +141,25 @@ class Supervisor:
             self._log.add(name, report)
             if name == "learner/0":
                 self._deaths.clear()
+            if report.eval_due and name == "learner/0":
+                self._evaluate(report.step)
+
+    def _evaluate(self, version: int) -> None:
+        """Beside training, on one server: the others would answer the same."""
+        servers = sorted(name for name in self._streaming if name.startswith("rollout"))
+        if not servers:
+            self._log.logger.note(f"version {version} is not evaluated: no rollout server is up")
+            self._processes.actors["learner/0"].evaluated.remote()
+            return
+        self._evaluating[servers[0]].append(version)
+        call: Any = self._processes.actors[servers[0]].evaluate.remote(version)
+        self._expect(servers[0], call, partial(self._evaluated, servers[0], version))
+
+    def _evaluated(self, name: str, version: int, report: Report) -> None:
+        if version in self._evaluating[name]:  # else the run is interrupted
+            self._evaluating[name].remove(version)
+        self._log.add_eval(report)
+        self._processes.actors["learner/0"].evaluated.remote()
 
     def _expect(self, name: str, ref: Any, then: Callable[[Any], None]) -> None:
         """`then(result)` once the call returns."""
@@ -212,6 +236,8 @@ class Supervisor:
         self._streaming.discard(name)
         self._log.lost(name)
         self._processes.kill(name)
+        for version in self._evaluating.pop(name, ()):
+            self._evaluate(version)
 
     def _restart(self, name: str, num_groups: int) -> None:
         self._abandoned.discard(name)

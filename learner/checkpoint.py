@@ -84,7 +84,7 @@ class Checkpointer:
                 async_stager=self._stager,
             ),
         )
-        self._running = Future()
+        self._running, self._target = Future(), target
         written.add_done_callback(lambda done: self._finish(done, partial, target, cut, start_s))
 
     def wait(self) -> None:
@@ -100,7 +100,8 @@ class Checkpointer:
             self._running.result(self._timeout_s)
         except FutureTimeoutError:
             raise WaitTimeoutError(
-                f"the learner waited {self._timeout_s:.0f} s (timeouts.checkpoint_s) for its checkpoint to be written"
+                f"learner/{dist.get_rank()} waited {self._timeout_s:.0f} s (timeouts.checkpoint_s) for its checkpoint "
+                f"{self._target} to be written: is the disk slow or full, or another rank gone?"
             ) from None
         self._running = None
 
@@ -141,7 +142,7 @@ class Checkpointer:
         """In DCP's thread: rank 0 makes the checkpoint whole."""
         assert self._running is not None
         try:
-            done.result()
+            done.result()  # there already: this is its callback
             if dist.get_rank() == 0:
                 write_cut(partial, cut)
                 shutil.rmtree(target, ignore_errors=True)

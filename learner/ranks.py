@@ -17,7 +17,7 @@ def init_distributed(
 ) -> torch.device:
     """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPU's); returns the device.
 
-    The group's timeout covers the longest that ranks wait for rank 0: a batch, then a push.
+    The group's timeout covers the longest that ranks wait for rank 0: a batch or an evaluation, then a push.
     """
     timeouts = config.timeouts
     use_interface(config.network.host)
@@ -30,7 +30,7 @@ def init_distributed(
         init_method=f"tcp://{master_address}:{master_port}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeouts.join_s + timeouts.batch_s + timeouts.push_s),
+        timeout=timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.generate_s) + timeouts.push_s),
     )
     return device
 

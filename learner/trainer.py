@@ -26,6 +26,7 @@ from learner.alarms import Alarms, rules_for
 from learner.bound import apply_bound
 from learner.checkpoint import Checkpointer
 from learner.consumed import Consumed
+from learner.evaluations import Evaluations
 from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames, init_distributed
 from learner.servers import ServerList
@@ -70,6 +71,7 @@ class Learner:
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self.servers = ServerList()
         """How the driver, from another thread, tells of servers that died or came back; heeded on rank 0."""
+        self.evaluations = Evaluations(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._push_dtype = serving_dtype(config, self._device.type)
         self._alarms = Alarms(rules_for(self._push_dtype))
@@ -86,6 +88,7 @@ class Learner:
     def stop(self) -> None:
         """Let `run` end after the step that runs, with a checkpoint. From another thread."""
         self._stopping.set()
+        self.evaluations.ended()
 
     def run(self) -> Iterator[Report]:
         """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
@@ -98,6 +101,8 @@ class Learner:
             AsyncRLError: a wait ran out, a push failed, or the numbers stopped being finite.
         """
         self._begin()
+        if self.evaluations.served(self.version):
+            yield Report(step=self.version, eval_due=True)
         is_last = False
         while not is_last:
             start_s = time.time()
@@ -117,7 +122,8 @@ class Learner:
                 self._client.trained(self.version)
             trained_s = time.time()
             is_last = self._is_last(trained_s)
-            push_metrics, spans = self._push(batch, is_last) if self._is_push_due(is_last) else ([], ())
+            is_push_due = self._is_push_due(is_last)
+            push_metrics, spans, eval_due = self._push(batch, is_last) if is_push_due else ([], (), False)
             metrics += self._checkpoint() if self._is_checkpoint_due(is_last) else []
             end_s = time.time()
             metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
@@ -131,6 +137,7 @@ class Learner:
                 alarms=alarms if self.rank == 0 else (),
                 spans=self._timeline.drain() + spans,
                 samples=self._gpus.drain(),
+                eval_due=eval_due,
             )
         self._close()
 
@@ -146,6 +153,7 @@ class Learner:
     def _resume(self, folder: Path) -> None:
         cut = self._checkpointer.load(folder)
         self.version = self._saved_version = cut.version
+        self.evaluations.resume(cut.version)
         self._lineage = cut.lineage + 1
         self._updater.objective.kl_coef = cut.kl_coef
         self._consumed = Consumed(self.config.buffer.max_uses, cut.consumed)
@@ -155,6 +163,9 @@ class Learner:
         state, since_s = self._timeline.now()
         timeouts, others = self.config.timeouts, "buffer" if self.rank == 0 else "learner/0"
         match state:
+            case "eval":
+                on = "the held-out evaluation"
+                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.generate_s)
             case "wait_data":
                 return Status(doing="waits for a batch", waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
             case "sync":
@@ -242,9 +253,14 @@ class Learner:
     def _is_push_due(self, is_last: bool) -> bool:
         return is_last or self.version % self.config.weight_sync.every_steps == 0
 
-    def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...]]:
-        """Make every server serve the current version, then open admission for it."""
-        metrics = self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
+    def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...], bool]:
+        """Make every server serve the current version, then open admission for it.
+
+        Returns:
+            (metrics, spans of the servers, whether an evaluation of the version is due).
+        """
+        metrics = self._await_evaluation() if self.config.eval.pin_version else []
+        metrics += self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
         with self._timeline.span("sync", "push"):
             report = self._push_weights()
             if not self._verified:
@@ -258,7 +274,16 @@ class Learner:
             Metric("push/pause_s", report.pause_s),
         ]
         metrics += [Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers]
-        return metrics, report.spans
+        return metrics, report.spans, not is_last and self.evaluations.served(self.version)
+
+    def _await_evaluation(self) -> list[Metric]:
+        """Hold the push back until the evaluation that runs, if any, has ended."""
+        start_s = time.time()
+        with self._timeline.span("eval", "held push"):
+            if self.rank == 0:
+                self.evaluations.wait()
+            dist.barrier()
+        return [Metric("time/held_by_eval_s", time.time() - start_s)]
 
     def _drain(self) -> list[Metric]:
         """Wait for the groups that run, while no other may start."""

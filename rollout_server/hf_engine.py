@@ -183,7 +183,7 @@ class HFEngine:
         """One round: jobs, then new groups, then a token for every row. False when told to stop."""
         with self._changed:
             while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
-                self._changed.wait()
+                self._changed.wait()  # for work: who brings it notifies, and has a timeout of its own
             if self._stopping:
                 return False
             jobs, self._jobs = self._jobs, deque()

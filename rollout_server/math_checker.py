@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from async_rl.errors import RewardError
 
 NUM_CHILDREN = 2
 CHECK_TIMEOUT_S = 5.0
+"""After which a child ends itself."""
+ANSWER_TIMEOUT_S = 30.0
+"""For a child that does not: its start is in it too."""
+IDLE_TIMEOUT_S = 300.0
+"""For a child to be free: others check before, at CHECK_TIMEOUT_S each."""
 
 
 class MathChecker:
@@ -32,26 +38,42 @@ class MathChecker:
         """Whether the response's final answer equals `gold`, a LaTeX or plain expression.
 
         False also when the comparison takes more than 5 s or too much memory: an answer nobody can check is
-        no answer. Raises RewardError when the child can't run at all.
+        no answer. Raises RewardError when the child can't run at all, or hangs.
         """
-        child = self._idle.get()
         try:
-            if child is None:
-                child = _start()
-            request = {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S}
-            try:
-                print(json.dumps(request), file=child.stdin, flush=True)
-                reply = cast(IO[str], child.stdout).readline()
-            except BrokenPipeError:
-                reply = ""
+            child = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            raise RewardError(
+                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {NUM_CHILDREN} math-verify processes"
+            ) from None
+        kept: subprocess.Popen[str] | None = None
+        try:
+            child = child or _start()
+            reply = _ask(child, {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S})
             if reply:
+                kept = child
                 return bool(json.loads(reply))
-            returncode, child = child.wait(), None
+            returncode = child.wait(ANSWER_TIMEOUT_S)  # it has closed its output: it is ending
             if returncode == -signal.SIGALRM:
                 return False
             raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
         finally:
-            self._idle.put(child)
+            self._idle.put(kept)
+
+
+def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
+    """Its line; empty if it ended. Raises RewardError for one that does neither."""
+    answers = cast(IO[str], child.stdout)
+    try:
+        print(json.dumps(request), file=child.stdin, flush=True)
+        if select.select([answers], [], [], ANSWER_TIMEOUT_S)[0]:
+            return answers.readline()
+    except BrokenPipeError:
+        return ""
+    child.kill()
+    raise RewardError(
+        f"the math-verify process {child.pid} did not answer for {ANSWER_TIMEOUT_S:.0f} s, nor end; it was killed"
+    )
 
 
 def _start() -> subprocess.Popen[str]:

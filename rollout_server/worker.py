@@ -62,17 +62,14 @@ class Worker:
         self._activity = Activity(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)
-        # Evaluations of the servers would be equal; the first server's is enough.
-        self._eval_every = config.eval.every_steps if index == 0 else 0
         self._counts: Counter[str] = Counter()
         cut = resumed_cut(config)
-        self._version = max(0, cut.version - 1) if cut else 0  # one less: its evaluation may have been cut short
+        self._version = cut.version if cut else 0
         self._failures_in_a_row = 0
         self._group_finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._eval_reports: list[Report] = []
         if config.rollout.top_p < 1:
             warnings.warn(
                 f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the "
@@ -81,7 +78,7 @@ class Worker:
             )
 
     async def run(self) -> AsyncIterator[Report]:
-        """Rolls out until `stop`; yields what happened twice a second, and each evaluation as it ends.
+        """Rolls out until `stop`; yields what happened twice a second.
 
         Raises:
             RewardError: task.max_failures groups in a row failed; names the last cause.
@@ -97,8 +94,6 @@ class Worker:
                 )
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
-                while self._eval_reports:
-                    yield self._eval_reports.pop(0)
                 yield await self._report()
         finally:
             stopping.cancel()
@@ -112,7 +107,7 @@ class Worker:
         return Status(doing=f"generates {groups} groups", waits_on="its engine", since_s=since_s, limit_s=limit_s)
 
     async def evaluate(self, version: int) -> Report:
-        """Held-out accuracy with the weights the engine serves now, said to be `version`."""
+        """Held-out accuracy with the weights the engine serves now, said to be `version`; beside `run` if it runs."""
         return await self._evaluation.run(version)
 
     async def stop(self) -> None:
@@ -137,7 +132,7 @@ class Worker:
                 while True:
                     while (room := self._config.rollout.concurrency - self._activity.in_flight) <= 0:
                         self._group_finished.clear()
-                        await self._group_finished.wait()
+                        await self._group_finished.wait()  # each has its timeouts: generate_s, reward_s, wire_s
                     slots = await self._client.admit(room)
                     granted_s = time.monotonic()
                     # All of them first: groups granted together reach the engine together, so runs repeat.
@@ -147,7 +142,7 @@ class Worker:
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
                         group.add_done_callback(partial(self._leave, slot.group_id, entered))
-                    self._see_version(max((slot.start_version for slot in slots), default=0), tasks)
+                    self._version = max([self._version, *(slot.start_version for slot in slots)])
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -231,17 +226,6 @@ class Worker:
             ) from error
         # Not granted again: the same prompt would most likely fail the same way.
         await self._client.fail(slot.group_id, str(error), requeue=False)
-
-    def _see_version(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Starts the evaluation that a newly served version calls for; the driver does the first and last."""
-        before, self._version = self._version, max(self._version, version)
-        if not self._eval_every or self._version >= self._config.run.steps:
-            return
-        if before // self._eval_every < self._version // self._eval_every:
-            tasks.create_task(self._evaluate_beside(self._version))
-
-    async def _evaluate_beside(self, version: int) -> None:
-        self._eval_reports.append(await self._evaluation.run(version))
 
     async def _report(self) -> Report:
         """What happened since the last one."""

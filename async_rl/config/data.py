@@ -106,8 +106,15 @@ class EvalConfig:
     """Held-out evaluation beside training every so many versions; 0: only at start and end."""
     size: int = 256
     samples: int = 1
+    pin_version: bool = False
+    """An evaluation beside training holds the next push back: all its answers come from one version. Otherwise nothing
+    waits, and eval/oldest_version and eval/newest_version tell from which versions they were sampled."""
 
     def __post_init__(self) -> None:
+        check(
+            not self.pin_version or self.every_steps >= 1, "eval.pin_version", self.pin_version,
+            "false with eval.every_steps 0", "Nothing is evaluated beside training then. Set eval.every_steps.",
+        )
         check(self.every_steps >= 0, "eval.every_steps", self.every_steps, "0 or more")
         check(self.size >= 0, "eval.size", self.size, "0 (no evaluation) or more")
         check(self.samples >= 1, "eval.samples", self.samples, "at least 1")

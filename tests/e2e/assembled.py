@@ -10,6 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class Run:
     """The learner's metrics, one record a step."""
     counters: dict[str, float] = field(default_factory=dict)
     """The buffer's last."""
+    evals: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of the evaluations beside training, by version."""
     aborted: float = 0.0
     """Groups that the worker ended because the buffer had dropped them."""
 
@@ -54,17 +57,33 @@ def run_assembled(config: Config) -> Run:
     engine = EngineInThread(config, config.run_dir)
     engine.run(engine.engine.start())
     try:
-        with _buffer(config, result) as address, _worker(engine, config, address, result):
+        with _buffer(config, result) as address, _worker(engine, config, address, result) as worker:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             learner = Learner(config, 0, 1, "127.0.0.1", port, address, [engine.engine.url])
             assert learner._client is not None
             learner._client.__class__ = RecordingClient
             learner._client.batches = result.batches  # type: ignore[attr-defined]
-            result.steps = [reduce_metrics(report.metrics) for report in learner.run()]
+            evaluating = []
+            for report in learner.run():
+                result.steps.append(reduce_metrics(report.metrics))
+                if report.eval_due:
+                    evaluating.append(_evaluate(engine, worker, learner, report.step, result))
+            for evaluation in evaluating:
+                evaluation.result(60)
     finally:
         engine.close()
     return result
+
+
+def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version: int, result: Run) -> Future[None]:
+    """As the driver does: beside training; the learner is told of the end."""
+
+    async def evaluate() -> None:
+        result.evals[version] = reduce_metrics((await worker.evaluate(version)).metrics)
+        learner.evaluations.ended()
+
+    return asyncio.run_coroutine_threadsafe(evaluate(), engine._loop)
 
 
 @contextmanager
@@ -79,7 +98,7 @@ def _buffer(config: Config, result: Run) -> Iterator[str]:
 
 
 @contextmanager
-def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -> Iterator[None]:
+def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -> Iterator[Worker]:
     """A worker in the engine's event loop."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
@@ -94,6 +113,6 @@ def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -
 
     worker = engine.run(make())
     working = asyncio.run_coroutine_threadsafe(work(), engine._loop)
-    yield
+    yield worker
     engine.run(worker.stop())
     working.result(30)

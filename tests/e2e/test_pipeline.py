@@ -73,8 +73,12 @@ def test_a_llama_from_a_folder_trains_over_the_disk_transport_and_two_servers_of
         [
             f"model.path={tmp_path / 'llama'}", f"run.dir={tmp_path / 'runs'}", "rollout.engine=hf",
             "placement.rollout.servers=2", "weight_sync.transport=disk", "staleness.max=1", "weight_sync.every_steps=2",
+            "eval.every_steps=2", "eval.pin_version=true",
         ],
     )
     summary = run(config)
     assert summary["staleness_max"] <= 1
     assert summary["buffer"]["buffer/trained"] == 16
+    evaluated = {record["step"]: record for record in records(config.run_dir) if "eval/accuracy" in record}
+    assert sorted(evaluated) == [0, 2, 4]
+    assert (evaluated[2]["eval/oldest_version"], evaluated[2]["eval/newest_version"]) == (2, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,17 @@ from async_rl.config import (
     CheckpointConfig,
     Config,
     CriticConfig,
+    EvalConfig,
     LoraConfig,
     ModelConfig,
     RunConfig,
+    TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WaitTimeoutError
 from learner.checkpoint import Checkpointer
+from learner.evaluations import Evaluations
+from learner.trainer import Learner
 from learner.update import Updater
 from tests.learner.fakes import FakePublisher
 from tests.learner.handmade import make_batch, make_config
@@ -185,3 +191,51 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
     assert reports[-1].note == f"stopped at version 2, checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_2'}"
     assert list(list_checkpoints(tmp_path / "run")) == [2]
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(checkpoint_s=0.05))
+    checkpointer = Checkpointer(config, {}, CPU)
+    checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
+    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.checkpoint_s\) .*step_3"):
+        checkpointer.wait()
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])
+def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_short(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,  # noqa: F811
+    every: int, due: list[int],
+) -> None:
+    kept: dict[str, Any] = {
+        "checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False),
+        "eval": EvalConfig(every_steps=every, pin_version=every == 2),
+    }
+
+    def asked(learner: Learner) -> list[int]:
+        found = []
+        for report in learner.run():
+            if report.eval_due:
+                found.append(report.step)
+                learner.evaluations.ended()
+        return found
+
+    run = RunConfig(name="a", steps=7, dir=str(tmp_path))
+    assert asked(open_learner(tiny_model_path, run=run, **kept)) == due
+    resumed = dataclasses.replace(run, resume=str(checkpoint_folder(tmp_path / "a", 4)))
+    assert asked(open_learner(tiny_model_path, run=resumed, **kept)) == [version for version in due if version >= 4]
+
+
+def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
+    evaluations = Evaluations(make_config(
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(generate_s=0.05)
+    ))
+    evaluations.wait()
+    assert not evaluations.served(1)
+    evaluations.wait()
+    assert evaluations.served(2)
+    with pytest.raises(WaitTimeoutError, match=r"held its push back .* evaluation of version 2.*eval\.pin_version"):
+        evaluations.wait()
+    evaluations.ended()
+    evaluations.wait()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 
 from async_rl.config import Config, ModelConfig, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RewardError
 from async_rl.types import Prompt
+from rollout_server import math_checker
 from rollout_server.rewards import gsm8k, math_verify, open_reward, rule_for_source
 from rollout_server.tasks import Question
 
@@ -92,6 +95,35 @@ def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_the_next_one_is_c
     # Evaluated, this holds the interpreter lock for hours.
     assert math_verify("$\\boxed{9^{9^{9}}}$", "3") == 0
     assert math_verify("$\\boxed{9}$", "9") == 1
+
+
+def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        return child
+
+    checker = math_checker.MathChecker()
+    with monkeypatch.context() as patch:
+        patch.setattr(math_checker, "_start", start)
+        patch.setattr(math_checker, "ANSWER_TIMEOUT_S", 0.2)
+        with pytest.raises(RewardError, match=r"math-verify process \d+ did not answer for 0 s"):
+            checker.is_equal("1", "1")
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert checker.is_equal("$\\boxed{9}$", "9")  # another takes its place
+
+
+def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker = math_checker.MathChecker()
+    for _ in range(math_checker.NUM_CHILDREN):
+        checker._idle.get()
+    monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
+    with pytest.raises(RewardError, match="waited 0 s for one of the 2 math-verify processes"):
+        checker.is_equal("1", "1")
 
 
 def test_the_source_of_a_row_picks_the_rule() -> None:

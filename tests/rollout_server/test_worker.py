@@ -284,14 +284,6 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
     assert len({request.group_id for request in asked}) == 6
 
 
-def test_evaluations_run_beside_training_at_their_versions() -> None:
-    config = config_of(eval=EvalConfig(size=4, every_steps=2), steps=7)
-    _, reports, _, _ = rolled_out(config, EchoEngine(), lambda prompt, text: 1.0, steps=7)
-    found = [report for report in reports if any(m.key == "eval/accuracy" for m in report.metrics)]
-    assert [report.step for report in found] == [2, 4, 6]
-    assert all(reduce_metrics(report.metrics)["eval/accuracy"] == 1 for report in found)
-
-
 def test_the_workers_spans_leave_no_gap() -> None:
     _, reports, _, _ = rolled_out(config_of(), EchoEngine(), lambda prompt, text: 1.0, steps=2)
     spans = [span for report in reports for span in report.spans]

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import netrc
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
         run = wandb.init(
             project=config.logging.project,
             name=config.run.name,
+            id=_run_id(run_dir),
+            resume="allow",
             dir=str(run_dir),
             config=dataclasses.asdict(config),
             mode=mode,
@@ -54,6 +57,14 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
     return WandbRun(run, note)
+
+
+def _run_id(run_dir: Path) -> str:
+    """Of this run directory, so that a resumed run goes on in the same wandb run."""
+    file = run_dir / "wandb_id"
+    if not file.is_file():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
 
 
 class WandbRun:

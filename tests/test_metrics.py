@@ -183,6 +183,9 @@ def test_wandb_offline_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.Mo
     assert options["mode"] == "offline"
     assert options["config"]["staleness"]["max"] == 0
     assert logged == read_metrics(tmp_path / "metrics.jsonl")
+    first = options["id"]
+    MetricsLogger(config("offline"), tmp_path).close()
+    assert options["id"] == first and options["resume"] == "allow"  # a resumed run is the same run
 
 
 def test_a_wandb_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:

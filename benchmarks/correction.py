@@ -1,10 +1,11 @@
 """The failure that correction prevents: exact staleness, no correction against coupled clip and decoupled + token TIS.
 
     python -m benchmarks.correction configs/quickstart.yaml
+    python -m benchmarks.correction configs/quickstart.yaml --name correction_3e-4 learner.lr=3e-4 run.steps=200
 
 `staleness.mode: exact` gives every batch the same staleness, so that only the algorithm differs. The same learning rate
-at staleness 0 shows that it is stable there. One table in benchmarks/results/correction.md, with the numbers of every
-run in correction.json. Finished runs are kept under run.dir, so that the same command continues.
+at staleness 0 shows that it is stable there. One table in benchmarks/results/<name>.md, with the numbers of every run
+in <name>.json. Finished runs are kept under run.dir, so that the same command continues.
 """
 
 from __future__ import annotations
@@ -74,15 +75,17 @@ def _verdict(groups: dict[str, list[Run]]) -> str:
 def main() -> int:
     parser = parser_of(__doc__, seeds=5)
     parser.add_argument("--staleness", type=int, default=8)
+    parser.add_argument("--name", default="correction", help="of the result and of the folder under run.dir")
     arguments = parser.parse_intermixed_args()
     overrides = (*BASE, *arguments.overrides)
     axis = setting_axis(arguments.staleness)
     sweep = Sweep(
         config=arguments.config, overrides=overrides, axes=(axis, seed_axis(arguments.seeds, 0)),
-        folder=Path(load_config(arguments.config, overrides).run.dir) / "correction", max_cells=arguments.max_cells,
+        folder=Path(load_config(arguments.config, overrides).run.dir) / arguments.name, max_cells=arguments.max_cells,
     )
-    title = f"What correction prevents at exact staleness {arguments.staleness}"
-    return run_table(sweep, arguments.out / "correction", title, correction_table, list(axis.levels), SETTING)
+    lr = load_config(arguments.config, overrides).learner.lr
+    title = f"What correction prevents at exact staleness {arguments.staleness}, learning rate {lr:g}"
+    return run_table(sweep, arguments.out / arguments.name, title, correction_table, list(axis.levels), SETTING)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
                 SGLang or hf      msgpack over ZMQ     slots, deadlines,            advantages, loss,
                 engine, rewards                        the staleness bound          correction, FSDP2
                    ^                                                                   |
-                   +----------- weights of version v+1 (nccl | gloo | disk) ----------+
+                   +------ weights of version v+1 (nccl | gloo | cuda_ipc | disk) -----+
 
     loop              where                     consumes          waits for                 unblocked by
     admit + generate  rollout_server/worker.py  slots, prompts    a free slot               served(v)
@@ -17,7 +17,7 @@
 
 Where each process runs is async_rl/placement.py's, what it is async_rl/processes.py's.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
-buffer grants ahead. Nothing below looks at it.
+buffer grants ahead. Nothing below looks at it, but that a server on the learner's GPU takes turns with it at 0.
 """
 
 from __future__ import annotations

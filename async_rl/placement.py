@@ -201,12 +201,10 @@ def reserve(config: Config) -> Reservation:
 def settle(config: Config, reservation: Reservation) -> Config:
     """The config with what only the placement could decide: the transport that `auto` stands for, keys for the run.
 
-    gloo on CPU; NCCL where learner ranks and servers have GPUs of their own; disk where they share them, as NCCL
-    refuses two ranks on one device.
+    gloo on CPU; NCCL where learner ranks and servers have GPUs of their own, as it refuses two ranks on one device.
     """
     if config.weight_sync.transport == "auto":
-        shares = {gpus for bundle in reservation.bundles for name, gpus in bundle.gpus_of.items() if name != "buffer"}
-        transport: Any = "gloo" if shares == {0.0} else "nccl" if min(shares) >= 1 else "disk"
+        transport: Any = _transport(config, reservation.bundles)
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
     network = config.network
     if config.placement.num_nodes > 1 and not (network.keys or network.insecure):
@@ -216,6 +214,16 @@ def settle(config: Config, reservation: Reservation) -> Config:
         new_keys(keys)
         config = replace(config, network=replace(network, keys=str(keys)))
     return config
+
+
+def _transport(config: Config, parts: Sequence[Bundle]) -> str:
+    shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
+    if shares == {0.0}:
+        return "gloo"
+    if min(shares) >= 1:
+        return "nccl"
+    on_one_gpu = len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
+    return "cuda_ipc" if on_one_gpu and config.rollout.engine == "sglang" and config.network.is_on_loopback else "disk"
 
 
 def _ray_resources(bundle: Bundle) -> dict[str, float]:

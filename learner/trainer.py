@@ -112,6 +112,8 @@ class Learner:
                 yield self._end_early()
                 break
             batch = decode_batch(frames)
+            if self.config.takes_turns:
+                self._make_room()
             taken_s = time.time()
             with self._timeline.span("busy", "update"):
                 batch, metrics = apply_bound(batch, self.version, self.config.staleness)
@@ -253,6 +255,15 @@ class Learner:
     def _is_push_due(self, is_last: bool) -> bool:
         return is_last or self.version % self.config.weight_sync.every_steps == 0
 
+    def _make_room(self) -> None:
+        """Take the servers' share of the GPUs until the next push; an evaluation that holds pushes goes first."""
+        if self.config.eval.pin_version:
+            self._await_evaluation()
+        with self._timeline.span("sync", "make room"):
+            if self.rank == 0:
+                self._publisher.make_room()
+            dist.barrier()
+
     def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...], bool]:
         """Make every server serve the current version, then open admission for it.
 
@@ -315,12 +326,8 @@ class Learner:
 
     def _save(self) -> None:
         with self._timeline.span("checkpoint", "save"):
-            save_policy(
-                self._updater.policy,
-                Path(self.config.model.path),
-                self.config.run_dir / "model",
-                self.rank == 0,
-            )
+            source, target = Path(self.config.model.path), self.config.run_dir / "model"
+            save_policy(self._updater.policy, source, target, self.rank == 0)
 
     def _close(self) -> None:
         with self._timeline.span("checkpoint", "write"):
@@ -332,9 +339,7 @@ class Learner:
         dist.destroy_process_group()
 
 
-def _time_metrics(
-    batch: Batch, start_s: float, taken_s: float, trained_s: float, end_s: float
-) -> list[Metric]:
+def _time_metrics(batch: Batch, start_s: float, taken_s: float, trained_s: float, end_s: float) -> list[Metric]:
     trained_tokens = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
     return [
         Metric("time/step_s", end_s - start_s),

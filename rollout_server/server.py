@@ -68,6 +68,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     }
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
+        flags |= {"enable-memory-saver": True} if config.takes_turns else {}
     else:
         flags |= {
             "device": "cpu",

@@ -53,6 +53,16 @@ def load(tmp_path: Path, *overrides: str) -> Config:
              "buffer.fresh_fraction=0.5"],
             "buffer.max_uses must be 1 with staleness.mode exact, got 2. A group used again is older.",
         ),
+        *(
+            (
+                ["weight_sync.transport=cuda_ipc", elsewhere],
+                "weight_sync.transport must be auto, nccl, gloo or disk but for rollout.engine sglang on one GPU",
+            )
+            for elsewhere in (
+                "rollout.engine=hf", "placement.rollout.nodes=1", "placement.rollout.tp=2",
+                "placement.learner.gpus_per_node=2", "network={host: 10.0.0.1, insecure: true}",
+            )
+        ),
     ],
 )
 def test_a_senseless_combination_is_refused_with_the_alternative(

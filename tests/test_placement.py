@@ -15,6 +15,7 @@ from async_rl.config import (
     ModelConfig,
     NetworkConfig,
     PlacementConfig,
+    RolloutConfig,
     RolloutPlacement,
     RunConfig,
     TaskConfig,
@@ -117,10 +118,18 @@ def test_counts_that_do_not_divide_are_refused(
         config(LearnerPlacement(**learner), RolloutPlacement(**rollout))
 
 
-@pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "disk"), (2, "nccl")])
+@pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
 def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
     parts = bundles(config(), gpus)
     assert settle(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+
+
+def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank_on_a_gpu() -> None:
+    two_ranks, three_servers = config(LearnerPlacement(ranks=2)), config(rollout=RolloutPlacement(servers=3))
+    hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
+    for asked, gpus in ((two_ranks, 1), (three_servers, 2), (hf, 1)):
+        settled = settle(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
+        assert settled.weight_sync.transport == "disk"
 
 
 def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:

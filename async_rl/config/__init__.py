@@ -129,6 +129,11 @@ class Config:
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
+    def takes_turns(self) -> bool:
+        """Learner and SGLang share GPUs and never work at once: each has the memory in its turn."""
+        return self.placement.colocated and self.staleness.max == 0 and self.rollout.engine == "sglang"
+
+    @property
     def drops_zero_variance(self) -> bool:
         """Only where a group's advantages are its rewards against its own mean: equal ones are all zero. A reward model
         gives other rewards than those the buffer sees."""

@@ -22,6 +22,7 @@ def check_combinations(config: Config) -> None:
     _check_replay(config)
     _check_mask(config)
     _check_best(config)
+    _check_ipc(config)
     check(
         not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
         "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
@@ -108,6 +109,18 @@ def _check_best(config: Config) -> None:
             f"a multiple of eval.every_steps = {evals} with checkpoint.keep_best",
             f"So that {config.checkpoint.best_metric} is measured at each checkpoint's version.",
         )
+
+
+def _check_ipc(config: Config) -> None:
+    """Processes map each other's memory on one device of one host only, and SGLang reads a pickle for it."""
+    placement, transport = config.placement, config.weight_sync.transport
+    one_device = placement.num_nodes == 1 and placement.learner.gpus_per_node <= 1 and placement.rollout.tp == 1
+    check(
+        transport != "cuda_ipc" or (one_device and config.rollout.engine == "sglang" and config.network.is_on_loopback),
+        "weight_sync.transport", transport,
+        "auto, nccl, gloo or disk but for rollout.engine sglang on one GPU of one host, with network.host on loopback",
+        "Or set weight_sync.transport: auto.",
+    )
 
 
 def _check_exact(config: Config) -> None:

@@ -29,8 +29,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
-    """auto: gloo on CPU, nccl where learner and servers have GPUs of their own, disk where they share one."""
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = "auto"
+    """auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where SGLang and one learner
+    rank share one, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
     """Requests that run when new weights come: in_place: pause, keep their KV, continue; retract: recompute it; drain:
     finish first; abort: resubmit what there is of the answer."""
@@ -179,6 +180,10 @@ class NetworkConfig:
             "a loopback address unless network.keys or network.insecure is set",
             "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
         )
+
+    @property
+    def is_on_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.host).is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)

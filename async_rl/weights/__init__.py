@@ -25,17 +25,20 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
 
     `auto` is for the driver to settle, who knows the placement; here it is the one for this device alone.
     """
+    from async_rl.weights.cuda_ipc import CudaIpcPublisher
     from async_rl.weights.disk import DiskPublisher
     from async_rl.weights.nccl_gloo import BroadcastPublisher
 
     transport = config.weight_sync.transport
     if transport == "auto":
-        transport = "gloo" if device.type == "cpu" else "disk"
+        transport = "gloo" if device.type == "cpu" else "cuda_ipc"
     match transport:
         case "nccl":
             return BroadcastPublisher(config, engine_urls, rank, device, backend="nccl")
         case "gloo":
             return BroadcastPublisher(config, engine_urls, rank, device, backend="gloo")
+        case "cuda_ipc":
+            return CudaIpcPublisher(config, engine_urls, rank, device)
         case "disk":
             return DiskPublisher(config, engine_urls, rank, device)
-    raise ConfigError(f"weight_sync.transport must be auto, nccl, gloo or disk, got {transport!r}")
+    raise ConfigError(f"weight_sync.transport must be auto, nccl, gloo, cuda_ipc or disk, got {transport!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -29,11 +29,12 @@ from torch.distributed.distributed_c10d import (
 
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights.buckets import Bucket, bucket_num_bytes, iter_buckets, unpack
-from async_rl.weights.publisher import PushReport, WeightPublisher, post, run_together, start_together
+from async_rl.weights.buckets import Bucket, bucket_num_bytes, unpack
+from async_rl.weights.bucketwise import BucketPublisher
+from async_rl.weights.publisher import post, run_together, start_together
 
 
-class BroadcastPublisher(WeightPublisher):
+class BroadcastPublisher(BucketPublisher):
     """Learner half."""
 
     def __init__(
@@ -77,29 +78,7 @@ class BroadcastPublisher(WeightPublisher):
         timeout_s = self.timeouts.push_s
         self.group = join_group(store, 0, world_size, self.group_name, self.backend, timeout_s)
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
-        """While a bucket is broadcast, the next one is gathered: two of them are alive at most."""
-        start_s = time.time()
-        paused_s = 0.0
-        num_bytes = 0
-        wait_sent: Callable[[], Any] | None = None
-        for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype):
-            if wait_sent:
-                wait_sent()
-            else:  # only now: the first bucket is gathered while the servers still generate
-                paused_s = self.pause_all()
-            wait_sent = self._start_sending(bucket, version)
-            num_bytes += bucket.data.numel()
-        if wait_sent:
-            wait_sent()
-        self.resume_all()
-        end_s = time.time()
-        return PushReport(
-            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
-            spans=self.sync_spans(paused_s, end_s),
-        )
-
-    def _start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         body = {
             "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes,
             "group_name": self.group_name, "load_format": "flattened_bucket", "flush_cache": False,

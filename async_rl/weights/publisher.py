@@ -27,6 +27,8 @@ PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "in_place"
 LOST_WITHIN_S = 10.0
 """After a failed push a server that died has stopped answering by then."""
 PROBE_TIMEOUT_S = 3.0
+RELEASED = ("weights", "kv_cache", "cuda_graph")
+"""What a server lets go of for the learner's turn on the GPU: all that SGLang has tags for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,9 @@ class WeightPublisher(ABC):
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
         self.pause_mode = PAUSE_MODES[config.weight_sync.on_update]
+        self.takes_turns = config.takes_turns
+        self._released: dict[str, tuple[str, ...]] = {}
+        """[url] what of RELEASED a server is without."""
         self.timeouts = config.timeouts
         self.tp = config.placement.rollout.tp
         self.dtype = serving_dtype(config, device.type)
@@ -135,6 +140,8 @@ class WeightPublisher(ABC):
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
+        if self.takes_turns and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this rank holds in reserve, the servers need now
         try:
             if self.rank == 0:
                 self.connect()
@@ -151,6 +158,36 @@ class WeightPublisher(ABC):
             for _ in tensors:  # the other ranks gather on: every rank must
                 pass
         return PushReport()
+
+    def make_room(self) -> None:
+        """The learner's turn on the GPU begins, and ends with the next push. On rank 0, after a batch is taken.
+
+        Nothing generates for training then, as there is no admission before the push. Answers to an evaluation are
+        held back, and go on with the new weights.
+        """
+        self._at_every_server(self._release_memory)
+
+    def _release_memory(self, url: str) -> None:
+        try:
+            post(self.session, url, "/pause_generation", {"mode": "retract"}, self.timeouts.push_s)
+            post(self.session, url, "/release_memory_occupation", {}, self.timeouts.push_s)
+        except WeightSyncError:
+            if _answers(url):
+                raise
+            return  # it died: the next push will find out
+        self._released[url] = RELEASED
+
+    def _resume_memory(self, tags: Sequence[str], url: str) -> None:
+        """A server dies of a tag that it has not released."""
+        released = self._released.get(url, ())
+        if lacking := [tag for tag in released if tag in tags]:
+            post(self.session, url, "/resume_memory_occupation", {"tags": lacking}, self.timeouts.push_s)
+            self._released[url] = tuple(tag for tag in released if tag not in tags)
+
+    def _at_every_server(self, call: Callable[[str], None]) -> None:
+        """Returns, or raises the first error, when every call has ended."""
+        with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
+            list(threads.map(call, self.servers.values()))
 
     def _find_lost(self) -> tuple[str, ...]:
         """Servers that do not answer, asked until one doesn't or LOST_WITHIN_S have passed."""
@@ -224,11 +261,13 @@ class WeightPublisher(ABC):
         self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")
         if self.pause_mode == "retract":
             self.call_servers("/flush_cache", {}, "flush of the KV cache before a weight push")
+        self._at_every_server(partial(self._resume_memory, ("weights",)))
         self.call_servers("/begin_weight_update", {}, "begin of a weight push")
         return start_s
 
     def resume_all(self) -> None:
         self.call_servers("/end_weight_update", {}, "end of a weight push")
+        self._at_every_server(partial(self._resume_memory, ("kv_cache", "cuda_graph")))
         self.call_servers("/continue_generation", {}, "resume after a weight push")
 
     def sync_spans(self, start_s: float, end_s: float) -> tuple[Span, ...]:

@@ -25,11 +25,14 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
 
+IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc"]
+"""As on one GPU, with host memory in place of the GPU's, of which nothing is released."""
+
 
 @pytest.mark.parametrize(
     ("name", "overrides", "bound"),
     [
-        ("grpo-sync", [], 0),
+        ("grpo-in-turns", [*IN_TURNS, "eval.every_steps=2"], 0),
         ("grpo-async", ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"], 2),
         ("ppo-async", ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2", *LORA_AND_REFERENCE], 2),
     ],

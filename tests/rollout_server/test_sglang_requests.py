@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -12,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config, EvalConfig, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.config import (
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutConfig,
+    StalenessConfig,
+    TaskConfig,
+)
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.server import command_line, free_port, server_flags
 from rollout_server.sglang_engine import Answer, extend_answer, primer_body, request_body, token_versions
@@ -59,7 +69,15 @@ def test_the_kv_cache_takes_a_quarter_of_the_free_memory_at_most_and_one_rollout
 def test_on_a_gpu_the_memory_fraction_rules_and_weights_are_bfloat16() -> None:
     chosen = flags(config(mem_fraction=0.4), on_gpu=True)
     assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
-    assert not {"max-total-tokens", "device"} & set(chosen)
+    assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
+
+
+@pytest.mark.parametrize(("bound", "in_turns"), [(0, True), (1, False)])
+def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bound: int, in_turns: bool) -> None:
+    shared = dataclasses.replace(
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=bound)
+    )
+    assert flags(shared, on_gpu=True).get("enable-memory-saver", False) == in_turns
 
 
 def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start() -> None:

@@ -13,7 +13,7 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config import Config, WeightSyncConfig
+from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from rollout_server.engine import Completion
 from tests.conftest import EngineInThread
@@ -31,11 +31,15 @@ MODELS: dict[int, PreTrainedModel] = {}
 
 
 def push(config: Config, url: str) -> int:
-    """Makes the server serve a new version, very different from all others."""
+    """Makes the server serve a new version, very different from all others. Where learner and server take turns, it is
+    the learner's turn before.
+    """
     version = next(VERSIONS)
     model = MODELS[version] = sharp_model("tiny-qwen2", 100 + version).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
+    if config.takes_turns:
+        publisher.make_room()
     publisher.push(model.named_parameters(), version)
     tokens = list(range(5, 30))
     with torch.no_grad():
@@ -83,6 +87,36 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
     for answer in last:
         check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_weights_in_shared_memory_arrive_whole_under_running_answers_also_after_the_learners_turn(
+    sglang_server: EngineInThread, colocated: bool
+) -> None:
+    """The code path of cuda_ipc, with host memory in place of a GPU's; releasing memory means nothing to this server,
+    but it checks that nothing runs then.
+    """
+    server, url = sglang_server, sglang_server.engine.url
+    config = dataclasses.replace(
+        server.config, weight_sync=WeightSyncConfig(transport="cuda_ipc", bucket_bytes=100_000),
+        placement=PlacementConfig(colocated=colocated),
+    )
+    assert config.takes_turns == colocated
+    request = request_for(8, n=8, max_tokens=300, temperature=TEMPERATURE)
+    first = push(config, url)
+
+    async def generate_over_an_update() -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        await server.engine.generate(request_for(7))  # the group runs once this is answered
+        await asyncio.to_thread(push, config, url)
+        return await running
+
+    answers = server.run(generate_over_an_update())
+    models = {version: MODELS[version] for version in (first, first + 1)}
+    spanning = [a for a in answers if len(set(a.versions.tolist())) == 2]
+    assert len(spanning) >= 2
+    for answer in spanning[:4]:
+        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=not colocated)
 
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:

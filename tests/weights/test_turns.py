@@ -1,0 +1,122 @@
+"""Who has the GPU's memory, by what servers are told: over real HTTP, to servers that only write it down.
+
+tests/rollout_server/test_sglang_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU, where no
+memory is released.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.config import Config, ModelConfig, PlacementConfig, TaskConfig, WeightSyncConfig
+from async_rl.weights.cuda_ipc import CudaIpcPublisher
+
+Told = list[tuple[str, Any]]
+PAUSE = ("/pause_generation", {"mode": "retract"})
+UPDATE = [("/begin_weight_update", {}), "/update_weights_from_tensor", ("/end_weight_update", {})]
+WEIGHTS = ("/resume_memory_occupation", {"tags": ["weights"]})
+KV_AND_GRAPHS = ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+CONTINUE = ("/continue_generation", {})
+
+
+class Noting(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == self.server.dies_at:  # type: ignore[attr-defined]
+            threading.Thread(target=self.server.end).start()  # type: ignore[attr-defined]
+            self.close_connection = True
+            return
+        self.server.told.append((self.path, body))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Noting)
+        self.told: Told = []
+        self.dies_at = ""
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def heard(self) -> list[Any]:
+        """What it was told since the last call; of weights only that they came."""
+        told, self.told = self.told, []
+        return [path if "tensor" in path else (path, body) for path, body in told]
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    made = [Server(), Server(), Server()]
+    yield made
+    for server in made:
+        server.end()
+
+
+def publisher_for(*servers: Server) -> CudaIpcPublisher:
+    config = Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+        placement=PlacementConfig(colocated=True), weight_sync=WeightSyncConfig(on_update="retract"),
+    )
+    assert config.takes_turns
+    return CudaIpcPublisher(config, [server.url for server in servers], 0, torch.device("cpu"))
+
+
+def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
+    return publisher.push([("w", torch.ones(4))], version).lost
+
+
+def test_weights_come_back_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
+    publisher = publisher_for(servers[0])
+    publisher.make_room()
+    assert servers[0].heard() == [PAUSE, ("/release_memory_occupation", {})]
+    push(publisher, 1)
+    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_AND_GRAPHS, CONTINUE]
+    push(publisher, 2)  # without a turn of the learner before it
+    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
+
+
+def test_a_push_that_breaks_off_resumes_nothing_twice_and_nothing_of_a_server_that_is_new(
+    servers: list[Server],
+) -> None:
+    stays, dies, new = servers
+    publisher = publisher_for(stays, dies)
+    publisher.make_room()
+    assert stays.heard() == dies.heard() == [PAUSE, ("/release_memory_occupation", {})]
+    dies.dies_at = WEIGHTS[0]
+    assert push(publisher, 1) == ("rollout/1",)
+    assert stays.heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
+    publisher.servers["rollout/1"] = new.url
+    assert push(publisher, 1) == ()
+    assert stays.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_AND_GRAPHS, CONTINUE]
+    assert new.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
+
+
+def test_a_server_that_dies_as_the_learners_turn_begins_is_found_out_by_the_push(servers: list[Server]) -> None:
+    stays, dies, _ = servers
+    dies.dies_at = "/release_memory_occupation"
+    publisher = publisher_for(stays, dies)
+    publisher.make_room()
+    assert push(publisher, 1) == ("rollout/1",)
+    stays.heard()
+    assert push(publisher, 1) == ()
+    assert KV_AND_GRAPHS in stays.heard()

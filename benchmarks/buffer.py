@@ -53,7 +53,7 @@ from async_rl.types import Rollout, RolloutGroup, Slot
 from benchmarks.machine import describe_machine
 from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
-from buffer.wire import pack_request, read_reply, read_slots
+from buffer.wire import pack_request, read_reply, read_slots, receive
 
 Figures = tuple[float, float]
 """Groups a second, CPU microseconds a group."""
@@ -62,6 +62,8 @@ WAIT_S = 30.0
 WARMUP_STEPS = 5
 WORKER = "rollout/0"
 FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
+SIZED = Slot(group_id=2**32 - 1, prompt_index=2**32 - 1, start_version=0)
+"""Its ids take four bytes each, as many as any other's of a benchmark."""
 
 
 def make_group(config: Config, slot: Slot) -> RolloutGroup:
@@ -82,20 +84,22 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
 
 
 class MadeGroups:
-    """Encoded groups without the encoding: one for each start version, with the ids of the slot put in."""
+    """Encoded groups without the encoding: one for each start version, into which the ids of the slot are written."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._rest: dict[int, bytes] = {}
+        self._made: dict[int, bytearray] = {}
 
-    def encoded(self, slot: Slot) -> bytes:
-        rest = self._rest.get(slot.start_version)
-        if rest is None:
-            data = encode_group(make_group(self._config, dataclasses.replace(FIRST, start_version=slot.start_version)))
-            self._head, _, end = data.partition(b"\xa8group_id")
-            rest = self._rest[slot.start_version] = end[end.index(b"\xadstart_version") :]
-        group_id, prompt_index = struct.pack(">BI", 0xCE, slot.group_id), struct.pack(">BI", 0xCE, slot.prompt_index)
-        return b"".join((self._head, b"\xa8group_id", group_id, b"\xacprompt_index", prompt_index, rest))
+    def encoded(self, slot: Slot) -> bytearray:
+        """Good until the next call."""
+        data = self._made.get(slot.start_version)
+        if data is None:
+            like = dataclasses.replace(SIZED, start_version=slot.start_version)
+            data = self._made[slot.start_version] = bytearray(encode_group(make_group(self._config, like)))
+            self._offsets = [data.index(name) + len(name) + 1 for name in (b"group_id", b"prompt_index")]
+        for offset, value in zip(self._offsets, (slot.group_id, slot.prompt_index), strict=True):
+            struct.pack_into(">I", data, offset, value)
+        return data
 
 
 def run_buffer(config: Config, pipe: Connection, profile: bool) -> None:
@@ -131,11 +135,11 @@ def run_made_producer(config: Config, address: str) -> None:
 
         asked = admit()
         while True:
-            reply = read_reply(socket.recv_multipart())
-            if reply.id == asked:
+            reply = read_reply(receive(socket))
+            if asked in reply.ids:
                 for slot in read_slots(reply.result):
-                    header = pack_request("put", next(ids), worker=WORKER)
-                    socket.send_multipart([header, groups.encoded(slot)], copy=False)
+                    socket.send(pack_request("put", next(ids), worker=WORKER), zmq.SNDMORE)
+                    socket.send(groups.encoded(slot))
                 asked = admit()
 
 

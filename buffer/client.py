@@ -23,7 +23,16 @@ from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.keys import show_keys
-from buffer.wire import LONG_POLL_S, MAX_CAUSE_CHARS, Reply, decode_batch, pack_request, read_reply, read_slots
+from buffer.wire import (
+    LONG_POLL_S,
+    MAX_CAUSE_CHARS,
+    Reply,
+    decode_batch,
+    pack_request,
+    read_reply,
+    read_slots,
+    receive,
+)
 
 ATTEMPTS = 4
 """Times a request is sent within timeouts.wire_s."""
@@ -50,7 +59,7 @@ class LearnerClient:
         """Batch number `version`, see take_raw."""
         return decode_batch(self.take_raw(version))
 
-    def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[bytes]:
+    def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """The frames of batch number `version`, for `decode_batch` here or on another rank.
 
         None if `interrupted`, asked every few seconds, becomes true before there is a batch.
@@ -65,7 +74,7 @@ class LearnerClient:
             left_s = self._timeouts.batch_s - (time.monotonic() - start_s)
             reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
             if reply.frames:
-                return reply.frames
+                return [frame.buffer for frame in reply.frames]
             if "end" in reply.result:
                 raise NothingToLearnError(reply.result["end"])
             waited_s = time.monotonic() - start_s
@@ -114,8 +123,8 @@ class LearnerClient:
                 continue
             retry_s = time.monotonic() + wait_s + self._timeouts.wire_s / ATTEMPTS
             while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
-                reply = read_reply(self._socket.recv_multipart())
-                if reply.id == request_id:
+                reply = read_reply(receive(self._socket))
+                if request_id in reply.ids:
                     return _accepted(reply)
         raise _unanswered("learner", f"`{op}` ({fields})", self._address, time.monotonic() - start_s)
 
@@ -216,15 +225,16 @@ class WorkerClient:
     async def _receive(self) -> None:
         while True:
             try:
-                reply = read_reply(await self._socket.recv_multipart())
+                reply = read_reply(await self._socket.recv_multipart(copy=False))
             except WireError as error:
                 for future in self._pending.values():
                     if not future.done():
                         future.set_exception(error)
                 continue
-            waiting = self._pending.get(reply.id)  # none: the second answer to a repeated request
-            if waiting and not waiting.done():
-                waiting.set_result(reply)
+            for request_id in reply.ids:
+                waiting = self._pending.get(request_id)  # none: the second answer to a repeated request
+                if waiting and not waiting.done():
+                    waiting.set_result(reply)
 
 
 def _request_ids() -> itertools.count[int]:

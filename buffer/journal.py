@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from async_rl.codec import GroupColumns
 from async_rl.errors import AsyncRLError
-from async_rl.types import RolloutGroup
 from buffer.store_rows import Outcome, Row
+from buffer.wire import view
 
 FILE_NAME = "trajectories.sqlite"
 FINAL = ("trained", "dropped")
@@ -108,14 +109,14 @@ class Journal:
         """A row that is new or changed."""
         self._rows[row.group_id] = row
 
-    def describe(self, group: RolloutGroup) -> None:
+    def describe(self, group: GroupColumns) -> None:
         """The rollouts of a group that arrived."""
+        versions = group.versions
         self._rollouts += [
-            (
-                group.group_id, i, rollout.reward, len(rollout.tokens), int(rollout.versions[0]),
-                int(rollout.versions[-1]), rollout.finish_reason,
+            (group.group_id, i, reward, length, versions[part.start].item(), versions[part.stop - 1].item(), reason)
+            for i, (reward, length, part, reason) in enumerate(
+                zip(group.rewards, group.lengths, group.parts(), group.finish_reasons, strict=True)
             )
-            for i, rollout in enumerate(group.rollouts)
         ]
 
     def commit(self, scalars: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ class Journal:
             return
         version = scalars["version"]
         rows = self._rows.values()
-        fresh = [(row.group_id, row.payload) for row in rows if row.payload and row.group_id not in self._kept]
+        fresh = [(row.group_id, view(row.payload)) for row in rows if row.payload and row.group_id not in self._kept]
         self._kept.update(group_id for group_id, _ in fresh)
         self._final.extend((version, row.group_id) for row in rows if row.state in FINAL and row.payload)
         pruned = []

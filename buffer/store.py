@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from async_rl.errors import StalenessError, WireError
 from async_rl.types import Slot
@@ -30,6 +31,9 @@ from buffer.staleness import (
 )
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
+
+if TYPE_CHECKING:
+    from buffer.wire import Frame
 
 EQUAL_BATCHES = 8
 """So many batches' worth of groups in a row, all rewards equal, say that the task has nothing left to teach."""
@@ -103,7 +107,7 @@ class Store:
             raise WireError(f"worker: got {worker!r}, allowed {row.worker!r}, who was granted group {group_id}")
         return row.slot
 
-    def finish(self, group_id: int, payload: bytes, outcome: Outcome, drop_equal: bool = False) -> None:
+    def finish(self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False) -> None:
         """A running group has arrived whole. With `drop_equal` it is dropped if its rewards are all equal."""
         assert self.state.served_version is not None
         row = self.state.running[group_id]._replace(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from async_rl.types import RolloutGroup, Slot
+from async_rl.codec import GroupColumns
+from async_rl.types import Slot
+
+if TYPE_CHECKING:
+    from buffer.wire import Frame
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
@@ -25,12 +29,12 @@ class Outcome(NamedTuple):
     duration_s: float
 
     @classmethod
-    def of(cls, group: RolloutGroup) -> Outcome:
-        rewards = [rollout.reward for rollout in group.rollouts]
+    def of(cls, group: GroupColumns) -> Outcome:
+        rewards = group.rewards
+        size = len(rewards)
         return cls(
-            newest_version=group.newest_version, response_tokens=group.num_tokens / len(rewards),
-            reward=sum(rewards) / len(rewards), equal_rewards=min(rewards) == max(rewards),
-            duration_s=group.duration_s,
+            group.newest_version, sum(group.lengths) / size, sum(rewards) / size, min(rewards) == max(rewards),
+            group.duration_s,
         )
 
 
@@ -48,7 +52,7 @@ class Row(NamedTuple):
     batch: int = -1
     """Exact mode: the batch it was admitted for."""
     state: State = "running"
-    payload: bytes = b""
+    payload: Frame = b""
     """The group as it arrived; empty before that."""
     outcome: Outcome | None = None
     finished_version: int = -1

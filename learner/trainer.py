@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -184,7 +184,7 @@ class Learner:
             self._push_weights()
         return frames
 
-    def _poll(self) -> list[bytes]:
+    def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:
             return []
         try:

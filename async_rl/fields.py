@@ -1,0 +1,131 @@
+"""Messages as msgpack, read field by field: whatever is wrong with one, its refusal names the field and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.errors import WireError
+
+MAX_INT = 2**62
+MAX_NAME_CHARS = 200
+
+_WHOLE = object()
+_BOOL = np.dtype("bool")
+
+
+class Fields:
+    """A decoded msgpack map, read field by field; each reader raises WireError naming field, value and what is allowed.
+
+    Raises:
+        WireError: not a map, or not exactly the fields `names`.
+    """
+
+    def __init__(self, values: object, names: Iterable[str], path: str = "") -> None:
+        if not isinstance(values, dict):
+            raise refusal(path.rstrip(".") or "message", values, "a map")
+        self._values = values
+        self._path = path
+        names = frozenset(names)
+        if values.keys() != names:
+            for name in sorted(names - values.keys()):
+                raise WireError(f"{path}{name}: missing, found {sorted(map(str, values))[:20]}")
+            raise refusal(f"{path}{min(map(str, values.keys() - names))[:80]}", "a field", "no such field")
+
+    def refuse(self, name: str, allowed: str, got: object = _WHOLE) -> WireError:
+        """The error to raise for field `name`; `got` where a part of its value is at fault."""
+        return refusal(self._path + name, self._values[name] if got is _WHOLE else got, allowed)
+
+    def integer(self, name: str, low: int, high: int = MAX_INT) -> int:
+        value = self._values[name]
+        if type(value) is not int or not low <= value <= high:
+            raise self.refuse(name, f"an integer in {low}..{high}")
+        return value
+
+    def number(self, name: str, low: float = -math.inf) -> float:
+        """A finite number >= low."""
+        value = self._values[name]
+        if type(value) not in (int, float) or not low <= value < math.inf or value == -math.inf:
+            raise self.refuse(name, "a finite number" + (f" >= {low}" if low > -math.inf else ""))
+        return float(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        return None if self._values[name] is None else self.number(name)
+
+    def boolean(self, name: str) -> bool:
+        value = self._values[name]
+        if type(value) is not bool:
+            raise self.refuse(name, "true or false")
+        return value
+
+    def text(self, name: str, max_chars: int = MAX_NAME_CHARS) -> str:
+        value = self._values[name]
+        if not isinstance(value, str) or len(value) > max_chars:
+            raise self.refuse(name, f"a string of at most {max_chars} characters")
+        return value
+
+    def items(self, name: str, low: int, high: int) -> list[Any]:
+        value = self._values[name]
+        if not isinstance(value, list) or not low <= len(value) <= high:
+            raise self.refuse(name, f"a list of {low}..{high} items")
+        return value
+
+    def nested(self, name: str) -> dict[Any, Any]:
+        value = self._values[name]
+        if not isinstance(value, dict):
+            raise self.refuse(name, "a map")
+        return value
+
+    def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
+        """One-dimensional, of low..high elements of exactly this dtype."""
+        value = self._values[name]
+        if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], bytes):
+            raise self.refuse(name, "a list of dtype, number of elements, bytes")
+        kind, count, data = value
+        if kind != dtype.str:
+            raise WireError(f"{self._path}{name}: dtype {_short(kind)}, allowed {dtype.str} ({dtype.name})")
+        if type(count) is not int or not low <= count <= high:
+            allowed = f"{low}" if low == high else f"{low}..{high}"
+            raise WireError(f"{self._path}{name}: {_short(count)} elements, allowed {allowed}")
+        if len(data) != count * dtype.itemsize:
+            raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize} as it says")
+        array = np.frombuffer(data, dtype)
+        # Any byte passes for a bool in numpy, but arithmetic with bytes other than 0 and 1 is wrong.
+        if dtype is _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+            raise self.refuse(name, "bytes 0 and 1", int(worst))
+        return array
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    data: bytes = msgpack.packb(message)
+    return data
+
+
+def unpack(data: bytes | memoryview) -> object:
+    """
+    Raises:
+        WireError: not one msgpack object.
+    """
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        head = bytes(data[:16])
+        raise WireError(f"message: {len(data)} bytes starting {head!r}, allowed one msgpack object ({error})") from None
+
+
+def refusal(field: str, value: object, allowed: str) -> WireError:
+    return WireError(f"{field}: got {_short(value)}, allowed {allowed}")
+
+
+def _short(value: object) -> str:
+    # Cut before repr: a refused value may be the whole of a large message.
+    if isinstance(value, str | bytes):
+        return repr(value[:80]) + (f"... ({len(value)} long)" if len(value) > 80 else "")
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)[:80]

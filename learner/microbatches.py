@@ -79,6 +79,7 @@ class MicroBatch:
     """T of each answer; they add up to N."""
     answers: tuple[tuple[int, int], ...]
     """(group, answer) of each, in the batch."""
+    too_old: Tensor | None = None  # [k] float32 tokens of each answer that only their age leaves out; None: none
     proximal: Tensor | None = None  # [N] set when it must outlive the first optimizer step
     learner: Tensor | None = None  # [N] learner logprobs of the latest forward pass, detached
     values: Tensor | None = None  # [N] of the critic at step start, likewise
@@ -264,6 +265,7 @@ def collate(
         advantages=tensor(np.concatenate([advantages[g][i] for g, i in answers]), torch.float32),
         lengths=lengths,
         answers=tuple(answers),
+        too_old=tensor(np.array([rollout.num_too_old for _, rollout in pairs]), torch.float32),
     )
 
 

@@ -49,17 +49,19 @@ KL_STEP = 0.1
 def policy_normaliser(config: Config, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
     """What the summed policy loss of a minibatch, its (group, answer) pairs, is divided by; at least 1.
 
-        token_mean     its trained tokens and those too old for it, so that masking some does not amplify the others
-        sequence_mean  its answers with a trained token (each token was divided by its answer's count)
+        token_mean     its counted tokens: trained ones, and those only too old for it
+        sequence_mean  its answers with a counted token (each token was divided by its answer's count)
         constant       its answers * rollout.max_response_tokens
+
+    So, in each of them, masking some tokens for their age takes their part of the loss away and amplifies no other.
     """
-    trained = [int(groups[g].rollouts[i].mask.sum()) for g, i in pairs]
+    rollouts = [groups[g].rollouts[i] for g, i in pairs]
+    counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
     if config.algorithm.aggregation == "sequence_mean":
-        return max(1.0, float(sum(tokens > 0 for tokens in trained)))
+        return max(1.0, float(sum(tokens > 0 for tokens in counted)))
     if config.algorithm.aggregation == "constant":
         return max(1.0, float(len(pairs) * config.rollout.max_response_tokens))
-    too_old = sum(groups[g].rollouts[i].num_too_old for g, i in pairs)
-    return max(1.0, float(sum(trained) + too_old))
+    return max(1.0, float(sum(counted)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class Objective:
         loss = weights * (loss + self._kl_loss(micro, logprobs))
         if algorithm.entropy_coef > 0:
             loss = loss - algorithm.entropy_coef * entropy
-        return Losses(self._total(loss, micro.trained & ~dropped, micro.trained, answers), critic)
+        return Losses(self._total(loss, micro, micro.trained & ~dropped, answers), critic)
 
     def finish(self, totals: Totals, median_tokens: float) -> list[Metric]:
         """Metrics of the KL term and of V-trace; adapts the KL coefficient. The same on all ranks.
@@ -253,10 +255,12 @@ class Objective:
         estimate = kl_k2 if kind == "k2_loss" else kl_k3
         return self.kl_coef * estimate(logprobs, micro.reference)
 
-    def _total(self, loss: Tensor, kept: Tensor, trained: Tensor, answers: _Answers) -> Tensor:
+    def _total(self, loss: Tensor, micro: MicroBatch, kept: Tensor, answers: _Answers) -> Tensor:
         loss = torch.where(kept, loss, 0.0)
         if self.config.algorithm.aggregation == "sequence_mean":
-            tokens = sum_by_answer(trained.to(loss.dtype), answers.index, answers.count)
+            tokens = sum_by_answer(micro.trained.to(loss.dtype), answers.index, answers.count)
+            if micro.too_old is not None:
+                tokens = tokens + micro.too_old
             loss = loss / tokens.clamp(min=1)[answers.index]
         return loss.sum()
 

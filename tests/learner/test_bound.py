@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config import StalenessConfig
+from async_rl.config import AlgorithmConfig, StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.bound import apply_bound
-from learner.objective import policy_normaliser
+from learner.diagnostics import Tally
+from learner.microbatches import Piece, collate
+from learner.objective import Objective, policy_normaliser
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
 
@@ -49,13 +51,30 @@ def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
     assert 0 < values["staleness/masked_fraction"] < 1
 
 
-def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path, aggregation: str) -> None:
+    """The gradient at a young token is what it is when nothing is masked, at an old one it is zero."""
+    algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
+    config = make_config(tiny_model_path, algorithm=algorithm)
     batch = aged_batch()
-    masked, _ = apply_bound(batch, 5, MASK)
+    advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
     pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
-    config = make_config(tiny_model_path)
-    sampled = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
-    assert policy_normaliser(config, masked.groups, pairs) == sampled
+    gradients, trained = [], []
+    for of_batch in (batch, apply_bound(batch, 5, MASK)[0]):
+        rows = [[Piece(g, (i,), 64)] for g, i in pairs]
+        micro = collate(of_batch, rows, advantages, torch.device("cpu"))
+        logprobs = torch.cat([torch.tensor(batch.groups[g].rollouts[i].logprobs) for g, i in pairs]).requires_grad_()
+        losses = Objective(config).losses(micro, logprobs, torch.zeros_like(logprobs), None, Tally(), True)
+        losses.policy.backward()
+        assert logprobs.grad is not None
+        gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))
+        trained.append(micro.trained)
+    whole, masked = gradients
+    young = trained[1]
+    assert 0 < young.sum() < trained[0].sum()
+    torch.testing.assert_close(masked[young], whole[young])
+    assert (whole[trained[0]] != 0).all() and (masked[~young] == 0).all()
 
 
 @pytest.mark.parametrize("late", ["wait", "drop"])

@@ -42,7 +42,7 @@ class Cut:
     consumed: list[list[list[int]]]
     """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
     buffer: dict[str, Any]
-    """What the buffer needs to go on without its journal, see buffer/resume.py."""
+    """What the buffer needs to go on without its journal, see buffer/cut.py."""
 
 
 def checkpoint_folder(run_dir: Path, version: int) -> Path:

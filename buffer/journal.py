@@ -15,7 +15,7 @@ import contextlib
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from buffer.store_rows import Outcome, Row
 from buffer.wire import view
 
 FILE_NAME = "trajectories.sqlite"
+PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
+"""What a resume makes of the journal of the run before it."""
 FINAL = ("trained", "dropped")
 PAGE_BYTES = 16 * 1024
 """A group is some tens of kilobytes: larger pages make shorter chains of them."""
@@ -164,6 +166,25 @@ class Journal:
             raise AsyncRLError(
                 f"the buffer's journal {self._file}: {error}. Free some disk there, or set buffer.journal=false"
             ) from None
+
+
+def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
+    """[group id] of these groups, those that arrived, were not dropped for what they are, and still have a payload.
+
+    Empty if the file is no journal, or there is none: a resume then has them generated again.
+    """
+    rows = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(sqlite3.Error))
+        db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
+        for group_id in group_ids:
+            found = db.execute(
+                "SELECT groups.*, payload FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
+                "AND ifnull(drop_reason, '') IN ('', 'shutdown')", (group_id,)
+            ).fetchone()
+            if found:
+                rows[group_id] = _row(found, ())
+    return rows
 
 
 def _values(row: Row, version: int) -> tuple[Any, ...]:

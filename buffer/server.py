@@ -7,23 +7,26 @@ sends the answers: whoever got one can rely on it. What arrives is checked befor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import zmq
 
-from async_rl.checkpoints import resumed_cut
+from async_rl.checkpoints import Cut, resumed_cut
+from async_rl.codec import check_group
 from async_rl.config import Config
-from async_rl.errors import WaitTimeoutError
+from async_rl.errors import WaitTimeoutError, WireError
 from buffer.cut import go_on_from
 from buffer.door import Door
-from buffer.journal import FILE_NAME, Journal
+from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
 from buffer.operations import Operations
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState
-from buffer.wire import receive
+from buffer.wire import receive, view
 
 STOP_CHECK_S = 0.2
 """How long the loop sleeps at most, as no message announces that `stop` was set."""
@@ -54,7 +57,7 @@ class BufferServer:
             state.restore(rows, scalars)
             self._operations.go_on(scalars["refused"], scalars["restarts"] + 1)
         elif cut := resumed_cut(config):
-            go_on_from(cut, state)
+            self._go_on_from(cut, config.run_dir)
         self._lock = threading.Lock()
         self._serving = threading.Lock()
         # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
@@ -113,6 +116,18 @@ class BufferServer:
             if self._journal:
                 self._journal.close()
             return self._operations.counters()
+
+    def _go_on_from(self, cut: Cut, run_dir: Path) -> None:
+        past, described = {}, {}
+        ids = [group_id for group_id, *_ in cut.buffer["live"]]
+        for group_id, row in arrived(run_dir / PAST_FILE_NAME.format(lineage=cut.lineage), ids).items():
+            with contextlib.suppress(WireError):  # sizes that the new configuration doesn't allow
+                described[group_id] = check_group(view(row.payload), self._operations.limits)
+                past[group_id] = row
+        go_on_from(cut, self._store.state, self._store.rules, past)
+        if self._journal:
+            for group_id in self._store.state.finished:
+                self._journal.describe(described[group_id])
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_A_TURN):

@@ -25,9 +25,9 @@ Proof, by induction over events. At the start nothing is live.
   Admission at served version p: the new group's deadline is p + M, so only live(d) with d >= p + M grows. The batches
       p..v-1 yield versions p+1..v, none of them served, so their (v - p) F fresh groups at least hold slots. Hence
       live(d) <= slots_held - (v - p) F <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
-  Resuming at version w: batches from w on are undone, groups with tokens newer than w are dropped. Live then are
-      groups that were live when batch w was chosen, and groups admitted later at the same p; the latter held slots
-      together with the groups of the batches p..w-1, so both steps above hold with w for v.
+  Resuming at version w: the batches from w on never were. Of the groups that were live when the checkpoint was made
+      those go on that are finished with tokens of versions <= w, as many as (*) allows (`kept_at`: all of them unless
+      M or F was changed); others are dropped. Nothing else holds a slot.
 Choosing the earliest deadlines takes as many groups with deadline <= d as any choice of n finished groups can, for
 every d at once: if it fails the condition, every choice does, and waiting is right.
 
@@ -50,6 +50,7 @@ a vacant place among those that may start: max(0, t - k) <= p, that is t <= p + 
 t. A push waits until no group runs and no place of the batches <= p + k is vacant. So a group of batch t starts and
 ends at version max(0, t - k): when p = t - k > 0 is served, batches up to t - 1 are full and stay full. Its tokens are
 exactly min(t, k) old in batch t. Slots are the same: while p is served, the batches p..p+k hold (k + 1) B of them.
+After a resume at w whose batches w..w+k-1 could not be kept whole, w takes the place of 0: versions before it are gone.
 """
 
 from __future__ import annotations
@@ -159,9 +160,23 @@ def _needed_by_deadlines(
     return needed
 
 
-def exact_start_version(batch: int, max_staleness: int) -> int:
-    """The version that samples all of batch number `batch` in exact mode."""
-    return max(0, batch - max_staleness)
+def kept_at(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
+    """Which of the finished groups of these ascending deadlines may go on in a run that resumes at `version`."""
+    kept = []
+    number = 0
+    for d in deadlines:
+        kept.append(number < (d - version + 1) * rules.fresh_per_step)
+        number += kept[-1]
+    return kept
+
+
+def exact_start_version(batch: int, max_staleness: int, first_version: int) -> int:
+    """The version that samples all of batch number `batch` in exact mode.
+
+    Args:
+        first_version: the oldest that could; 0, or that of a resume.
+    """
+    return max(first_version, batch - max_staleness)
 
 
 def vacant_places(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:

@@ -299,10 +299,11 @@ class Store:
                 f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
                 f"{version}: over staleness.max = {bound}"
             )
-        if self.rules.exact and (row.start_version, row.newest_version) != (exact_start_version(version, bound),) * 2:
+        only = exact_start_version(version, bound, self.state.first_version)
+        if self.rules.exact and (row.start_version, row.newest_version) != (only, only):
             raise StalenessError(
                 f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
-                f"version {version}, which takes only version {exact_start_version(version, bound)} in exact mode"
+                f"version {version}, which takes only version {only} in exact mode"
             )
 
     def _places(self, number: int) -> list[int]:

@@ -25,6 +25,8 @@ class StoreState:
     version: int = 0
     """Batches trained: the newest policy version there is."""
     served_version: int | None = None
+    first_version: int = 0
+    """Exact mode counts from it."""
     next_group_id: int = 0
     next_prompt: int = 0
     requeued: deque[int] = field(default_factory=deque)
@@ -100,8 +102,8 @@ class StoreState:
         """Everything but the rows, as plain values (int, list, dict with text keys)."""
         account = self.account
         return {
-            "version": self.version, "served_version": self.served_version, "next_group_id": self.next_group_id,
-            "next_prompt": self.next_prompt, "requeued": list(self.requeued),
+            "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
+            "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
             "admitted": account.admitted, "trained": account.trained, "uses": account.uses,
             "num_requeued": account.requeued, "dropped": dict(account.dropped),
@@ -110,6 +112,7 @@ class StoreState:
     def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
         """Into an empty state: what `rows` and `scalars` said at one moment. Final rows are passed over."""
         self.version, self.served_version = scalars["version"], scalars["served_version"]
+        self.first_version = scalars["first_version"]
         self.next_group_id, self.next_prompt = scalars["next_group_id"], scalars["next_prompt"]
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
@@ -120,29 +123,6 @@ class StoreState:
         for row in sorted(rows, key=lambda row: row.group_id):
             if (place := self._place(row.state)) is not None:
                 place[row.group_id] = row
-
-    def rewind(self, version: int, trained_rows: Iterable[Row] = ()) -> None:
-        """Back to the cut at which batch `version` was not chosen yet, for a learner that resumed there.
-
-        What was trained later is unused again; whoever ran groups is gone with the old run, so these fail and their
-        prompts are requeued, as are those of groups with tokens of versions that no longer exist (`future_version`).
-
-        Args:
-            trained_rows: final rows, with payloads, of groups trained in batches from `version` on.
-        """
-        for row in [*self.held.values(), *self.used.values(), *trained_rows]:
-            kept = tuple(v for v in row.trained_versions if v < version)
-            self.account.uses -= len(row.trained_versions) - len(kept)
-            self.account.trained -= not row.is_fresh and not kept
-            self.put(row._replace(trained_versions=kept), "used" if kept else "finished")
-        for row in [*self.running.values()]:
-            self.drop(row, "failed", requeue=True)
-        for row in [*self.finished.values()]:
-            if row.newest_version > version:
-                self.drop(row, "future_version", requeue=True)
-        self.version, self.served_version = version, None
-        self.unserved.clear()
-        self.check_identity()
 
     def _place(self, state: State) -> dict[int, Row] | None:
         match state:

@@ -1,11 +1,24 @@
-"""A store and an onlooker who knows nothing of its rules: he writes down every event and checks what the store says."""
+"""A store and an onlooker who knows nothing of its rules: he writes down every event and checks what the store says.
+
+With `files`, the store has a journal there, committed after every event as the server does after every turn: crashes
+and resumes go through it. Without, a crash goes through rows in memory, and a resume finds no journal of the past.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from async_rl.checkpoints import Cut
+from buffer.cut import cut_of, go_on_from
+from buffer.journal import Journal, arrived
 from buffer.staleness import Rules
 from buffer.store import Store, Taken
 from buffer.store_rows import Row
@@ -16,13 +29,17 @@ WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
 
 
+FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Journals are tested here, not disks."""
+
+
 class Onlooker:
-    def __init__(self, rules: Rules, every_steps: int) -> None:
+    def __init__(self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1) -> None:
         self.rules, self.every_steps = rules, every_steps
-        self.journal: dict[int, Row] = {}  # [group id] the newest row
-        self.store = Store(rules, StoreState(record=self.write_down))
-        self.store.served(0)
-        self.version = self.served_version = self.oldest_trained = self.num_events = 0
+        self.files, self.keep_steps = files, keep_steps
+        self.rows: dict[int, Row] = {}  # [group id] the newest row
+        self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
+        self.crashes = self.resumes = self.kept = 0
         self.batch: Taken | None = None
         self.starts: dict[int, int] = {}
         self.workers: dict[int, str] = {}
@@ -30,9 +47,32 @@ class Onlooker:
         self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
         self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
         self.drops: Counter[str] = Counter()
+        self.cuts: dict[int, tuple[Cut, tuple[Any, ...], Path | None]] = {}
+        self.journal = self.open_journal()
+        self.store = Store(rules, StoreState(record=self.write_down))
+        self.store.served(0)
+        self.save()
+
+    def open_journal(self) -> Journal | None:
+        return Journal(self.journal_file, self.keep_steps) if self.files else None
+
+    @property
+    def journal_file(self) -> Path:
+        assert self.files
+        return self.files / f"{self.resumes}.sqlite"
+
+    def close(self) -> None:
+        if self.journal:
+            self.journal._db.close()  # like a killed process, without a last word
+
+    def commit(self) -> None:
+        if self.journal:
+            self.journal.commit(self.store.state.scalars())
 
     def write_down(self, row: Row) -> None:
-        self.journal[row.group_id] = row
+        self.rows[row.group_id] = row
+        if self.journal:
+            self.journal.record(row)
         if row.state == "dropped":
             assert row.group_id not in self.uses, "dropped after it was trained on"
             self.drops[row.drop_reason] += 1
@@ -74,7 +114,7 @@ class Onlooker:
     def hear(self, worker: str) -> None:
         """Whom the worker is told to abort was his and does not run any more."""
         aborted = self.store.aborts(worker)
-        assert all(self.workers[i] == worker and self.journal[i].drop_reason == "late" for i in aborted)
+        assert all(self.workers[i] == worker and self.rows[i].drop_reason == "late" for i in aborted)
         self.store.forget_aborts(worker, aborted)
         assert self.store.aborts(worker) == []
 
@@ -86,6 +126,7 @@ class Onlooker:
             self.version += 1
             self.store.trained(self.version)
             self.batch = None
+            self.save()
         elif self.version - self.served_version >= self.every_steps:
             if self.store.may_push():
                 self.served_version = self.version
@@ -105,16 +146,32 @@ class Onlooker:
         assert max(ages) <= rules.max_staleness, "bound"
         self.oldest_trained = max(self.oldest_trained, *ages)
         if rules.exact:
-            only = max(0, v - rules.max_staleness)
+            only = max(self.first_version, v - rules.max_staleness)
             assert all(self.starts[i] == self.newest[i] == only for i in ids), "not of the exact version"
 
+    def save(self) -> None:
+        """A checkpoint: what the buffer gives for it, and what the onlooker himself has to remember with it."""
+        plain = json.loads(json.dumps(cut_of(self.store.state)))
+        cut = Cut(version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain)
+        known = copy.deepcopy((self.starts, self.workers, self.uses, self.drops, self.first_version))
+        self.cuts[self.version] = cut, known, self.journal_file if self.files else None
+
     def crash(self) -> None:
-        """The buffer dies after any event and comes back from what a journal kept; nobody else notices."""
-        rows = [row for row in self.journal.values() if row.state not in ("trained", "dropped")]
-        scalars = json.loads(json.dumps(self.store.state.scalars()))
+        """The buffer dies after any event and comes back from its journal; nobody else notices."""
+        self.crashes += 1
         before = self.store.state.counters()
+        live = [row for row in self.rows.values() if row.state not in ("trained", "dropped")]
+        scalars = json.loads(json.dumps(self.store.state.scalars()))
+        if self.journal:
+            self.close()
+            self.journal = self.open_journal()
+            assert self.journal
+            found = self.journal.load()
+            assert found
+            assert sorted(found[0]) == sorted(live), "the journal has other groups"
+            live, scalars = found
         self.store = Store(self.rules, StoreState(record=self.write_down))
-        self.store.state.restore(rows, scalars)
+        self.store.state.restore(live, scalars)
         after = self.store.state.counters()
         assert {k: v for k, v in after.items() if k.count("/") == 1} == {
             k: v for k, v in before.items() if k.count("/") == 1
@@ -122,17 +179,25 @@ class Onlooker:
 
     def resume(self, back: int) -> None:
         """The whole run starts again from a checkpoint some versions ago, which the learner serves first."""
-        newest = self.served_version if self.rules.exact else self.version
-        self.version = max(0, newest - back)
-        for group_id, batches in list(self.uses.items()):
-            self.uses[group_id] = [v for v in batches if v < self.version]
-            if not self.uses[group_id]:
-                del self.uses[group_id]
-        final = [row for row in self.journal.values() if row.state == "trained"]
-        undone = [row for row in final if row.trained_versions[-1] >= self.version]
-        self.store.state.rewind(self.version, undone)
-        assert not self.running
-        self.served_version, self.batch = self.version, None
+        cut, known, past_file = self.cuts[max(min(self.cuts), self.version - back)]
+        self.close()
+        self.resumes += 1
+        self.version = self.served_version = cut.version
+        self.cuts = {version: saved for version, saved in self.cuts.items() if version <= cut.version}
+        self.starts, self.workers, self.uses, self.drops, self.first_version = copy.deepcopy(known)
+        self.running, self.rows, self.batch = [], {}, None
+        self.journal = self.open_journal()
+        past = arrived(past_file, [i for i, *_ in cut.buffer["live"]]) if past_file else {}
+        self.store = Store(self.rules, StoreState(record=self.write_down))
+        go_on_from(cut, self.store.state, self.rules, past)
+        finished = self.store.state.finished
+        assert all(self.newest[i] <= cut.version and row.payload == b"%d" % i for i, row in finished.items())
+        assert sum(row.drop_reason == "future_version" for row in self.rows.values()) == sum(
+            self.newest[i] > cut.version for i in past
+        )
+        self.kept += len(finished)
+        if self.rules.exact and not finished:
+            self.first_version = cut.version
         self.store.served(self.version)
 
     def run_dry(self) -> None:
@@ -145,6 +210,7 @@ class Onlooker:
 
     def check(self) -> None:
         self.num_events += 1
+        self.commit()
         state = self.store.state
         state.check_identity()
         counters = state.counters()
@@ -155,6 +221,19 @@ class Onlooker:
         assert counters["buffer/trained"] == len(self.uses)
         assert counters["buffer/uses"] == sum(map(len, self.uses.values()))
         assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
+
+
+@contextmanager
+def some_onlooker(rng: random.Random) -> Iterator[Onlooker]:
+    """Of any rules; two of three have a journal."""
+    rules, every_steps = some_rules(rng)
+    with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
+        files = Path(folder) if rng.random() < 2 / 3 else None
+        onlooker = Onlooker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)))
+        try:
+            yield onlooker
+        finally:
+            onlooker.close()
 
 
 def some_rules(rng: random.Random) -> tuple[Rules, int]:
@@ -178,7 +257,7 @@ def walk(onlooker: Onlooker, events: int, rng: random.Random, resumes: bool = Tr
     """Events as they come in a run: groups start and finish in any order after any time, few fail, fewer crash."""
     kinds = {
         "admit": 30, "finish": 28, "equal": 2, "learn": 35, "fail": 2, "abandon": 1, "hear": 2, "run_dry": 1,
-        "crash": 1, "resume": 0.1 if resumes else 0,
+        "crash": 1, "resume": 0.5 if resumes else 0,
     }
     for kind in rng.choices(list(kinds), list(kinds.values()), k=events):
         match kind:

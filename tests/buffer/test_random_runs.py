@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import ExitStack
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from benchmarks.simulate import Workload, simulate
 from buffer.staleness import Rules
 from tests.buffer.made import plain_rules
-from tests.buffer.onlooker import EVERYTHING, WORKERS, Onlooker, some_rules, walk
+from tests.buffer.onlooker import EVERYTHING, WORKERS, Onlooker, some_onlooker, walk
 
 BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 
@@ -54,9 +55,14 @@ def test_every_mode_and_policy_shows_what_it_is_for(rules: Rules) -> None:
 
 
 def test_random_rules_with_crashes_and_resumes_keep_the_bound_and_the_account() -> None:
-    for seed in range(12):
+    crashes: Counter[str] = Counter()
+    for seed in range(16):
         rng = random.Random(seed)
-        walk(Onlooker(*some_rules(rng)), 500, rng)
+        with some_onlooker(rng) as onlooker:
+            walk(onlooker, 500, rng)
+            crashes["through a file" if onlooker.files else "in memory"] += onlooker.crashes
+            crashes["groups kept by a resume"] += onlooker.kept
+    assert min(crashes.values()) > 5, crashes
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -66,7 +72,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, EVERYTHING))
     def open(self, seed: int) -> None:
-        self.onlooker = Onlooker(*some_rules(random.Random(seed)))
+        self.files = ExitStack()
+        self.onlooker = self.files.enter_context(some_onlooker(random.Random(seed)))
 
     @rule(count=st.integers(1, 20), worker=st.sampled_from(WORKERS))
     def admit(self, count: int, worker: str) -> None:
@@ -122,6 +129,10 @@ class AnyOrder(RuleBasedStateMachine):
             kind = "exact" if rules.exact else rules.late + (" with replay" if rules.max_uses > 1 else "")
             AnyOrder.steps[kind] += self.onlooker.num_events
             AnyOrder.steps["batches"] += self.onlooker.version
+            if self.onlooker.files:
+                AnyOrder.steps["with a journal"] += self.onlooker.num_events
+                AnyOrder.steps["crashes restored from a file"] += self.onlooker.crashes
+            self.files.close()
 
 
 def run_in_any_order(runs: int, events: int) -> Counter[str]:
@@ -145,9 +156,9 @@ def test_a_hundred_thousand_events_in_any_order_keep_the_bound_and_the_account()
     walked = 0
     for seed in range(300):
         rng = random.Random(seed)
-        onlooker = Onlooker(*some_rules(rng))
-        walk(onlooker, 2000, rng)
-        walked += onlooker.num_events
+        with some_onlooker(rng) as onlooker:
+            walk(onlooker, 2000, rng)
+            walked += onlooker.num_events
     print(f"\nhypothesis state machine: {dict(steps)}\nrandom walks: {walked} events")
     assert steps["all"] >= 100_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -241,7 +242,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from async_rl.configfile import load_config
     from async_rl.doctor import examine, print_table
 
-    checks = examine(load_config(args.config, args.overrides) if args.config else None)
+    config = load_config(args.config, args.overrides) if args.config else None
+    checks = examine(config)
+    if config and (config.placement.num_nodes > 1 or os.environ.get("RAY_ADDRESS")):
+        from async_rl.doctor_nodes import examine_nodes
+
+        checks += examine_nodes(config)
     print_table(checks)
     return EXIT_ERROR if any(check.state == "broken" for check in checks) else 0
 

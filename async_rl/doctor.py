@@ -1,4 +1,7 @@
-"""`async-rl doctor`: what a run needs of this machine and of a config, each with how to mend it."""
+"""`async-rl doctor`: what a run needs of this machine and of a config, each with how to mend it.
+
+For several nodes see async_rl/doctor_nodes.py.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +73,17 @@ def _package(name: str) -> Check:
 
 
 def _sglang(engine: str) -> Check:
-    """In a process of its own, as its server runs: import stand-ins must not reach this one."""
+    """Imported where it may be used, in a process of its own, as its server runs: import stand-ins must not reach
+    this one.
+    """
     needed: Literal["warn", "broken"] = "broken" if engine == "sglang" else "warn"
     instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
+    if engine == "hf":
+        return Check("sglang", "ok", f"{version}, not used: rollout.engine=hf")
     code = "from rollout_server import shims; shims.install(); import sglang.srt.entrypoints.http_server"
     try:
         done = subprocess.run(

@@ -1,45 +1,47 @@
 """SIGKILL to each kind of process at a random moment of a run, and what came of it.
 
-    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,learner,buffer [key=value ...]
+    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,buffer,learner,driver [key=value ...]
 
 server   SGLang's scheduler (with rollout.engine=sglang)       the run goes on, the server comes back
 worker   a rollout process: worker and hf engine, or worker    the run goes on, it comes back
          and SGLang server
-learner  a learner rank                                        the run ends with one error that names it
-buffer   the buffer
+buffer   the buffer                                            the run goes on, another one from its journal
+learner  a learner rank                                        the run ends with one error that names it; --resume
+driver   `async-rl train` itself                               everything ends; --resume
 
 Each run is checked: how it ended, that every admitted group is accounted for, that no token was older than the bound,
-and that no process is left.
+and that no process is left. A run that goes on is ended by Ctrl-C some steps later, one that ended is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.machine import describe_machine
+from benchmarks.marked_command import MarkedCommand, wait_until
 
-MARK = "ASYNC_RL_KILL_MARK"
 RESULTS = Path(__file__).parent / "results" / "kill_matrix.json"
 VICTIMS = {
     "server": "sglang::scheduler", "worker": "ray::RolloutProcess", "learner": "ray::LearnerProcess",
     "buffer": "ray::BufferProcess",
 }
+KINDS = ("server", "worker", "buffer", "learner", "driver")
+BACK = {"server": "is back, with", "worker": "is back, with", "buffer": "another one goes on from its journal"}
+FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
-END_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 120.0
+MORE_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,63 +50,106 @@ class Outcome:
     after_s: float
     """From the second logged step to the kill."""
     exit_code: int
+    """130 after the Ctrl-C that ends a run which went on."""
+    recovered_s: float
+    """From the kill until the server served the current version again, or until the next buffer's second batch was
+    trained on; of a run that ended, from `--resume` until the next step was trained."""
     ended_s: float
-    """From the kill to the end of the command."""
-    back_s: float
-    """From the kill until the server served the current version again; 0 where none came back."""
-    named: str
-    """The process that the error names."""
+    """From the kill until no process of the run was left; 0 where it went on."""
+    error: str
+    """Its first line, of a run that ended."""
+    names_all: bool
+    """The error gives the learner rank, its host and the last lines of its log."""
     counts_add_up: bool
     staleness_max: float
     orphans: int
 
 
-def kill_once(config: str, kind: str, overrides: list[str], rng: random.Random, folder: Path) -> Outcome:
-    """One run with one SIGKILL."""
-    mark = f"{os.getpid()}-{time.time_ns()}"
+def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
+    """One run with one SIGKILL.
+
+    Raises:
+        WaitTimeoutError: it does not start, or neither goes on nor ends.
+    """
     run_dir = folder / kind
-    command = [sys.executable, "-m", "async_rl.cli", "train", config, f"run.dir={folder}", f"run.name={kind}"]
-    output = folder / f"{kind}.log"
-    with output.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *overrides], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, MARK: mark},
-            start_new_session=True,
-        )
+    arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
+    command = MarkedCommand([*arguments, "checkpoint.every_steps=2"], folder / f"{kind}.log")
+    again: MarkedCommand | None = None
     try:
-        _wait(lambda: _lines(run_dir / "metrics.jsonl") > 2 or process.poll() is not None, START_TIMEOUT_S)
+        wait_until(lambda: _steps(run_dir) > 2 or command.process.poll() is not None, START_TIMEOUT_S, "two steps")
         after_s = rng.uniform(0.0, 6.0)
         time.sleep(after_s)
-        victims = [p for p in _marked(mark) if VICTIMS[kind] in f"{p.name()} {' '.join(p.cmdline()[:1])}"]
-        if not victims:
-            raise RuntimeError(f"no {VICTIMS[kind]} runs:\n{output.read_text()[-2000:]}")
-        rng.choice(victims).send_signal(signal.SIGKILL)
-        killed_s = time.monotonic()
-        back_s = 0.0
-        while process.poll() is None and time.monotonic() < killed_s + END_TIMEOUT_S:
-            if not back_s and "is back, with" in output.read_text():
-                back_s = time.monotonic() - killed_s
-            time.sleep(0.1)
-        ended_s = time.monotonic() - killed_s
-        time.sleep(2.0)
-        return _outcome(kind, after_s, process.wait(0), ended_s, back_s, output.read_text(), run_dir, mark)
+        _kill_one(command, kind, rng)
+        if kind in FATAL:
+            code, ended_s, orphans = _see_it_end(command)
+            again = MarkedCommand(["train", "--resume", str(run_dir)], folder / f"{kind}-resumed.log")
+            steps = _steps(run_dir)
+            recovered_s = wait_until(lambda: _steps(run_dir) > steps, START_TIMEOUT_S, "the resumed run's first step")
+            orphans += _stop(again, run_dir)[1]
+        else:
+            recovered_s, ended_s = _see_it_recover(command, kind, run_dir), 0.0
+            code, orphans = _stop(command, run_dir)
+        return _outcome(kind, after_s, code, recovered_s, ended_s, orphans, command.text(), run_dir)
     finally:
-        for left in _marked(mark):
-            left.kill()
+        for each in (command, again):
+            if each:
+                each.kill()
+
+
+def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
+    if kind == "driver":
+        command.process.send_signal(signal.SIGKILL)
+        return
+    victims = [p for p in command.processes() if VICTIMS[kind] in f"{p.name()} {' '.join(p.cmdline()[:1])}"]
+    if not victims:
+        raise RuntimeError(f"no {VICTIMS[kind]} runs:\n{command.text()[-2000:]}")
+    rng.choice(victims).send_signal(signal.SIGKILL)
+
+
+def _see_it_recover(command: MarkedCommand, kind: str, run_dir: Path) -> float:
+    def is_over() -> bool:
+        return command.process.poll() is not None
+
+    seconds = wait_until(lambda: BACK[kind] in command.text() or is_over(), END_TIMEOUT_S, f"the {kind} to come back")
+    if kind == "buffer":  # the batch being trained was handed out by the one that died
+        before = _steps(run_dir)
+        seconds += wait_until(lambda: _steps(run_dir) > before + 1 or is_over(), END_TIMEOUT_S, "two more steps")
+    if is_over():
+        raise RuntimeError(f"the run ended:\n{command.text()[-3000:]}")
+    return seconds
+
+
+def _see_it_end(command: MarkedCommand) -> tuple[int, float, int]:
+    """(exit code, seconds until the last process had ended, processes left)"""
+    start_s = time.monotonic()
+    code = command.wait(END_TIMEOUT_S)
+    orphans = len(command.orphans())
+    return code, time.monotonic() - start_s, orphans
+
+
+def _stop(command: MarkedCommand, run_dir: Path) -> tuple[int, int]:
+    """Ctrl-C after some more steps; (exit code, processes left)"""
+    enough = _steps(run_dir) + MORE_STEPS
+    wait_until(lambda: _steps(run_dir) >= enough or command.process.poll() is not None, END_TIMEOUT_S, "more steps")
+    if command.process.poll() is None:
+        command.interrupt()
+    return command.wait(END_TIMEOUT_S), len(command.orphans())
 
 
 def _outcome(
-    kind: str, after_s: float, code: int, ended_s: float, back_s: float, text: str, run_dir: Path, mark: str
+    kind: str, after_s: float, code: int, recovered_s: float, ended_s: float, orphans: int, text: str, run_dir: Path
 ) -> Outcome:
-    named = re.search(r"async-rl: error: (\S+)(?: on \S+)? (?:died|failed|stopped)", text)
+    _, _, error = text.partition("async-rl: error: ")
     summary: dict[str, Any] = {}
     if (run_dir / "summary.json").exists():
         summary = json.loads((run_dir / "summary.json").read_text())
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return Outcome(
-        kind=kind, after_s=round(after_s, 1), exit_code=code, ended_s=round(ended_s, 1), back_s=round(back_s, 1),
-        named=named[1] if named else "", counts_add_up=_add_up(summary.get("buffer", {})),
-        staleness_max=max((s["staleness/max"] for s in steps if "staleness/max" in s), default=0.0),
-        orphans=len(_marked(mark)),
+        kind=kind, after_s=round(after_s, 1), exit_code=code, recovered_s=round(recovered_s, 1),
+        ended_s=round(ended_s, 1), error=error.partition("\n")[0],
+        names_all=bool(re.match(r"learner/\d+ on \S+ died.*\nlast lines of \S+learner-\d+\.log:\n +\S", error)),
+        counts_add_up=_add_up(summary.get("buffer", {})),
+        staleness_max=max((s["staleness/max"] for s in steps if "staleness/max" in s), default=0.0), orphans=orphans,
     )
 
 
@@ -115,45 +160,70 @@ def _add_up(counters: dict[str, float]) -> bool:
     return bool(counters) and counters["buffer/admitted"] == counters["buffer/trained"] + dropped
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+def _steps(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
 
 
-def _lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
+def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], command: str) -> str:
+    """Markdown: a row for each kind of process, with one column for each thing that was checked."""
+    lines = [
+        f"SIGKILL to one process of a run at a random moment. {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['system']}, {machine['commit']}.", "",
+        "| killed | engine | runs | outcome | recovered after, s | ended after, s | counts add up | bound kept | "
+        "orphans |", "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind in KINDS:
+        for engine in ("hf", "sglang"):
+            rows = [o for o in outcomes if (o["kind"], o["engine"]) == (kind, engine)]
+            if rows:
+                what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")
+                expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
+                good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
+                cells = [
+                    kind, engine, len(rows), f"{what}: {good} of {len(rows)}", _range([o["recovered_s"] for o in rows]),
+                    _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
+                    sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
+                    sum(o["orphans"] for o in rows),
+                ]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "", "Seconds are median (least to most). A server or worker has recovered when it serves the learner's current "
+        "version again, a buffer when the second batch after its return is trained on; learner and driver: from "
+        "`--resume` to the next step. Ended: no process is left.", "", f"Command: `{command}`", "",
+    ]
+    return "\n".join(lines)
 
 
-def _wait(condition: Any, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--kinds", default="server,worker,learner,buffer")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="is added to; a table goes beside it")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+    from async_rl.configfile import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
     rng = random.Random(arguments.seed)
-    known = json.loads(RESULTS.read_text())["outcomes"] if RESULTS.exists() else []
+    known = json.loads(arguments.out.read_text())["outcomes"] if arguments.out.exists() else []
     for kind in arguments.kinds.split(","):
         for _ in range(arguments.times):
             with tempfile.TemporaryDirectory() as folder:
                 outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
             print(outcome, flush=True)
-            known.append({**asdict(outcome), "overrides": arguments.overrides})
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps({"machine": describe_machine(), "outcomes": known}, indent=1) + "\n")
+            known.append(asdict(outcome) | {"engine": config.rollout.engine, "bound": config.staleness.max})
+            arguments.out.parent.mkdir(exist_ok=True)
+            machine = describe_machine()
+            arguments.out.write_text(json.dumps({"machine": machine, "outcomes": known}, indent=1) + "\n")
+            command = f"python -m benchmarks.kill_matrix {arguments.config} {' '.join(arguments.overrides)}"
+            arguments.out.with_suffix(".md").write_text(format_table(known, machine, command))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.journal import FILE_NAME
 from buffer.store_rows import DROP_REASONS
-from tests.e2e.conftest import Command, wait_until
 from tests.e2e.test_processes import metrics_lines
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "buffer_killed.
     [(2, 25, "hf"), pytest.param(20, 240, "sglang", marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
 )
 def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
-    smoke_yaml: Path, tmp_path: Path, start: Callable[..., Command], kills: int, seconds: int, engine: str
+    smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand], kills: int, seconds: int, engine: str
 ) -> None:
     run_dir = tmp_path / "killed"
     command = start(
@@ -66,7 +66,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
         note_result(engine, kills, counters, len(uses))
 
 
-def new_buffer(command: Command, known: list[int]) -> psutil.Process | None:
+def new_buffer(command: MarkedCommand, known: list[int]) -> psutil.Process | None:
     """The buffer's process, if it is none of those killed before."""
     for process in command.processes():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -4,41 +4,63 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.kill_matrix import kill_once
+from benchmarks.kill_matrix import Outcome, kill_once
 
 pytestmark = pytest.mark.e2e
 
-MANY = ["placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2", "run.steps=100000"]
+MANY = ["placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2"]
 
 
-@pytest.mark.timeout(300)
+def nightly(kind: str, engine: str, seed: int) -> Any:
+    return pytest.param(kind, engine, seed, marks=pytest.mark.nightly)
+
+
+FIVE = [(engine, seed) for engine in ("hf", "sglang") for seed in range(1, 6)]
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("kind", "overrides"),
+    ("kind", "engine", "seed"),
     [
-        ("worker", ["rollout.engine=hf", "run.seconds=25"]),
-        pytest.param("worker", ["run.seconds=120"], marks=pytest.mark.nightly),
-        pytest.param("server", ["run.seconds=120"], marks=pytest.mark.nightly),
+        ("worker", "hf", 0), *(nightly("worker", *each) for each in FIVE),
+        *(nightly("buffer", *each) for each in FIVE),  # in CI: test_buffer_killed.py
+        *(nightly("server", "sglang", seed) for seed in range(1, 6)),
     ],
 )
-def test_a_server_that_is_killed_comes_back_and_every_group_is_accounted_for(
-    smoke_yaml: Path, tmp_path: Path, kind: str, overrides: list[str]
+def test_what_can_be_brought_back_is_and_every_group_is_accounted_for(
+    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
-    outcome = kill_once(str(smoke_yaml), kind, [*MANY, *overrides], random.Random(1), tmp_path)
-    assert outcome.exit_code == 0, (tmp_path / f"{kind}.log").read_text()[-3000:]
-    assert outcome.back_s > 0
+    outcome = kill_once(str(smoke_yaml), kind, [*MANY, f"rollout.engine={engine}"], random.Random(seed), tmp_path)
+    assert outcome.exit_code == 130, (tmp_path / f"{kind}.log").read_text()[-3000:]
+    assert outcome.error == ""
+    check(outcome)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("kind", "engine", "seed"),
+    [
+        ("learner", "hf", 0), *(nightly("learner", *each) for each in FIVE),
+        ("driver", "hf", 0), *(nightly("driver", *each) for each in FIVE),
+    ],
+)
+def test_a_run_that_loses_a_learner_rank_or_its_driver_ends_within_a_minute_and_is_resumed(
+    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
+) -> None:
+    outcome = kill_once(str(smoke_yaml), kind, [*MANY, f"rollout.engine={engine}"], random.Random(seed), tmp_path)
+    assert outcome.ended_s < 60
+    if kind == "learner":
+        assert outcome.exit_code == 1
+        assert outcome.names_all, outcome.error
+        assert "Traceback" not in (tmp_path / "learner.log").read_text()
+    check(outcome)
+
+
+def check(outcome: Outcome) -> None:
     assert outcome.counts_add_up
     assert outcome.staleness_max <= 2
     assert outcome.orphans == 0
-
-
-@pytest.mark.timeout(200)
-def test_a_learner_rank_that_is_killed_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: Path) -> None:
-    outcome = kill_once(str(smoke_yaml), "learner", [*MANY, "rollout.engine=hf"], random.Random(1), tmp_path)
-    assert outcome.exit_code == 1
-    assert outcome.named.startswith("learner/")
-    assert outcome.ended_s < 60
-    assert outcome.orphans == 0
-    assert "Traceback" not in (tmp_path / "learner.log").read_text()

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import Command, wait_until
+from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e
 
-Start = Callable[..., Command]
+Start = Callable[..., MarkedCommand]
 
 
 def metrics_lines(run_dir: Path) -> int:
@@ -62,7 +62,7 @@ def test_the_first_crash_ends_the_run_and_is_named(
     wait_until(lambda: not command.processes(), 10, "every process of the run to end")
 
 
-def find_victim(command: Command, victim: str) -> psutil.Process:
+def find_victim(command: MarkedCommand, victim: str) -> psutil.Process:
     words = {"sglang": "sglang::scheduler", "learner": "LearnerProcess", "buffer": "BufferProcess"}[victim]
     for process in command.processes():
         if words in " ".join(process.cmdline()) or words in process.name():

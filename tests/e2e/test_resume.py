@@ -14,11 +14,11 @@ from async_rl.checkpoints import checkpoint_folder, list_checkpoints, read_cut
 from async_rl.configfile import load_config
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
-from tests.e2e.conftest import Command, wait_until
+from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e
 
-Start = Callable[..., Command]
+Start = Callable[..., MarkedCommand]
 
 
 def records(run_dir: Path) -> dict[int, dict[str, Any]]:

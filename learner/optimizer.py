@@ -39,6 +39,9 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
+        mesh = self._parameters[0].device_mesh if isinstance(self._parameters[0], DTensor) else None
+        self._copies = mesh.size(0) if mesh and mesh.ndim == 2 else 1
+        """Ranks that hold the same shard."""
         self._lr = lr
         self._warmup_steps = config.warmup_steps
         self._grad_clip = config.grad_clip
@@ -56,7 +59,7 @@ class Optimizer:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
         """
         gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
-        squared = torch.nn.utils.get_total_norm(gradients).double().square()
+        squared = torch.nn.utils.get_total_norm(gradients).double().square() / self._copies
         totals = torch.stack([squared, loss.detach().double()])
         dist.all_reduce(totals)
         squared_norm, total_loss = totals.tolist()

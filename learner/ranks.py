@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config
 from async_rl.network import use_interface
@@ -33,6 +34,15 @@ def init_distributed(
         timeout=timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.generate_s) + timeouts.push_s),
     )
     return device
+
+
+def open_mesh(config: Config, device: torch.device) -> DeviceMesh:
+    """What FSDP2 shards over: all ranks; with learner.sharding hybrid [nodes that hold copies, ranks of a node]."""
+    ranks = dist.get_world_size()
+    if config.learner.sharding == "full":
+        return init_device_mesh(device.type, (ranks,))
+    nodes = config.placement.learner.nodes  # ranks are numbered node by node
+    return init_device_mesh(device.type, (nodes, ranks // nodes), mesh_dim_names=("copies", "shards"))
 
 
 def broadcast_frames(frames: Sequence[bytes | memoryview], device: torch.device) -> list[bytes]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.config import Config
 from async_rl.config.algorithm import CRITIC_ADVANTAGES
@@ -39,6 +38,7 @@ from learner.microbatches import (
 from learner.model import layout_of, load_policy, shard
 from learner.objective import Objective, policy_normaliser
 from learner.optimizer import Optimizer, OptimizerStep
+from learner.ranks import open_mesh
 from learner.reference import Reference
 from learner.reward_model import RewardModel
 
@@ -57,7 +57,7 @@ class Updater:
         self.world_size = dist.get_world_size()
         torch.manual_seed(config.run.seed)
         dtype = serving_dtype(config, device.type)
-        mesh = init_device_mesh(device.type, (self.world_size,))
+        mesh = open_mesh(config, device)
         self.policy = load_policy(config.model, device, dtype)
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None

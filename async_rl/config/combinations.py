@@ -34,6 +34,10 @@ def check_combinations(config: Config) -> None:
 def _check_sizes(config: Config) -> None:
     ranks, parts = config.placement.learner.ranks, config.algorithm.minibatches
     check(
+        config.learner.sharding == "full" or config.placement.learner.nodes > 1, "learner.sharding",
+        config.learner.sharding, "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
+    )
+    check(
         config.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
         f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
     )

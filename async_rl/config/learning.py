@@ -87,6 +87,9 @@ class LearnerConfig:
     grad_clip: float = 1.0
     warmup_steps: int = 0
     """Linear learning-rate warm-up, in optimizer steps."""
+    sharding: Literal["full", "hybrid"] = "full"
+    """full: weights, gradients and optimizer state are split over all ranks; hybrid: over those of a node, each node with
+    a copy, so that only gradients travel between nodes."""
     max_skipped_steps: int = 3
     """So many optimizer steps in a row without a finite loss and gradient end the run; fewer are skipped, counted."""
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from hypothesis import settings
 
 from tests.learner.handmade import save_tiny_model, save_tiny_reward_model
-from tests.learner.rank_process import ALGORITHMS, rank_main
+from tests.learner.rank_process import ALGORITHMS, Case, rank_main
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy
@@ -40,9 +40,14 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `rank_main` wrote on each of two ranks, for (algorithm, tokens a micro-batch)."""
-    out = tmp_path_factory.mktemp("two_ranks")
-    cases = [*((algorithm, 26) for algorithm in ALGORITHMS), ("token_mean", 24)]
-    arguments = (2, str(out / "store"), str(tiny_model_path), cases, str(out))
-    mp.start_processes(rank_main, arguments, nprocs=2, start_method="spawn")
-    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    """What `rank_main` wrote on each of two ranks."""
+    cases: list[Case] = [*((algorithm, 26, "full") for algorithm in ALGORITHMS), ("token_mean", 26, "hybrid")]
+    return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), [*cases, ("token_mean", 24, "full")])
+
+
+def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """What `rank_main` wrote on each rank."""
+    mp.start_processes(
+        rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
+    )
+    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

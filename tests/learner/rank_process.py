@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,13 @@ from async_rl.config import (
     CorrectionConfig,
     KlConfig,
     LearnerConfig,
+    LearnerPlacement,
     LoraConfig,
     MasksConfig,
     ModelConfig,
+    PlacementConfig,
     RewardModelConfig,
+    RolloutPlacement,
 )
 from learner.diagnostics import Tally
 from learner.model import full_parameters
@@ -43,23 +46,37 @@ ALGORITHMS = {
 }
 
 
-def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[tuple[str, int]], out: str) -> None:
-    """Each rank writes what `measure` gives for each (algorithm, token budget), and rank 0's frames, to `out`."""
+Case = tuple[str, int, Literal["full", "hybrid"]]
+"""Algorithm, tokens a micro-batch, sharding."""
+
+
+def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Case], out: str) -> None:
+    """Each rank writes what `measure` gives for each case, what all roles give, and rank 0's frames, to `out`."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
     results = {case: measure(Path(model), *case) for case in cases}
-    roles = measure_roles(Path(model), 26)
+    roles = measure_roles(Path(model), 26, cases[-1][2])
     frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
     found = {"frames": [frame.decode() for frame in frames], "results": results, "roles": roles}
     torch.save(found, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def measure(model: Path, algorithm: str, max_tokens: int) -> dict[str, Any]:
+def placed(sharding: str) -> PlacementConfig:
+    """Hybrid: half of the ranks on each of two nodes."""
+    if sharding == "full":
+        return PlacementConfig()
+    learner = LearnerPlacement(nodes=2, ranks=dist.get_world_size())
+    return PlacementConfig(learner=learner, rollout=RolloutPlacement(servers=2))
+
+
+def measure(
+    model: Path, algorithm: str, max_tokens: int, sharding: Literal["full", "hybrid"] = "full"
+) -> dict[str, Any]:
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
-    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens)
-    config = make_config(model, algorithm=ALGORITHMS[algorithm], learner=learner)
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens, sharding=sharding)
+    config = make_config(model, algorithm=ALGORITHMS[algorithm], learner=learner, placement=placed(sharding))
     updater = Updater(config, torch.device("cpu"))
     networks = {"policy": updater.policy.lm}
     if updater.critic is not None:
@@ -85,7 +102,7 @@ def measure(model: Path, algorithm: str, max_tokens: int) -> dict[str, Any]:
     return result
 
 
-def measure_roles(model: Path, max_tokens: int) -> dict[str, Any]:
+def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybrid"] = "full") -> dict[str, Any]:
     """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
     config = make_config(
         model,
@@ -93,8 +110,10 @@ def measure_roles(model: Path, max_tokens: int) -> dict[str, Any]:
         algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
         reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
         learner=LearnerConfig(
-            prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True
+            prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True,
+            sharding=sharding,
         ),
+        placement=placed(sharding),
     )
     updater = Updater(config, torch.device("cpu"))
     metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]

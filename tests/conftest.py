@@ -46,6 +46,16 @@ def sglang_config(model: Path, **rollout: Any) -> Config:
     )
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with a character tokenizer and decided opinions about the next token."""

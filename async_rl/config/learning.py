@@ -88,8 +88,8 @@ class LearnerConfig:
     warmup_steps: int = 0
     """Linear learning-rate warm-up, in optimizer steps."""
     sharding: Literal["full", "hybrid"] = "full"
-    """full: weights, gradients and optimizer state are split over all ranks; hybrid: over those of a node, each node with
-    a copy, so that only gradients travel between nodes."""
+    """full: weights, gradients and optimizer state are split over all ranks; hybrid: over those of a node, each with
+    a copy of them, so that only gradients travel between nodes."""
     max_skipped_steps: int = 3
     """So many optimizer steps in a row without a finite loss and gradient end the run; fewer are skipped, counted."""
 

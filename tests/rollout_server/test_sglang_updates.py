@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from rollout_server.engine import Completion
-from tests.conftest import EngineInThread
+from tests.conftest import EngineInThread, sglang_config
+from tests.exported import train_and_export
 from tests.rollout_server.hf_cases import request_for, sharp_model
-from tests.rollout_server.sglang_cases import generate
+from tests.rollout_server.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
 from tests.rollout_server.tags import check_tags
 
 pytestmark = pytest.mark.e2e
@@ -117,6 +118,32 @@ def test_weights_in_shared_memory_arrive_whole_under_running_answers_also_after_
     assert len(spanning) >= 2
     for answer in spanning[:4]:
         check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=not colocated)
+
+
+def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
+    sglang_server: EngineInThread, model_folder: Path, tmp_path: Path, one_rank: None
+) -> None:
+    train_and_export(model_folder, tmp_path, rank=2)
+    update_in_place(sglang_server.engine.url, tmp_path / "out", next(VERSIONS))
+    check_logprobs(sglang_server, tmp_path / "out", model_folder)
+
+
+@pytest.mark.nightly
+def test_a_server_starts_from_an_exported_checkpoint(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
+    train_and_export(model_folder, tmp_path, rank=0)
+    server = EngineInThread(sglang_config(tmp_path / "out"), tmp_path)
+    server.run(server.engine.start())
+    try:
+        check_logprobs(server, tmp_path / "out", model_folder)
+    finally:
+        server.close()
+
+
+def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None:
+    groups = [request_for(i, max_tokens=10) for i in range(4)]
+    answers = generate(server, *groups)
+    assert largest_error(load_model(exported), groups, answers) < TOLERANCE
+    assert largest_error(load_model(before), groups, answers) > 10 * TOLERANCE  # training has moved them
 
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:

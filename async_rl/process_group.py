@@ -98,8 +98,7 @@ class ProcessGroup:
         text = ""
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
             lines = file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            if lines:
-                text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines)
+            text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])
         return text
 
     def kill(self, name: str) -> None:

@@ -165,13 +165,13 @@ def _steps(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], command: str) -> str:
+def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], config: str) -> str:
     """Markdown: a row for each kind of process, with one column for each thing that was checked."""
     lines = [
         f"SIGKILL to one process of a run at a random moment. {machine['processor']}, {machine['cores']} cores, "
         f"{machine['system']}, {machine['commit']}.", "",
-        "| killed | engine | runs | outcome | recovered after, s | ended after, s | counts add up | bound kept | "
-        "orphans |", "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| killed | engine | servers, ranks | runs | outcome | recovered after, s | ended after, s | counts add up | "
+        "bound kept | orphans |", "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for kind in KINDS:
         for engine in ("hf", "sglang"):
@@ -181,7 +181,8 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
                 expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
                 good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
                 cells = [
-                    kind, engine, len(rows), f"{what}: {good} of {len(rows)}", _range([o["recovered_s"] for o in rows]),
+                    kind, engine, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
+                    _range([o["recovered_s"] for o in rows]),
                     _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
                     sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
                     sum(o["orphans"] for o in rows),
@@ -190,7 +191,9 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
     lines += [
         "", "Seconds are median (least to most). A server or worker has recovered when it serves the learner's current "
         "version again, a buffer when the second batch after its return is trained on; learner and driver: from "
-        "`--resume` to the next step. Ended: no process is left.", "", f"Command: `{command}`", "",
+        "`--resume` to the next step. Ended: no process is left.", "",
+        f"`python -m benchmarks.kill_matrix {config} --kinds KIND rollout.engine=ENGINE placement.rollout.servers=S "
+        "placement.learner.ranks=R eval.size=0`", "",
     ]
     return "\n".join(lines)
 
@@ -218,12 +221,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
             print(outcome, flush=True)
-            known.append(asdict(outcome) | {"engine": config.rollout.engine, "bound": config.staleness.max})
+            placement = f"{config.placement.rollout.servers}, {config.placement.learner.ranks}"
+            more = {"engine": config.rollout.engine, "bound": config.staleness.max, "placement": placement}
+            known.append(asdict(outcome) | more)
             arguments.out.parent.mkdir(exist_ok=True)
             machine = describe_machine()
             arguments.out.write_text(json.dumps({"machine": machine, "outcomes": known}, indent=1) + "\n")
-            command = f"python -m benchmarks.kill_matrix {arguments.config} {' '.join(arguments.overrides)}"
-            arguments.out.with_suffix(".md").write_text(format_table(known, machine, command))
+            arguments.out.with_suffix(".md").write_text(format_table(known, machine, arguments.config))
 
 
 if __name__ == "__main__":

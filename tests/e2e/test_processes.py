@@ -42,7 +42,7 @@ def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, sta
 
 
 @pytest.mark.parametrize(
-    ("victim", "expected"), [("sglang", "rollout"), ("learner", "learner/0"), ("buffer", "buffer")]
+    ("victim", "expected"), [("sglang", "rollout"), ("buffer", "buffer")]  # a learner rank's: test_kills.py
 )
 def test_the_first_crash_ends_the_run_and_is_named(
     smoke_yaml: Path, tmp_path: Path, start: Start, victim: str, expected: str
@@ -63,7 +63,7 @@ def test_the_first_crash_ends_the_run_and_is_named(
 
 
 def find_victim(command: MarkedCommand, victim: str) -> psutil.Process:
-    words = {"sglang": "sglang::scheduler", "learner": "LearnerProcess", "buffer": "BufferProcess"}[victim]
+    words = {"sglang": "sglang::scheduler", "buffer": "BufferProcess"}[victim]
     for process in command.processes():
         if words in " ".join(process.cmdline()) or words in process.name():
             return process

@@ -1,0 +1,270 @@
+"""The driver's watch, over real Ray actors that only pretend to work: deaths, silence, evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import ray
+
+from async_rl import supervision
+from async_rl.config import (
+    Config,
+    LoggingConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutPlacement,
+    RunConfig,
+    TaskConfig,
+    TimeoutsConfig,
+)
+from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError
+from async_rl.interrupts import Interrupts
+from async_rl.metrics import Metric, Report
+from async_rl.placement import Reservation
+from async_rl.process_group import ProcessGroup
+from async_rl.runlog import RunLog
+from async_rl.status import Status, format_status
+from async_rl.supervision import Supervisor
+from async_rl.timeline import Span
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 1000
+
+
+class Pretender:
+    """A process whose files in the working directory tell it what to do."""
+
+    def __init__(self, folder: str, config: Config, index: int = 0) -> None:
+        self._folder, self._index = Path(folder), index
+
+    def told(self, what: str) -> bool:
+        return (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").exists()
+
+    def tell(self, what: str) -> None:
+        (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").touch()
+
+    def obey(self) -> None:
+        if self.told("dies"):
+            os._exit(9)
+        if self.told("fails"):
+            raise AsyncRLError(f"{self._index} lost its peer")
+        if self.told("hangs"):
+            time.sleep(1000)
+
+    def dump_stacks(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Buffer(Pretender):
+    def serve(self) -> None:
+        while True:
+            time.sleep(0.05)
+            self.obey()
+
+    def abandon(self, worker: str) -> int:
+        return 3
+
+    def status(self) -> Status:
+        return Status(doing="answers", since_s=time.time())
+
+
+class Rollout(Pretender):
+    async def start(self) -> str:
+        return "http://new"
+
+    async def connect(self, address: str) -> None: ...
+
+    async def run(self) -> AsyncIterator[Report]:
+        start_s = time.time()
+        while True:
+            await asyncio.sleep(0.05)
+            self.obey()
+            yield Report(step=1, spans=(Span(f"rollout/{self._index}", "busy", start_s, time.time()),))
+
+    async def status(self) -> Status:
+        return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.time())
+
+    async def evaluate(self, version: int) -> Report:
+        self.tell("evaluates")
+        if self.told("hangs when asked"):
+            (self._folder / f"rollout-{self._index}-hangs when asked").unlink()
+            time.sleep(1000)
+        while not self.told("answers"):
+            await asyncio.sleep(0.02)
+        return Report(step=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
+
+
+class Learner(Pretender):
+    def run(self) -> Iterator[Report]:
+        for step in range(1, STEPS):
+            start_s = time.time()
+            time.sleep(0.05)
+            self.obey()
+            spans = (Span(f"learner/{self._index}", "busy", start_s, time.time()),)
+            yield Report(step=step, metrics=(Metric("reward/mean", 1.0),), spans=spans, eval_due=step == 3)
+            if self.told("ends"):
+                return
+
+    @ray.method(concurrency_group="control")
+    def join_server(self, name: str, url: str) -> int:
+        return 5
+
+    @ray.method(concurrency_group="control")
+    def leave_server(self, name: str) -> None: ...
+
+    @ray.method(concurrency_group="control")
+    def evaluated(self) -> None:
+        self.tell("was told of the end of an evaluation")
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        return Status(doing="waits for a batch", waits_on="buffer", since_s=time.time() - 75, limit_s=1800)
+
+
+class Anywhere:
+    """In place of a placement group."""
+
+    def options(self, process: str) -> dict[str, Any]:
+        return {"num_cpus": 0}
+
+    def host_of(self, process: str) -> str:
+        return "10.0.0.9"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here() -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Watched:
+    """A supervised run in `folder`, whose processes obey the files there."""
+
+    def __init__(self, folder: Path, servers: int, ranks: int) -> None:
+        self.folder = folder
+        self.config = Config(
+            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            run=RunConfig(name="r", dir=str(folder)), logging=LoggingConfig(wandb="disabled"),
+            placement=PlacementConfig(rollout=RolloutPlacement(servers=servers, max_restarts=1)),
+            timeouts=TimeoutsConfig(silent_s=3),
+        )
+        (self.config.run_dir / "logs").mkdir(parents=True)
+        for name in ("learner-0", "learner-1", "rollout-0"):
+            (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
+        self.log = RunLog(self.config)
+        self.processes = ProcessGroup(self.config.run_dir, cast(Reservation, Anywhere()))
+        self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
+        for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
+            for index in range(count):
+                self.processes.start(f"{kind}/{index}", cls, self.config, index)
+        ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
+        self.notes: list[str] = []
+        self.log.logger.note = self.notes.append  # type: ignore[method-assign]
+
+    def tell(self, *what: str) -> None:
+        for each in what:
+            (self.folder / each).touch()
+
+    def train(self, config: Config | None = None) -> Supervisor:
+        supervisor = Supervisor(config or self.config, self.processes, self.log)
+
+        def revive(death: ProcessKilledError) -> None:
+            raise death
+
+        supervisor.train("tcp://buffer", revive, Interrupts())
+        return supervisor
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervision, "RolloutProcess", Rollout)
+    monkeypatch.setattr("async_rl.process_group.LearnerProcess", Learner)
+    monkeypatch.setattr(supervision, "WATCH_INTERVAL_S", 0.2)
+    runs: list[Watched] = []
+
+    def start(servers: int = 1, ranks: int = 1) -> Watched:
+        runs.append(Watched(tmp_path, servers, ranks))
+        return runs[0]
+
+    yield start
+    for run in runs:
+        run.processes.stop(1.0)
+        run.log.close()
+
+
+def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(watched: Any) -> None:
+    run = watched(ranks=2)
+    run.tell("learner-1-dies", "learner-0-fails")
+    with pytest.raises(ProcessDiedError) as caught:
+        run.train()
+    text = str(caught.value)
+    assert text.startswith("learner/1 on 10.0.0.9 died")
+    assert "last words of learner-1" in text
+
+
+def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(watched: Any) -> None:
+    run = watched()
+    stop(run.processes.actors["learner/0"])
+    with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 has given no sign of life for 3 s") as caught:
+        run.train()
+    assert "timeouts.silent_s" in str(caught.value)
+    assert "last words of learner-0" in str(caught.value)
+
+
+def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched: Any) -> None:
+    run = watched(servers=2)
+    run.tell("rollout-1-answers")
+    run.tell("rollout-0-hangs when asked")
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    supervisor = run.train()
+    thread.join(5)
+    assert any("rollout/0 is lost, and started again: rollout/0 on 10.0.0.9 has given no sign" in n for n in run.notes)
+    assert any("rollout/0: 3 running groups go to others" in note for note in run.notes)
+    assert (run.folder / "rollout-1-evaluates").exists()
+    assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]
+
+    supervisor.write_status("running")
+    line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
+    assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
+    assert line.split()[-2:] == ["1800", "s"]
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
+    run = watched()
+    run.tell("rollout-0-dies", "learner-0-hangs")
+    with pytest.raises(ProcessKilledError, match=r"It died 2 times since the last step \(placement\.rollout\.max_"):
+        run.train()
+    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
+
+
+def stop(actor: Any) -> None:
+    """SIGSTOP: it is there, and says nothing."""
+    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60), signal.SIGSTOP)
+
+
+def ends_when(run: Watched, condition: Callable[[], bool]) -> threading.Thread:
+    """Lets the learner end as soon as `condition` holds, or after a minute."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        run.tell("learner-0-ends")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread

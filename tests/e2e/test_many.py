@@ -1,0 +1,47 @@
+"""Two servers and two learner ranks learn what one of each does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.configfile import load_config
+from async_rl.pipeline import run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+STEPS = 40
+NOISE = 0.1
+"""Of an accuracy: 1024 answers (standard error 0.015), and a run that is not repeatable in its timing."""
+
+
+@pytest.fixture(scope="module")
+def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("warm") / "model"
+    assert main(["sft", str(QUICKSTART), f"model.path={folder}"]) == 0
+    return folder
+
+
+def trained(model: Path, tmp_path: Path, servers: int, ranks: int) -> dict[str, Any]:
+    """The summary of a short run of the quickstart on SGLang."""
+    summary = run(load_config(QUICKSTART, [
+        f"model.path={model}", f"run.dir={tmp_path}", f"run.name={servers}x{ranks}", f"run.steps={STEPS}",
+        f"placement.rollout.servers={servers}", f"placement.learner.ranks={ranks}", "logging.wandb=disabled",
+    ]))
+    assert summary["steps"] == STEPS
+    assert summary["staleness_max"] <= 2
+    assert summary["buffer"]["buffer/unaccounted"] == 0
+    shown = ("accuracy_start", "accuracy_end", "staleness_max", "staleness_mean", "seconds")
+    print({key: summary[key] for key in shown})
+    return summary
+
+
+def test_two_servers_and_two_ranks_reach_the_accuracy_of_one_of_each(warm_model: Path, tmp_path: Path) -> None:
+    one, two = (trained(warm_model, tmp_path, n, n) for n in (1, 2))
+    assert two["accuracy_end"] == pytest.approx(one["accuracy_end"], abs=NOISE)
+    for summary in (one, two):
+        assert summary["accuracy_end"] > summary["accuracy_start"] + 0.02  # there is something to compare

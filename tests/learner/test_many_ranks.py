@@ -1,0 +1,51 @@
+"""Any number of ranks, however the model is split over them, trains as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.learner.conftest import run_ranks
+from tests.learner.rank_process import ALGORITHMS, Case, measure, measure_roles
+
+
+def test_one_rank_and_two_ranks_with_four_micro_batches_give_the_same_gradient_and_metrics(
+    tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]
+) -> None:
+    results = two_ranks[0]["results"]
+    # with 24 tokens one rank has a micro-batch less
+    assert [share.count(0) for share in results["token_mean", 24, "full"]["num_trained"]] == [0, 1]
+    assert ("token_mean", 26, "hybrid") in results
+    for (_, budget, _), split in results.items():
+        assert budget == 24 or [len(share) for share in split["num_trained"]] == [4, 4]
+    check_equal(tiny_model_path, results)
+
+
+@pytest.mark.nightly
+def test_four_ranks_on_two_nodes_that_each_hold_a_copy_give_the_gradient_and_weights_of_one(
+    tiny_model_path: Path, one_rank: None, tmp_path: Path
+) -> None:
+    cases: list[Case] = [(algorithm, 26, "hybrid") for algorithm in ALGORITHMS]
+    for rank in run_ranks(4, tiny_model_path, tmp_path, cases):
+        check_equal(tiny_model_path, rank["results"])
+        whole = measure_roles(tiny_model_path, 4096)
+        for split, expected in zip(rank["roles"]["metrics"], whole["metrics"], strict=True):
+            assert split == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for name, tensor in whole["weights"].items():
+            torch.testing.assert_close(rank["roles"]["weights"][name], tensor, atol=1e-4, rtol=0)
+
+
+def check_equal(model: Path, results: dict[Case, dict[str, Any]]) -> None:
+    """Loss, gradients and metrics of an update are those of one rank with one micro-batch."""
+    wholes = {algorithm: measure(model, algorithm, 4096) for algorithm, _, _ in results}
+    for (algorithm, _, _), split in results.items():
+        whole = wholes[algorithm]
+        assert [len(share) for share in whole["num_trained"]] == [1]
+        assert split["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+        for network in whole.keys() & {"policy", "critic"}:
+            for parameter, gradient in whole[network].items():
+                torch.testing.assert_close(split[network][parameter], gradient, atol=2e-6, rtol=1e-4)
+        assert split["metrics"] == pytest.approx(whole["metrics"], abs=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from async_rl.codec import Limits, decode_group
 from async_rl.errors import ConfigError
-from buffer.journal import FILE_NAME
+from buffer.journal import FILE_NAME, payload_folder
+from buffer.payload_files import Place, read_payload
 
 GROUPS_A_CHUNK = 128
 
@@ -54,7 +55,7 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     number = 0
     try:
         with closing(sqlite3.connect(journal)) as database, pq.ParquetWriter(target, SCHEMA) as writer:
-            for chunk in _chunks(database):
+            for chunk in _chunks(database, payload_folder(journal)):
                 writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
                 number += len(chunk)
     except (OSError, sqlite3.Error) as error:
@@ -62,7 +63,7 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     return number
 
 
-def _chunks(database: sqlite3.Connection) -> Iterator[list[dict[str, Any]]]:
+def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
     """Rows of whole groups."""
     database.execute("BEGIN")  # one moment of a run that goes on
     cursor = database.execute("SELECT scalars FROM state")
@@ -73,9 +74,10 @@ def _chunks(database: sqlite3.Connection) -> Iterator[list[dict[str, Any]]]:
     every_row = (dict(zip(names, values, strict=True)) for values in cursor)
     for number, (group_id, of_group) in enumerate(groupby(every_row, itemgetter("group_id")), 1):
         rows = list(of_group)
-        payload = database.execute("SELECT payload FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
-        if payload:
-            _add_arrays(rows, payload[0], limits)
+        place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
+        if place:
+            with suppress(FileNotFoundError):  # pruned since this export began
+                _add_arrays(rows, read_payload(folder, Place(*place)), limits)
         for row in rows:
             row["trained_steps"] = json.loads(row["trained_steps"])
         chunk += rows

@@ -3,7 +3,8 @@
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
     uses       one row for each batch that a group was trained in
-    payloads   the groups as they arrived; of final ones only those of the last buffer.journal_keep_steps
+    payloads   where in PAYLOADS_NAME the groups are as they arrived; of final ones only those of the last
+               buffer.journal_keep_steps
     state      counters and the like, as JSON
 
 The tables are a user's too, also while the run goes on: README.md, "Trajectories in SQL".
@@ -12,6 +13,7 @@ The tables are a user's too, also while the run goes on: README.md, "Trajectorie
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 from collections import deque
@@ -21,17 +23,16 @@ from typing import Any
 
 from async_rl.codec import GroupColumns
 from async_rl.errors import AsyncRLError
+from buffer.payload_files import PayloadFiles, Place, read_payload
 from buffer.store_rows import Outcome, Row
 from buffer.wire import view
 
 FILE_NAME = "trajectories.sqlite"
+PAYLOADS_NAME = "{file_name}-payloads"
+"""Folder beside the file."""
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """What a resume makes of the journal of the run before it."""
 FINAL = ("trained", "dropped")
-PAGE_BYTES = 16 * 1024
-"""A group is some tens of kilobytes: larger pages make shorter chains of them."""
-CHECKPOINT_PAGES = 4096
-
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
@@ -44,7 +45,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, payload BLOB);
+CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS
     SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
@@ -72,13 +73,15 @@ class Journal:
         with self._errors_named():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-            self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             self._db.execute("PRAGMA journal_mode = WAL")
             # What is committed survives the end of the process; the end of the machine may cost the last commits.
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
             self._db.executescript(SCHEMA)
-            self._kept = {group_id for group_id, in self._db.execute("SELECT group_id FROM payloads")}
+            self._kept = {
+                group_id: Place(*place)
+                for group_id, *place in self._db.execute("SELECT group_id, file, start, bytes FROM payloads")
+            }
+            self._files = PayloadFiles(payload_folder(file), self._kept.values())
             self._final = deque(
                 self._db.execute(
                     "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
@@ -99,10 +102,8 @@ class Journal:
             ):
                 uses.setdefault(group_id, []).append(version)
             rows = [
-                _row(values, tuple(uses.get(values[0], ())))
-                for values in self._db.execute(
-                    f"SELECT groups.*, payload FROM groups LEFT JOIN payloads USING (group_id) WHERE {live}"
-                )
+                _row(values, tuple(uses.get(values[0], ())), self._payload(values[0]))
+                for values in self._db.execute(f"SELECT * FROM groups WHERE {live}")
             ]
         self._scalars = json.loads(found[0])
         return rows, self._scalars
@@ -113,13 +114,13 @@ class Journal:
 
     def describe(self, group: GroupColumns) -> None:
         """The rollouts of a group that arrived."""
-        versions = group.versions
-        self._rollouts += [
-            (group.group_id, i, reward, length, versions[part.start].item(), versions[part.stop - 1].item(), reason)
-            for i, (reward, length, part, reason) in enumerate(
-                zip(group.rewards, group.lengths, group.parts(), group.finish_reasons, strict=True)
-            )
-        ]
+        ends = list(itertools.accumulate(group.lengths))
+        oldest = group.versions[[0, *ends[:-1]]].tolist()
+        newest = group.versions[[end - 1 for end in ends]].tolist()
+        self._rollouts += zip(
+            itertools.repeat(group.group_id), itertools.count(), group.rewards, group.lengths, oldest, newest,
+            group.finish_reasons, strict=False,
+        )
 
     def commit(self, scalars: dict[str, Any]) -> None:
         """All that came since the last one, together with the scalars of this moment."""
@@ -127,19 +128,22 @@ class Journal:
             return
         version = scalars["version"]
         rows = self._rows.values()
-        fresh = [(row.group_id, view(row.payload)) for row in rows if row.payload and row.group_id not in self._kept]
-        self._kept.update(group_id for group_id, _ in fresh)
+        fresh = [row for row in rows if row.payload and row.group_id not in self._kept]
         self._final.extend((version, row.group_id) for row in rows if row.state in FINAL and row.payload)
         pruned = []
         while self._keep_steps >= 0 and self._final and self._final[0][0] + self._keep_steps <= version:
             pruned.append((self._final.popleft()[1],))
-        self._kept.difference_update(group_id for group_id, in pruned)
         with self._errors_named():
+            places = self._files.append([view(row.payload) for row in fresh])
+            self._kept.update(zip((row.group_id for row in fresh), places, strict=True))
             self._db.execute("BEGIN")
             execute = self._db.executemany
-            places = ", ".join("?" * _GROUP_COLUMNS)
-            execute(f"REPLACE INTO groups VALUES ({places})", [_values(row, version) for row in rows])
-            execute("INSERT OR IGNORE INTO payloads VALUES (?, ?)", fresh)
+            marks = ", ".join("?" * _GROUP_COLUMNS)
+            execute(f"REPLACE INTO groups VALUES ({marks})", [_values(row, version) for row in rows])
+            execute(
+                "INSERT INTO payloads VALUES (?, ?, ?, ?)",
+                [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
+            )
             execute("INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)", self._rollouts)
             execute(
                 "INSERT OR IGNORE INTO uses VALUES (?, ?)",
@@ -148,6 +152,7 @@ class Journal:
             execute("DELETE FROM payloads WHERE group_id = ?", pruned)
             self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
             self._db.execute("COMMIT")
+            self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
         self._rows.clear()
         self._rollouts.clear()
         self._scalars = scalars
@@ -157,6 +162,11 @@ class Journal:
         with self._errors_named():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._db.close()
+            self._files.close()
+
+    def _payload(self, group_id: int) -> bytes:
+        place = self._kept.get(group_id)
+        return read_payload(payload_folder(self._file), place) if place else b""
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -179,12 +189,18 @@ def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
         db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
         for group_id in group_ids:
             found = db.execute(
-                "SELECT groups.*, payload FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
+                "SELECT groups.*, file, start, bytes FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
                 "AND ifnull(drop_reason, '') IN ('', 'shutdown')", (group_id,)
             ).fetchone()
             if found:
-                rows[group_id] = _row(found, ())
+                with contextlib.suppress(OSError):
+                    payload = read_payload(payload_folder(file), Place(*found[_GROUP_COLUMNS:]))
+                    rows[group_id] = _row(found[:_GROUP_COLUMNS], (), payload)
     return rows
+
+
+def payload_folder(file: Path) -> Path:
+    return file.with_name(PAYLOADS_NAME.format(file_name=file.name))
 
 
 def _values(row: Row, version: int) -> tuple[Any, ...]:
@@ -195,8 +211,8 @@ def _values(row: Row, version: int) -> tuple[Any, ...]:
     )
 
 
-def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...]) -> Row:
-    *plain, newest_version, response_tokens, reward, equal_rewards, duration_s, _, payload = values
+def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...], payload: bytes) -> Row:
+    *plain, newest_version, response_tokens, reward, equal_rewards, duration_s, _ = values
     group_id, prompt_index, start_version, worker, grant, granted_s, batch, state, drop_reason, finished_version = plain
     outcome = None
     if newest_version is not None:
@@ -206,6 +222,6 @@ def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...]) -> Row:
         )
     return Row(
         group_id=group_id, prompt_index=prompt_index, start_version=start_version, worker=worker, grant=grant,
-        granted_s=granted_s, batch=batch, state=state, payload=payload or b"", outcome=outcome,
+        granted_s=granted_s, batch=batch, state=state, payload=payload, outcome=outcome,
         finished_version=finished_version, trained_versions=trained_versions, drop_reason=drop_reason,
     )

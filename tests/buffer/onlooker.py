@@ -64,6 +64,7 @@ class Onlooker:
     def close(self) -> None:
         if self.journal:
             self.journal._db.close()  # like a killed process, without a last word
+            self.journal._files.close()
 
     def commit(self) -> None:
         if self.journal:

@@ -60,6 +60,7 @@ def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
         server._door.close()
         assert server._journal
         server._journal._db.close()
+        server._journal._files.close()
 
 
 def same_port(config: Config, server: BufferServer) -> Config:
@@ -121,7 +122,7 @@ def test_an_answer_says_what_is_in_the_file_already(tmp_path: Path) -> None:
         slot = (await worker.admit(1))[0]
         seen.append(select(config, "SELECT group_id, state FROM groups"))
         await worker.put(make_group(slot))
-        arrived = "SELECT group_id, state, length(payload) > 0 FROM groups JOIN payloads USING (group_id)"
+        arrived = "SELECT group_id, state, bytes > 0 FROM groups JOIN payloads USING (group_id)"
         seen.append(select(config, arrived))
 
     with serving(config) as server:

@@ -17,6 +17,8 @@ MAX_NAME_CHARS = 200
 
 _WHOLE = object()
 _BOOL = np.dtype("bool")
+_PACKER = msgpack.Packer()
+"""Making one takes longer than packing a small message with it."""
 
 
 class Fields:
@@ -102,7 +104,7 @@ class Fields:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    data: bytes = msgpack.packb(message)
+    data: bytes = _PACKER.pack(message)
     return data
 
 

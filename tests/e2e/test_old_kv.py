@@ -35,7 +35,7 @@ def test_old_kv_is_what_sets_tokens_sampled_in_place_apart_from_a_recompute(
     old, fresh, moved = ({rate: [math.nan] * STEPS for rate in RATES} for _ in range(3))
     for rate in RATES:
         config = load_config(smoke_yaml, [
-            f"run.dir={tmp_path}", f"run.name=rate-{rate}", f"run.steps={STEPS}", "staleness.max=2", "eval.size=0",
+            f"run.dir={tmp_path}", f"run.name=rate-{rate}", f"run.steps={STEPS}", "staleness.max=1", "eval.size=0",
             f"rollout.max_response_tokens={TOKENS}", f"learner.lr={rate}",
             "task.reward=tests.e2e.test_old_kv:vowels", f"rollout.server_url={sglang_server.engine.url}",
         ])
@@ -59,7 +59,7 @@ def note_result(old: Table, fresh: Table, moved: Table) -> None:
     lines = [
         "How far logprobs of tokens sampled in place after a push, from new weights on KV of older ones, are from a",
         "recompute from scratch by the same weights: mean |difference| in nats a token, as `mismatch/old_kv_mean_abs`",
-        f"logs it. An untrained tiny model on SGLang, answers of up to {TOKENS} tokens, staleness.max 2, Adam at three",
+        f"logs it. An untrained tiny model on SGLang, answers of up to {TOKENS} tokens, staleness.max 1, Adam at three",
         "learning rates; nothing where no answer went on over a push. Beside it what one update does to the policy",
         "(KL divergence, k3, of tokens of staleness 1). Where all KV is of one version the same comparison",
         f"(`mismatch/mean_abs`) gives at most {same_kv:.0e}.",

@@ -7,6 +7,8 @@
 Each row is measured `--rounds` times in turn, medians count. Nothing is generated or trained. CPU is that of all
 processes of the row together, and tells more than the rate on a machine that others use, too.
     bare        PUSH to PULL, the same bytes, producer and consumer in a process each
+    forwarded   the same, with a process between that does nothing but pass the frames on: the bytes cross two sockets,
+                as they do through a buffer, which can't be faster
     buffer      a producer of made groups, buffer and consumer in a process each: slots, checks, acknowledgements
     journal     the same, journal on
     clients     as `buffer`, with the clients of a run: every group is encoded, sent from asyncio, and decoded again
@@ -208,25 +210,41 @@ def run_pusher(address: str, data: bytes, number: int) -> None:
             socket.send(data, copy=False)
 
 
-def bare(config: Config, steps: int) -> Figures:
+def run_forwarder(target: str, pipe: Connection, number: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as front, context.socket(zmq.PUSH) as back:
+        back.linger = back.sndtimeo = front.rcvtimeo = round(1000 * WAIT_S)
+        back.connect(target)
+        pipe.send(f"tcp://127.0.0.1:{front.bind_to_random_port('tcp://127.0.0.1')}")
+        for _ in range(number):
+            back.send(front.recv(copy=False), copy=False)
+
+
+def bare(config: Config, steps: int, forwarded: bool = False) -> Figures:
     """From PUSH to PULL, after the warm-up."""
     data = encode_group(make_group(config, FIRST))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
+    spawned = multiprocessing.get_context("spawn")
+    workers = []
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.linger, socket.rcvtimeo = 0, round(1000 * WAIT_S)
         address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        spawned = multiprocessing.get_context("spawn")
-        pusher = spawned.Process(target=run_pusher, args=(address, data, number), daemon=True)
-        pusher.start()
-        processes = [psutil.Process(pusher.pid), psutil.Process()]
+        if forwarded:
+            ours, theirs = spawned.Pipe()
+            workers.append(spawned.Process(target=run_forwarder, args=(address, theirs, number), daemon=True))
+            workers[0].start()
+            address = received(ours, "the forwarder's address")
+        workers.append(spawned.Process(target=run_pusher, args=(address, data, number), daemon=True))
+        workers[-1].start()
+        processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in workers)]
         start_s = cpu_s = 0.0
         for i in range(number):
             if i == warm_up:
                 start_s, cpu_s = time.monotonic(), used_s(processes)
             socket.recv()
         figures = per_group(number - warm_up, start_s, used_s(processes) - cpu_s)
-        pusher.join(WAIT_S)
+        for worker in workers:
+            worker.join(WAIT_S)
     return figures
 
 
@@ -243,10 +261,11 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
     """Medians of each way."""
-    rates: dict[str, list[Figures]] = {"bare": [], "buffer": [], "journal": [], "clients": []}
+    rates: dict[str, list[Figures]] = {"bare": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             rates["bare"].append(bare(config, 4 * steps))
+            rates["forwarded"].append(bare(config, 2 * steps, forwarded=True))
             rates["buffer"].append(through_buffer(config, steps, run_made_producer, decode=False)[0])
             journalled = with_journal(config, folder, number)
             rates["journal"].append(through_buffer(journalled, steps, run_made_producer, decode=False)[0])

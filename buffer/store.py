@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import StalenessError, WireError
 from async_rl.types import Slot
@@ -110,15 +110,14 @@ class Store:
     def finish(self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False) -> None:
         """A running group has arrived whole. With `drop_equal` it is dropped if its rewards are all equal."""
         assert self.state.served_version is not None
-        row = self.state.running[group_id]._replace(
-            payload=payload, outcome=outcome, finished_version=self.state.served_version
-        )
+        row, version = self.state.running[group_id], self.state.served_version
+        arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
         if drop_equal and outcome.equal_rewards:
-            self.state.drop(row, "zero_variance", requeue=False)
+            self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self._count_equal(outcome.reward)
         else:
             self._equal = (0, 0.0)
-            self.state.put(row, "finished")
+            self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool) -> None:
         """A running group ends without a result: its slot is free. With `requeue` its prompt is granted again."""
@@ -185,12 +184,14 @@ class Store:
             held = f"holds batch {self.state.version}" if self.state.held else "holds no batch"
             raise WireError(f"version: got {version}, allowed the next after {self.state.version}; the learner {held}")
         self.state.unserved[version] = self.state.num_held_fresh
+        self.state.version = version
         for row in list(self.state.held.values()):
             self.state.account.train(row)
-            self.state.put(row._replace(trained_versions=(*row.trained_versions, version - 1)), "used")
-        self.state.version = version
+            uses = (*row.trained_versions, version - 1)
+            is_last = len(uses) >= self.rules.max_uses
+            self.state.put(row, "trained" if is_last else "used", trained_versions=uses)
         for row in list(self.state.used.values()):
-            if len(row.trained_versions) >= self.rules.max_uses or self._last_batch(row) < version:
+            if self._last_batch(row) < version:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:

@@ -52,11 +52,11 @@ class StoreState:
         places = (self.running, self.finished, self.held, self.used)
         return sorted((row for rows in places for row in rows.values()), key=lambda row: row.group_id)
 
-    def put(self, row: Row, state: State) -> None:
-        """Move a row to where its new state is kept; final ones are recorded and forgotten."""
+    def put(self, row: Row, state: State, **changes: Any) -> None:
+        """Move a row, with changes, to where its new state is kept; final ones are recorded and forgotten."""
         if (before := self._place(row.state)) is not None:
             before.pop(row.group_id, None)
-        row = row._replace(state=state)
+        row = row._replace(state=state, **changes)
         if (after := self._place(state)) is not None:
             after[row.group_id] = row
         self.record(row)
@@ -66,7 +66,7 @@ class StoreState:
         if requeue:
             self.requeued.append(row.prompt_index)
             self.account.requeued += 1
-        self.put(row._replace(drop_reason=reason), "dropped")
+        self.put(row, "dropped", drop_reason=reason)
 
     def unaccounted(self) -> int:
         """Admitted - (trained at least once + dropped + running + buffered + held): 0 by invariant 3, at any time."""

@@ -97,7 +97,7 @@ class ProcessGroup:
         """The last lines of the process's log files, indented, for an error message."""
         text = ""
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
-            lines = file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-LOG_TAIL_LINES:]
             text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])
         return text
 

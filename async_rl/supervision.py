@@ -6,6 +6,8 @@
     buffer                          another goes on from its journal, if there is one
     learner rank                    the run, with one error that names it, its host and its last log lines
     nothing, but no sign of life    as if it had died, after timeouts.silent_s
+    nothing, but its wait exceeds   as if it had died
+    its limit
 """
 
 from __future__ import annotations
@@ -231,6 +233,7 @@ class Supervisor:
         return error
 
     def _forget(self, name: str) -> None:
+        self._statuses.pop(name, None)
         self._handlers = {ref: entry for ref, entry in self._handlers.items() if entry[0] != name}
         self._questions = {ref: of for ref, of in self._questions.items() if of != name}
         self._streaming.discard(name)
@@ -274,6 +277,7 @@ class Supervisor:
                 self._statuses[name] = ray.get(ref)
                 self._heard_s[name] = time.monotonic()
         self.write_status("running")
+        self._end_overdue()
         silent_s = self._config.timeouts.silent_s
         for name in [n for n in self._processes.actors if now_s - self._heard_s[n] > silent_s]:
             last = self._statuses.get(name)
@@ -282,6 +286,20 @@ class Supervisor:
                 f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s (timeouts.silent_s); "
                 f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
             ))
+
+    def _end_overdue(self) -> None:
+        """Whoever waits longer than its own limit, by timeouts.silent_s and more, does not give up by itself."""
+        now_s, margin_s = time.time(), self._config.timeouts.silent_s
+        for name, status in list(self._statuses.items()):
+            waited_s = now_s - status.since_s
+            if name in self._processes.actors and status.limit_s and waited_s > status.limit_s + margin_s:
+                del self._statuses[name]
+                self._processes.dump_stacks()
+                self._died(name, WaitTimeoutError(
+                    f"{self._processes.on_host(name)} {status.doing} and has waited {waited_s:.0f} s on "
+                    f"{status.waits_on}; {status.limit_s:.0f} s are its limit, which it did not keep. Every process "
+                    f"that answers wrote its stacks into its log{self._processes.log_tail(name)}"
+                ))
 
     def write_status(self, note: str) -> None:
         """For `async-rl status`."""

@@ -52,13 +52,7 @@ class Learner:
     """
 
     def __init__(
-        self,
-        config: Config,
-        rank: int,
-        world_size: int,
-        master_address: str,
-        master_port: int,
-        buffer_address: str,
+        self, config: Config, rank: int, world_size: int, master_address: str, master_port: int, buffer_address: str,
         engine_urls: list[str],
     ) -> None:
         self.config = config
@@ -106,8 +100,7 @@ class Learner:
         is_last = False
         while not is_last:
             start_s = time.time()
-            with self._timeline.span("wait_data"):
-                frames = self._take()
+            frames = self._take()
             if not frames:
                 yield self._end_early()
                 break
@@ -171,8 +164,9 @@ class Learner:
             case "wait_data":
                 return Status(doing="waits for a batch", waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
             case "sync":
-                on = ", ".join(self._publisher.servers)
-                return Status(doing="pushes weights", waits_on=on, since_s=since_s, limit_s=timeouts.push_s)
+                servers = self._publisher.servers  # each may die in a push, which is then repeated without it
+                limit_s = (timeouts.join_s + timeouts.push_s) * (1 + len(servers))
+                return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
 
     def _take(self) -> list[bytes]:
@@ -180,9 +174,13 @@ class Learner:
 
         A server that came back is brought up to date meanwhile: the batch may be waiting for its groups.
         """
-        while (frames := broadcast_frames(self._poll(), self._device)) == WEIGHTS_WANTED:
-            self._push_weights()
-        return frames
+        while True:
+            with self._timeline.span("wait_data"):
+                frames = broadcast_frames(self._poll(), self._device)
+            if frames != WEIGHTS_WANTED:
+                return frames
+            with self._timeline.span("sync", "push"):
+                self._push_weights()
 
     def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:

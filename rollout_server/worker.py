@@ -70,6 +70,8 @@ class Worker:
         self._stopping = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
+        self._granted_s: dict[int, float] = {}
+        """time.time() of each running group's grant, the oldest first."""
         if config.rollout.top_p < 1:
             warnings.warn(
                 f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the "
@@ -100,11 +102,14 @@ class Worker:
             await self._end_groups()
 
     def status(self) -> Status:
-        since_s, groups = self._activity.changed_s, self._activity.in_flight
-        if groups == 0:
-            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=since_s)
-        limit_s = self._config.timeouts.generate_s
-        return Status(doing=f"generates {groups} groups", waits_on="its engine", since_s=since_s, limit_s=limit_s)
+        if not self._granted_s:
+            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=self._activity.changed_s)
+        timeouts, size = self._config.timeouts, self._config.rollout.group_size
+        return Status(
+            doing=f"generates {len(self._granted_s)} groups", waits_on="its engine, rewards",
+            since_s=next(iter(self._granted_s.values())),
+            limit_s=timeouts.generate_s + size * timeouts.reward_s + timeouts.wire_s,
+        )
 
     async def evaluate(self, version: int) -> Report:
         """Held-out accuracy with the weights the engine serves now, said to be `version`; beside `run` if it runs."""
@@ -141,6 +146,7 @@ class Worker:
                         entered = self._activity.enter()
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
+                        self._granted_s[slot.group_id] = time.time()
                         group.add_done_callback(partial(self._leave, slot.group_id, entered))
                     self._version = max([self._version, *(slot.start_version for slot in slots)])
         except BaseExceptionGroup as group:
@@ -148,7 +154,7 @@ class Worker:
 
     def _leave(self, group_id: int, entered: tuple[float, float], group: asyncio.Task[None]) -> None:
         """However it ended: a task cancelled before its first step runs no code of its own."""
-        del self._groups[group_id]
+        del self._groups[group_id], self._granted_s[group_id]
         self._activity.leave(entered)
         self._group_finished.set()
 

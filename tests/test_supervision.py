@@ -25,7 +25,7 @@ from async_rl.config import (
     TaskConfig,
     TimeoutsConfig,
 )
-from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError
+from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.interrupts import Interrupts
 from async_rl.metrics import Metric, Report
 from async_rl.placement import Reservation
@@ -128,7 +128,8 @@ class Learner(Pretender):
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        return Status(doing="waits for a batch", waits_on="buffer", since_s=time.time() - 75, limit_s=1800)
+        since_s = time.time() - (1900 if self.told("is overdue") else 75)
+        return Status(doing="waits for a batch", waits_on="buffer", since_s=since_s, limit_s=1800)
 
 
 class Anywhere:
@@ -221,6 +222,17 @@ def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(wa
     with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 has given no sign of life for 3 s") as caught:
         run.train()
     assert "timeouts.silent_s" in str(caught.value)
+    assert "last words of learner-0" in str(caught.value)
+
+
+def test_a_process_that_outstays_its_own_limit_is_named_with_whom_it_waits_on(watched: Any) -> None:
+    run = watched()
+    run.tell("learner-0-is overdue")
+    with pytest.raises(WaitTimeoutError) as caught:
+        run.train()
+    assert "learner/0 on 10.0.0.9 waits for a batch and has waited 1900 s on buffer; 1800 s are its limit" in str(
+        caught.value
+    )
     assert "last words of learner-0" in str(caught.value)
 
 

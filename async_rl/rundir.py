@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +77,10 @@ def _take_up(config: Config, cut: Cut) -> None:
     old_config = run_dir / "config.yaml"
     if old_config.exists():
         old_config.rename(run_dir / f"config.{suffix}.yaml")
-    for file in run_dir.glob("trajectories.sqlite*"):  # with what SQLite keeps beside it
+    # Of an earlier resume from this checkpoint. All of it: a log left there would be taken for the new file's.
+    for old in run_dir.glob(f"trajectories.{suffix}.sqlite*"):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for file in run_dir.glob("trajectories.sqlite*"):  # with what is kept beside it
         file.rename(run_dir / file.name.replace("trajectories", f"trajectories.{suffix}"))
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():

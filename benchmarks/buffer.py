@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
 from buffer.wire import pack_request, read_reply, read_slots, receive
 
-Figures = tuple[float, float]
-"""Groups a second, CPU microseconds a group."""
+Figures = tuple[float, ...]
+"""Groups a second; CPU microseconds a group of the producer, of what is between, and of the consumer."""
 WAIT_S = 30.0
 """Of every single wait in here."""
 WARMUP_STEPS = 5
@@ -172,8 +173,8 @@ def through_buffer(
     producing.start()
     learner = LearnerClient(address, config.timeouts)
     learner.served(0)
-    processes = [psutil.Process(pid) for pid in (buffer.pid, producing.pid, None)]
-    start_s = cpu_s = 0.0
+    processes = [psutil.Process(pid) for pid in (producing.pid, buffer.pid, None)]
+    start_s, cpu_s = 0.0, [0.0]
     for version in range(WARMUP_STEPS + steps):
         if version == WARMUP_STEPS:
             start_s, cpu_s = time.monotonic(), used_s(processes)
@@ -183,7 +184,7 @@ def through_buffer(
             learner.take_raw(version)
         learner.trained(version + 1)
         learner.served(version + 1)
-    figures = per_group(steps * config.learner.prompts_per_step, start_s, used_s(processes) - cpu_s)
+    figures = per_group(steps * config.learner.prompts_per_step, start_s, used_s(processes), cpu_s)
     learner.close()
     producing.terminate()
     producing.join(WAIT_S)
@@ -193,13 +194,14 @@ def through_buffer(
     return figures, text
 
 
-def used_s(processes: list[psutil.Process]) -> float:
+def used_s(processes: list[psutil.Process]) -> list[float]:
     times = [process.cpu_times() for process in processes]
-    return sum(used.user + used.system for used in times)
+    return [used.user + used.system for used in times]
 
 
-def per_group(number: int, start_s: float, cpu_s: float) -> Figures:
-    return number / (time.monotonic() - start_s), 1e6 * cpu_s / number
+def per_group(number: int, start_s: float, used: list[float], used_before: list[float]) -> Figures:
+    rate = number / (time.monotonic() - start_s)
+    return rate, *(1e6 * (after - before) / number for after, before in zip(used, used_before, strict=True))
 
 
 def run_pusher(address: str, data: bytes, number: int) -> None:
@@ -225,7 +227,7 @@ def bare(config: Config, steps: int, forwarded: bool = False) -> Figures:
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
     spawned = multiprocessing.get_context("spawn")
-    workers = []
+    workers: list[SpawnProcess] = []
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.linger, socket.rcvtimeo = 0, round(1000 * WAIT_S)
         address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -236,16 +238,16 @@ def bare(config: Config, steps: int, forwarded: bool = False) -> Figures:
             address = received(ours, "the forwarder's address")
         workers.append(spawned.Process(target=run_pusher, args=(address, data, number), daemon=True))
         workers[-1].start()
-        processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in workers)]
-        start_s = cpu_s = 0.0
+        processes = [*(psutil.Process(worker.pid) for worker in reversed(workers)), psutil.Process()]
+        start_s, cpu_s = 0.0, [0.0]
         for i in range(number):
             if i == warm_up:
                 start_s, cpu_s = time.monotonic(), used_s(processes)
             socket.recv()
-        figures = per_group(number - warm_up, start_s, used_s(processes) - cpu_s)
+        rate, producer, *between, consumer = per_group(number - warm_up, start_s, used_s(processes), cpu_s)
         for worker in workers:
             worker.join(WAIT_S)
-    return figures
+    return rate, producer, sum(between), consumer
 
 
 def received(pipe: Connection, what: str) -> Any:
@@ -270,25 +272,23 @@ def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
             journalled = with_journal(config, folder, number)
             rates["journal"].append(through_buffer(journalled, steps, run_made_producer, decode=False)[0])
             rates["clients"].append(through_buffer(config, steps, run_client_producer, decode=True)[0])
-    return {
-        way: (statistics.median(rate for rate, _ in figures), statistics.median(cpu for _, cpu in figures))
-        for way, figures in rates.items()
-    }
+    return {way: tuple(map(statistics.median, zip(*figures, strict=True))) for way, figures in rates.items()}
 
 
 def table(figures: dict[str, Figures], size: int) -> Iterator[str]:
-    yield "| way | groups/s | MB/s | of bare | CPU, us a group | bare's CPU of it |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    bare_rate, bare_cpu = figures["bare"]
-    for way, (rate, cpu) in figures.items():
+    yield "| way | groups/s | MB/s | of bare | CPU, us a group | producer + between + consumer | bare's CPU of it |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    bare_rate, *bare_cpu = figures["bare"]
+    for way, (rate, *cpu) in figures.items():
         speed = f"{rate:,.0f} | {rate * size / 1e6:,.0f} | {rate / bare_rate:.2f}"
-        yield f"| {way} | {speed} | {cpu:.0f} | {bare_cpu / cpu:.2f} |"
+        parts = " + ".join(f"{part:.0f}" for part in cpu)
+        yield f"| {way} | {speed} | {sum(cpu):.0f} | {parts} | {sum(bare_cpu) / sum(cpu):.2f} |"
 
 
 def profiles(config: Config, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way, of_way in (("buffer", config), ("journal", with_journal(config, folder, 0))):
-            (rate, _), text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
+            (rate, *_), text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
             print(f"{way}: {rate:.0f} groups/s under the profiler\n{text}")
 
 

@@ -54,7 +54,9 @@ class Account:
         self.dropped: Counter[DropReason] = Counter()
         self.last_failure = ""
         self._trained_fates = Fates()
-        self._dropped_fates: dict[DropReason, Fates] = {"late": Fates(), "zero_variance": Fates()}
+        self._dropped_fates: dict[DropReason, Fates] = {
+            "late": Fates(), "zero_variance": Fates(), "future_version": Fates(),
+        }
 
     def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
         self.dropped[reason] += 1

@@ -98,7 +98,7 @@ class Fields:
             raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize} as it says")
         array = np.frombuffer(data, dtype)
         # Any byte passes for a bool in numpy, but arithmetic with bytes other than 0 and 1 is wrong.
-        if dtype is _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+        if dtype == _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
             raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 

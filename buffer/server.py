@@ -72,11 +72,13 @@ class BufferServer:
             AsyncRLError: the journal can't be written.
         """
         router = self._door.router
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
         with self._serving:
             while not stop.is_set():
                 with self._lock:
                     sleep_s = min(STOP_CHECK_S, max(0.0, self._operations.next_due_s() - time.monotonic()))
-                if router.poll(round(1000 * sleep_s) + 1):
+                if poller.poll(round(1000 * sleep_s) + 1):
                     self._receive()
                 with self._lock:
                     answers = self._operations.answers(time.monotonic())

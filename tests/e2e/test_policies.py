@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.config import Config
+from async_rl.config import BufferConfig, Config
 from async_rl.configfile import load_config
 from async_rl.errors import ConfigError
 from buffer.store_rows import DROP_REASONS
@@ -79,7 +81,6 @@ def check(run: Run, config: Config, case: Case) -> None:
                 assert set(versions.tolist()) == {max(0, batch.version - bound)}
 
 
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("case", IN_CI, ids="-".join)
 def test_a_run_keeps_its_bound_under_each_policy(
@@ -87,6 +88,29 @@ def test_a_run_keeps_its_bound_under_each_policy(
 ) -> None:
     config = configure(smoke_yaml, tmp_path, case, 2, sglang_server.engine.url)
     check(run_assembled(config), config, case)
+
+
+@pytest.mark.e2e
+def test_a_run_that_mixes_in_used_groups_keeps_its_bound_for_each_use(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread
+) -> None:
+    case = ("bounded", "wait", "in_place")
+    config = replace(
+        configure(smoke_yaml, tmp_path, case, 2, sglang_server.engine.url),
+        buffer=BufferConfig(max_uses=2, fresh_fraction=0.5),
+    )
+    run = run_assembled(config)
+    size = config.learner.prompts_per_step
+    uses: Counter[int] = Counter()
+    for batch in run.batches:
+        ids = [group.group_id for group in batch.groups]
+        assert len(set(ids)) == size
+        assert sum(i not in uses for i in ids) >= config.fresh_per_step
+        uses.update(ids)
+        assert batch.version - min(group.oldest_version for group in batch.groups) <= 2
+    assert max(uses.values()) == 2
+    assert (run.counters["buffer/uses"], run.counters["buffer/trained"]) == (STEPS * size, len(uses))
+    assert run.counters["buffer/unaccounted"] == 0
 
 
 @pytest.mark.nightly

@@ -1,10 +1,12 @@
 """SIGKILL to each kind of process at a random moment of a run, and what came of it.
 
-    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,buffer,learner,driver [key=value ...]
+    python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
 server   SGLang's scheduler (with rollout.engine=sglang)       the run goes on, the server comes back
 worker   a rollout process: worker and hf engine, or worker    the run goes on, it comes back
          and SGLang server
+silent   a rollout process by SIGSTOP: it is there, and says   the same, after timeouts.silent_s (here 10)
+         nothing
 buffer   the buffer                                            the run goes on, another one from its journal
 learner  a learner rank                                        the run ends with one error that names it; --resume
 driver   `async-rl train` itself                               everything ends; --resume
@@ -34,10 +36,12 @@ from benchmarks.marked_command import MarkedCommand, wait_until
 RESULTS = Path(__file__).parent / "results" / "kill_matrix.json"
 VICTIMS = {
     "server": "sglang::scheduler", "worker": "ray::RolloutProcess", "learner": "ray::LearnerProcess",
-    "buffer": "ray::BufferProcess",
+    "silent": "ray::RolloutProcess", "buffer": "ray::BufferProcess",
 }
-KINDS = ("server", "worker", "buffer", "learner", "driver")
-BACK = {"server": "is back, with", "worker": "is back, with", "buffer": "another one goes on from its journal"}
+KINDS = ("server", "worker", "silent", "buffer", "learner", "driver")
+AGAIN = "is back, with the weights"
+BACK = {"server": AGAIN, "worker": AGAIN, "silent": AGAIN, "buffer": "another one goes on from its journal"}
+SILENT_S = 10.0
 FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 120.0
@@ -73,7 +77,8 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
-    command = MarkedCommand([*arguments, "checkpoint.every_steps=2"], folder / f"{kind}.log")
+    arguments += ["checkpoint.every_steps=2", *([f"timeouts.silent_s={SILENT_S}"] if kind == "silent" else [])]
+    command = MarkedCommand(arguments, folder / f"{kind}.log")
     again: MarkedCommand | None = None
     try:
         wait_until(lambda: _steps(run_dir) > 2 or command.process.poll() is not None, START_TIMEOUT_S, "two steps")
@@ -103,7 +108,7 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     victims = [p for p in command.processes() if VICTIMS[kind] in f"{p.name()} {' '.join(p.cmdline()[:1])}"]
     if not victims:
         raise RuntimeError(f"no {VICTIMS[kind]} runs:\n{command.text()[-2000:]}")
-    rng.choice(victims).send_signal(signal.SIGKILL)
+    rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 
 def _see_it_recover(command: MarkedCommand, kind: str, run_dir: Path) -> float:
@@ -168,8 +173,8 @@ def _steps(run_dir: Path) -> int:
 def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], config: str) -> str:
     """Markdown: a row for each kind of process, with one column for each thing that was checked."""
     lines = [
-        f"SIGKILL to one process of a run at a random moment. {machine['processor']}, {machine['cores']} cores, "
-        f"{machine['system']}, {machine['commit']}.", "",
+        f"SIGKILL (silent: SIGSTOP) to one process of a run at a random moment. {machine['processor']}, "
+        f"{machine['cores']} cores, {machine['system']}, {machine['commit']}.", "",
         "| killed | engine | servers, ranks | runs | outcome | recovered after, s | ended after, s | counts add up | "
         "bound kept | orphans |", "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]

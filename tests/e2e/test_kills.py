@@ -36,7 +36,7 @@ def options(kind: str, engine: str, seed: int) -> list[str]:
     [
         ("worker", *IN_CI), *(nightly("worker", *each) for each in FIVE),
         *(nightly("buffer", *each) for each in FIVE),  # in CI: test_buffer_killed.py
-        *(nightly("server", "sglang", seed) for seed in range(1, 6)),
+        *(nightly("server", "sglang", seed) for seed in range(1, 6)), nightly("silent", "hf", 1),
     ],
 )
 def test_what_can_be_brought_back_is_and_every_group_is_accounted_for(

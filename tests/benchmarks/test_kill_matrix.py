@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.kill_matrix import format_table
+
+MACHINE = {"processor": "P", "cores": "2 of 2", "system": "L", "commit": "abc"}
+
+
+def outcome(kind: str, code: int, recovered_s: float, **more: Any) -> dict[str, Any]:
+    known = {"ended_s": 3.0, "names_all": True, "counts_add_up": True, "staleness_max": 2.0, "orphans": 0}
+    return known | {"kind": kind, "exit_code": code, "recovered_s": recovered_s, "engine": "hf", "bound": 2,
+                    "placement": "1, 2"} | more
+
+
+def test_the_table_has_a_row_for_each_kind_with_what_went_wrong_in_it() -> None:
+    outcomes = [
+        outcome("worker", 130, 9.0), outcome("worker", 1, 30.0, counts_add_up=False, orphans=2, staleness_max=3.0),
+        outcome("worker", 130, 11.0), outcome("learner", 1, 20.0), outcome("learner", 1, 22.0, names_all=False),
+    ]
+    rows = [line for line in format_table(outcomes, MACHINE, "c.yaml").splitlines() if line.startswith(("| w", "| l"))]
+    assert rows == [
+        "| worker | hf | 1, 2 | 3 | went on: 2 of 3 | 11.0 (9.0 to 30.0) | - | 2 | 2 | 2 |",
+        "| learner | hf | 1, 2 | 2 | one error, then resumed: 1 of 2 | 21.0 (20.0 to 22.0) | 3.0 (3.0 to 3.0) | 2 | 2 "
+        "| 0 |",
+    ]

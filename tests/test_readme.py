@@ -57,8 +57,10 @@ ELSEWHERE = {
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make nightly": "it runs this file",
-    "python -m benchmarks.presets configs/quickstart.yaml": "benchmarks/results, by hand: an hour",
-    "python -m benchmarks.correction configs/quickstart.yaml": "benchmarks/results, by hand: an hour",
+    "python -m benchmarks.presets configs/quickstart.yaml": "benchmarks/results, by hand",
+    "python -m benchmarks.correction configs/quickstart.yaml": "benchmarks/results, by hand",
+    "python -m benchmarks.correction configs/quickstart.yaml --name correction_3e-4 learner.lr=3e-4 run.steps=200":
+        "benchmarks/results, by hand",
     "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev]'": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",

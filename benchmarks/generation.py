@@ -1,10 +1,12 @@
 """Generation through the pipeline against a bare load of the same requests on the same server.
 
     python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3
+    python -m benchmarks.generation configs/sweep_gpu.yaml --random 0.1b --sglang-bench rollout.max_response_tokens=256
 
 Bare: plain HTTP requests, as many at once as the pipeline keeps in flight, nothing parsed but JSON. Pipeline: the
 rollout worker with parsing, rewards and the ZMQ buffer, drained by a consumer that trains nothing. The two take turns
-on one running server; the ratio is that of the medians.
+on one running server; the ratio is that of the medians. With --sglang-bench, SGLang's own serving benchmark puts as
+many requests of the longest prompt and answer on it, without the shared prompts of a group.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import dataclasses
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +29,8 @@ import aiohttp
 from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.configfile import load_config
 from async_rl.model_folder import load_tokenizer
+from benchmarks.machine import describe_machine
+from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engine import Engine, GenerationRequest, open_engine
@@ -36,12 +42,22 @@ from rollout_server.worker import Worker
 CACHE_KEYS = itertools.count()
 
 
-async def bare_seconds(config: Config, engine: Engine, task: Task, groups: int, first: int) -> float:
-    """Time for `groups` requests sent straight to the server."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What one side got through, and in which time."""
+
+    rollouts: int
+    tokens: int
+    seconds: float
+
+
+async def bare_load(config: Config, engine: Engine, task: Task, groups: int, first: int) -> Load:
+    """`groups` requests sent straight to the server."""
     rollout = config.rollout
     eos_tokens = [load_tokenizer(config.model.path).eos_token_id]
     gate = asyncio.Semaphore(rollout.concurrency)
-    async def one(session: aiohttp.ClientSession, index: int) -> None:
+
+    async def one(session: aiohttp.ClientSession, index: int) -> int:
         request = GenerationRequest(
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
@@ -52,15 +68,16 @@ async def bare_seconds(config: Config, engine: Engine, task: Task, groups: int, 
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
             answers = await reply.json()
             assert len(answers) == rollout.group_size
+            return sum(len(answer["output_ids"]) for answer in answers)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         start_s = time.monotonic()
-        await asyncio.gather(*(one(session, first + i) for i in range(groups)))
-        return time.monotonic() - start_s
+        tokens = await asyncio.gather(*(one(session, first + i) for i in range(groups)))
+        return Load(groups * rollout.group_size, sum(tokens), time.monotonic() - start_s)
 
 
-async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: int) -> float:
-    """Time until the consumer has taken `groups` groups from the buffer, worker and buffer running."""
+async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Load:
+    """Until the consumer has taken `groups` groups from the buffer, worker and buffer running."""
     batches = groups // config.learner.prompts_per_step
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
@@ -71,13 +88,15 @@ async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: i
     tokenizer = load_tokenizer(config.model.path)
     worker = Worker(config, 0, engine, task, open_reward(config, task), tokenizer, server.address)
 
-    def consume() -> None:
+    def consume() -> int:
         client = LearnerClient(server.address, config.timeouts)
         client.served(0)
+        tokens = 0
         for version in range(batches):
-            client.take(version)
+            tokens += sum(group.num_tokens for group in client.take(version).groups)
             client.trained(version + 1)  # never served: the engine stays at version 0 and admission at its cap
         client.close()
+        return tokens
 
     async def produce() -> None:
         async for _ in worker.run():
@@ -89,31 +108,62 @@ async def pipeline_seconds(config: Config, engine: Engine, task: Task, groups: i
     await asyncio.wait((consuming, producing), return_when=asyncio.FIRST_COMPLETED)
     if producing.done():
         producing.result()  # raises what ended the worker, for which the consumer would wait in vain
-    await consuming
+    tokens = await consuming
     seconds = time.monotonic() - start_s
     await worker.stop()
     await producing
     stop.set()
     serving.join(config.timeouts.shutdown_s)
     server.close()
-    return seconds
+    return Load(groups * config.rollout.group_size, tokens, seconds)
 
 
-async def measure(config: Config, groups: int, rounds: int) -> dict[str, list[float]]:
-    """Rollouts/s of each round of both sides."""
+SGLANG_BENCH = """from rollout_server import shims; shims.install()
+from sglang.benchmark.serving import cli_main; cli_main()"""
+
+
+def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
+    """Tokens/s of SGLang's own benchmark of as many answers, as many at once, on the same server."""
+    rollout = config.rollout
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
+        subprocess.run(
+            [
+                sys.executable, "-c", SGLANG_BENCH, "--backend", "sglang", "--base-url", engine.url,
+                "--model", config.model.path, "--dataset-name", "random-ids", "--tokenize-prompt",
+                "--random-input-len", str(config.task.max_prompt_tokens),
+                "--random-output-len", str(rollout.max_response_tokens), "--random-range-ratio", "1.0",
+                "--num-prompts", str(groups * rollout.group_size), "--return-logprob", "--temperature", "1.0",
+                "--max-concurrency", str(rollout.concurrency * rollout.group_size),
+                "--output-file", result.name, "--disable-tqdm",
+            ],
+            check=True, capture_output=True, text=True, timeout=config.timeouts.generate_s,
+        )  # fmt: skip
+        return float(json.loads(Path(result.name).read_text().splitlines()[-1])["output_throughput"])
+
+
+async def measure(config: Config, groups: int, rounds: int, with_sglang_bench: bool) -> dict[str, list[float]]:
+    """Of each round: rollouts/s and tokens/s of both sides, tokens/s of SGLang's own benchmark."""
     with tempfile.TemporaryDirectory() as logs:
         engine = open_engine(config, 0, Path(logs))
         await engine.start()
         try:
             task = open_task(config, load_tokenizer(config.model.path))
-            await bare_seconds(config, engine, task, groups, first=0)  # warm-up
-            rates: dict[str, list[float]] = {"bare": [], "pipeline": []}
-            rollouts = groups * config.rollout.group_size
+            await bare_load(config, engine, task, groups, first=0)  # warm-up
+            rates: dict[str, list[float]] = {}
+
+            def add(**found: float) -> None:
+                for key, rate in found.items():
+                    rates.setdefault(key, []).append(rate)
+
             for number in range(rounds):
-                rates["bare"].append(rollouts / await bare_seconds(config, engine, task, groups, first=0))
-                rates["pipeline"].append(rollouts / await pipeline_seconds(config, engine, task, groups))
-                print(f"round {number + 1}/{rounds}: bare {rates['bare'][-1]:.1f} rollouts/s, "
-                      f"pipeline {rates['pipeline'][-1]:.1f}", flush=True)
+                bare = await bare_load(config, engine, task, groups, first=0)
+                pipeline = await pipeline_load(config, engine, task, groups)
+                add(bare=bare.rollouts / bare.seconds, bare_tokens=bare.tokens / bare.seconds)
+                add(pipeline=pipeline.rollouts / pipeline.seconds, pipeline_tokens=pipeline.tokens / pipeline.seconds)
+                if with_sglang_bench:
+                    add(sglang_bench_tokens=await asyncio.to_thread(sglang_bench, config, engine, groups))
+                values = ", ".join(f"{key} {series[-1]:.1f}" for key, series in rates.items())
+                print(f"round {number + 1}/{rounds}, per second: {values}", flush=True)
             return rates
         finally:
             await engine.aclose()
@@ -124,17 +174,28 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--groups", type=int, default=1024, help="a multiple of learner.prompts_per_step")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--random", choices=list(SIZES), help="a model of random weights in place of the config's")
+    parser.add_argument("--sglang-bench", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/generation.json"))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    config = load_config(arguments.config, arguments.overrides)
-    config = dataclasses.replace(config, run=RunConfig(name="generation"))
-    if arguments.groups % config.learner.prompts_per_step:
-        parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")
-    rates = asyncio.run(measure(config, arguments.groups, arguments.rounds))
-    bare, pipeline = (statistics.median(rates[side]) for side in ("bare", "pipeline"))
-    print(f"\nbare {bare:.1f} rollouts/s, pipeline {pipeline:.1f} rollouts/s, ratio {pipeline / bare:.3f}")
-    Path("runs").mkdir(exist_ok=True)
-    Path("runs/generation.json").write_text(json.dumps({**rates, "ratio": pipeline / bare}, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.random:
+            save_random_model(arguments.random, Path(folder))
+            arguments.overrides += [f"model.path={folder}"]
+        config = load_config(arguments.config, arguments.overrides)
+        config = dataclasses.replace(config, run=RunConfig(name="generation"))
+        if arguments.groups % config.learner.prompts_per_step:
+            parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")
+        rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench))
+    medians = {key: statistics.median(series) for key, series in rates.items()}
+    ratios = {"ratio": medians["pipeline"] / medians["bare"]}
+    if arguments.sglang_bench:
+        ratios["ratio_to_sglang_bench"] = medians["pipeline_tokens"] / medians["sglang_bench_tokens"]
+    print(f"\nbare {medians['bare']:.1f} rollouts/s, pipeline {medians['pipeline']:.1f} rollouts/s, "
+          + ", ".join(f"{key} {value:.3f}" for key, value in ratios.items()))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({"machine": describe_machine(), **rates, **ratios}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A whole learner step against a plain FSDP forward and backward pass on the same packed batch.
 
     python -m benchmarks.learner_step                      # CPU: one thread, a model of 3 M parameters made from config
-    python -m benchmarks.learner_step --model DIR --groups 64 --max-tokens 16384 --dtype bfloat16    # GPU
+    python -m benchmarks.learner_step --size 1b --groups 64 --answers 8 --mean 256 --longest 1024 --max-tokens 32768
 
 step          Updater.update: plan, pack, forward, loss with correction and diagnostics, backward, clipping, AdamW
 plain         the same micro-batches through a plain fully_shard'ed transformers model: lm(...).logits,
@@ -9,6 +9,8 @@ plain         the same micro-batches through a plain fully_shard'ed transformers
 lean          plain, but logits at the response's positions alone
 plain, rows   the same answers one a row, prompt repeated, padded to the longest: what packing is compared with
 checkpointed  the step with learner.gradient_checkpointing
+
+MFU is 6 * parameters * tokens that are not padding (attention not counted) / seconds / --ceiling-tflops, on GPUs.
 
 All take turns in one process, in a new order each round; on CPU seconds are processor seconds. Memory is the peak above
 what the process holds at the start of the step: activations, gradients, logits.
@@ -39,26 +41,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.types import Batch, Rollout, RolloutGroup
+from benchmarks.random_model import SIZES, save_random_model
 from learner import scoring
 from learner.microbatches import Layout, MicroBatch, attention_mask, collate, make_pieces
 from learner.model import shard
 from learner.update import Updater
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def make_model(folder: Path) -> None:
-    """A Qwen2 whose head and blocks share the work as in a real model of 0.5 B parameters."""
-    config = Qwen2Config(
-        vocab_size=4096, hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, vocab: int) -> Batch:
@@ -202,6 +195,16 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> 
     }  # fmt: skip
 
 
+def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
+    """Model FLOP/s of each side over the ceiling; recomputed activations don't count."""
+    shares = {}
+    for side, seconds in found["seconds"].items():
+        layout = "rows" if side == "plain, rows" else "packed"
+        flops = 6 * parameters * found["fill"][layout] * found["fed_tokens"][layout]
+        shares[side] = flops / statistics.median(seconds) / ceiling_flops
+    return shares
+
+
 def _real_tokens(micro: MicroBatch) -> int:
     """Fed tokens that aren't padding."""
     if micro.segments is not None:
@@ -246,6 +249,8 @@ def report(found: dict[str, Any], header: dict[str, Any]) -> str:
             f"| {side} | {rates[side]:.0f} | {statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f}) | "
             f"{found['peak_bytes'][side] / 2**20:.0f} MiB |"
         )
+    if "mfu" in found:
+        lines += ["", "MFU: " + ", ".join(f"{side} {share:.1%}" for side, share in found["mfu"].items())]
     sides = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n\n", "\n```\n\n")
     return "\n".join([*lines, "", "```", sides, ""])
 
@@ -253,6 +258,8 @@ def report(found: dict[str, Any], header: dict[str, Any]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="Hugging Face folder; empty: made from config")
+    parser.add_argument("--size", choices=list(SIZES), default="3m", help="of the model made from config")
+    parser.add_argument("--ceiling-tflops", type=float, default=790.0, help="bf16 matrix product of an H200, measured")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="longest prompt; the shortest is half")
@@ -275,7 +282,7 @@ def main() -> None:
     scoring.LOGITS_BYTES = int(arguments.logits_mib * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
-            make_model(Path(folder) / "model")
+            save_random_model(arguments.size, Path(folder) / "model")
         path = arguments.model or str(Path(folder) / "model")
         config = Config(
             model=ModelConfig(path=path, dtype=arguments.dtype, attn_implementation=arguments.attention),
@@ -297,6 +304,8 @@ def main() -> None:
             arguments.groups, arguments.answers, arguments.prompt, arguments.mean, arguments.longest, vocab
         )
         found = measure(config, batch, arguments.rounds, device)
+        if device.type == "cuda":
+            found["mfu"] = utilisation(found, parameters, 1e12 * arguments.ceiling_tflops)
         dist.destroy_process_group()
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

@@ -2,8 +2,9 @@
 
 A group is a primer, which computes the prompt's KV once, and one request with a sample for each answer, which finds
 it in the prefix cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a
-request before it, which may come from older weights: an update in place keeps the cache. `seed` is not used: what
-SGLang samples depends on how it batches, so its runs don't repeat exactly (the hf engine's do).
+request before it, which may come from older weights: an update in place keeps the cache. What SGLang samples depends on
+how it batches, so its runs don't repeat exactly (the hf engine's do) unless `rollout.server_args` has
+enable-deterministic-inference (GPUs only): then an answer is a function of weights, seed, prompt and sample.
 
 With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is asked for
 again, from prompt and answer so far, under a new cache key: it's all computed by the new weights.
@@ -41,6 +42,8 @@ class Answer:
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
     """Empty while tokens are missing."""
+    seed: int = 0
+    """Heeded by servers with deterministic inference alone."""
 
     def completion(self) -> Completion:
         return Completion(
@@ -90,7 +93,7 @@ class SGLangEngine:
         Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
         `timeouts.generate_s`, and AsyncRLError when the server refuses, aborts or garbles the answer."""
         check_tokens(request.prompt.tokens, self.vocab_size, request.prompt.index)
-        answers = [Answer() for _ in range(request.n)]
+        answers = [Answer(seed=sampling_seed(request, sample)) for sample in range(request.n)]
         timeout_s = self._config.timeouts.generate_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -184,6 +187,12 @@ def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:
         )
 
 
+def sampling_seed(request: GenerationRequest, sample: int) -> int:
+    """In 0..2**31 - 1. Of its own for every answer: with one seed for all, a group's answers would be equal."""
+    source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
+    return int(source.generate_state(1)[0]) >> 1
+
+
 def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
     """Of a /generate request that computes the prompt's KV and samples nothing."""
     return {
@@ -207,7 +216,8 @@ def request_body(
         "rid": [f"{key}{i}." for i in range(len(answers))],
         "input_ids": [prompt + answer.tokens for answer in answers],
         "sampling_params": [
-            {**sampling, "max_new_tokens": request.max_tokens - len(answer.tokens)} for answer in answers
+            {**sampling, "max_new_tokens": request.max_tokens - len(answer.tokens), "sampling_seed": answer.seed}
+            for answer in answers
         ],
         "return_logprob": True,
         "extra_key": key,

@@ -189,6 +189,16 @@ def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
     assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
 
 
+def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one_gpu(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 1.0)
+    model, folder = stand_ins[0], stand_ins[-1]
+    text = dry_run(load_config(ROOT / "configs" / "sweep_gpu.yaml", [model, folder]))
+    assert "this host: buffer, rollout/0, learner/0: 2 CPUs, 1 GPU (1 learner rank x 0.5 + 1 server x 0.5)" in text
+
+
 def test_gpus_asked_for_in_numbers_are_refused_on_a_host_without(
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

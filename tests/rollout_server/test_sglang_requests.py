@@ -25,7 +25,14 @@ from async_rl.config import (
 )
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.server import command_line, free_port, server_flags
-from rollout_server.sglang_engine import Answer, extend_answer, primer_body, request_body, token_versions
+from rollout_server.sglang_engine import (
+    Answer,
+    extend_answer,
+    primer_body,
+    request_body,
+    sampling_seed,
+    token_versions,
+)
 from tests.rollout_server.hf_cases import request_for
 
 MODEL = SimpleNamespace(
@@ -115,6 +122,16 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     assert len(body["sampling_params"]) == 3
     assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
     assert body["return_logprob"] and body["extra_key"] == "8.1."
+
+
+def test_answers_of_a_group_have_seeds_of_their_own_which_an_abort_leaves_as_they_are() -> None:
+    request = request_for(3)
+    seeds = [sampling_seed(request, sample) for sample in range(64)]
+    assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling_seed(dataclasses.replace(request, seed=2), 0) != seeds[0] != sampling_seed(request_for(4), 0)
+    body = request_body(request, [Answer(seed=5), Answer(tokens=[7], seed=9)], [], "k")
+    assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [5, 9]
 
 
 def test_no_request_id_begins_with_another() -> None:

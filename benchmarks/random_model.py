@@ -1,0 +1,42 @@
+"""Models with random weights, by size: good for speed, where what they say does not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from learner.tiny_model import character_tokenizer
+
+SIZES: dict[str, dict[str, Any]] = {
+    "3m": {
+        "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    "0.1b": {
+        "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "num_key_value_heads": 4,
+    },
+    "1b": {
+        "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+}
+"""Qwen2. In 3m, head and blocks share the work as in a real model of 0.5 B parameters."""
+
+
+def save_random_model(size: str, folder: Path) -> None:
+    """Model and tokenizer as a Hugging Face folder; small ones in float32, those for GPUs in bfloat16.
+
+    The tokenizer knows the first hundred tokens only: text of the others is empty.
+    """
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(Qwen2Config(
+            **SIZES[size], max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
+        ))  # fmt: skip
+    model.to(torch.float32 if size == "3m" else torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)

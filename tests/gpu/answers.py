@@ -1,0 +1,66 @@
+"""Answers of a server as a batch, and what the learner makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from async_rl.config import Config
+from async_rl.types import Batch, Rollout, RolloutGroup
+from learner.update import Updater
+from rollout_server.engine import Completion, GenerationRequest
+from tests.conftest import EngineInThread
+from tests.rollout_server.hf_cases import request_for
+
+
+def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
+    """`groups` groups of config.rollout.group_size answers, generated at the same time."""
+    requests = [
+        request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
+        for index in range(groups)
+    ]
+
+    async def run() -> list[list[Completion]]:
+        return list(await asyncio.gather(*map(server.engine.generate, requests)))
+
+    return batch_of(requests, server.run(run(), timeout_s=300.0))
+
+
+def batch_of(requests: Sequence[GenerationRequest], answers: Sequence[Sequence[Completion]]) -> Batch:
+    groups = []
+    for request, completions in zip(requests, answers, strict=True):
+        rollouts = tuple(
+            Rollout(
+                tokens=c.tokens, logprobs=c.logprobs, versions=np.zeros_like(c.versions),
+                mask=np.ones(len(c.tokens), bool), reward=float(number % 2), finish_reason=c.finish_reason,
+            )
+            for number, c in enumerate(completions)
+        )
+        groups.append(RolloutGroup(
+            group_id=request.group_id, prompt_index=request.prompt.index, start_version=0,
+            temperature=request.temperature, prompt_tokens=request.prompt.tokens, rollouts=rollouts, duration_s=1.0,
+        ))
+    return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
+
+
+def behaviour_logprobs(batch: Batch) -> np.ndarray:
+    return np.concatenate([rollout.logprobs for group in batch.groups for rollout in group.rollouts])
+
+
+def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
+    """As the learner computes them in a step, in the order of `behaviour_logprobs`."""
+    (minibatch,) = updater._plan(batch)
+    found = {}
+    for micro in minibatch.micro_batches:
+        with torch.no_grad():
+            parts = updater.policy(micro)[0].split(micro.lengths)
+        found |= {answer: part.float().cpu().numpy() for answer, part in zip(micro.answers, parts, strict=True)}
+    return np.concatenate([found[answer] for answer in sorted(found)])
+
+
+def with_dtype(config: Config, dtype: str) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))  # type: ignore[arg-type]

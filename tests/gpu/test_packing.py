@@ -1,0 +1,77 @@
+"""Packed rows against every answer alone, by kind of attention: logprobs and gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.types import Batch
+from learner.diagnostics import Tally
+from learner.update import Updater
+from rollout_server.engine import Completion
+from tests.gpu.answers import batch_of, learner_logprobs, with_dtype
+from tests.gpu.conftest import OPEN, Note
+from tests.rollout_server.hf_cases import request_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+def random_batch(config: Config) -> Batch:
+    """Answers of many lengths, of tokens at random, as if sampled by a uniform policy."""
+    rng = np.random.default_rng(0)
+    requests = [request_for(index) for index in range(8)]
+    answers = []
+    for _ in requests:
+        lengths = rng.integers(1, config.rollout.max_response_tokens + 1, size=config.rollout.group_size)
+        answers.append([
+            Completion(
+                tokens=rng.integers(4, 90, size=length).astype(np.int32),
+                logprobs=np.full(length, -4.5, np.float32), versions=np.zeros(length, np.int32), finish_reason="stop",
+            )
+            for length in lengths.tolist()
+        ])
+    return batch_of(requests, answers)
+
+
+def opened(config: Config, attention: str, max_tokens: int, device: torch.device) -> Updater:
+    return Updater(dataclasses.replace(
+        config, model=dataclasses.replace(config.model, attn_implementation=attention),  # type: ignore[arg-type]
+        learner=dataclasses.replace(config.learner, max_tokens_per_microbatch=max_tokens),
+    ), device)
+
+
+def gradients(updater: Updater, batch: Batch) -> dict[str, Tensor]:
+    (minibatch,) = updater._plan(batch)
+    updater.objective.prepare(minibatch.micro_batches)
+    updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
+    return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "flash_attention_2"])
+def test_packing_changes_neither_logprobs_nor_gradient(
+    config: Config, device: torch.device, one_rank: None, note: Note, attention: str, dtype: str
+) -> None:
+    if device.type == "cpu" and (attention != "sdpa" or dtype != "float32"):
+        pytest.skip("for GPUs")
+    if attention == "flash_attention_2" and (importlib.util.find_spec("flash_attn") is None or dtype == "float32"):
+        pytest.skip("flash_attn is not installed, or can't compute this type")
+    config = with_dtype(config, dtype)
+    batch = random_batch(config)
+    longest = config.longest_tokens
+    packed = opened(config, attention, 8 * longest, device)
+    alone = opened(with_dtype(config, "float32"), "sdpa", longest, device)
+    truth = learner_logprobs(alone, batch)
+    differences = learner_logprobs(packed, batch) - truth
+    note(f"packed {attention} against float32 sdpa alone", differences, dtype=dtype)
+    mean, p99 = OPEN[dtype]
+    assert np.abs(differences).mean() < mean and np.quantile(np.abs(differences), 0.99) < p99
+    found, expected = gradients(packed, batch), gradients(alone, batch)
+    cosines = {n: torch.cosine_similarity(g.flatten(), expected[n].flatten(), 0).item() for n, g in found.items()}
+    assert min(cosines.values()) > (0.9999 if dtype == "float32" else 0.98), cosines

@@ -50,7 +50,7 @@ def _learner(size: str) -> Callable[[Path, dict[str, Any], float], list[str]]:
     return lambda folder, server, left: _python(
         "benchmarks.learner_step", "--size", size, "--groups", "32", "--answers", "8", "--prompt", "128",
         "--mean", "256", "--longest", "1024", "--max-tokens", "32768", "--rounds", "5",
-        "--out", str(folder / f"learner-{size}"),
+        "--out", str(folder / f"learner-{size}"), "--profile", str(folder / f"learner-{size}-profile.log"),
     )  # fmt: skip
 
 

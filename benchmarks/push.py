@@ -5,7 +5,7 @@
 push    everything: pause, buckets, loading, resume; parameters as the learner holds them (serving type, no gathering)
 copy    one device-to-device copy of the same bytes, from one buffer to another
 
-benchmarks/weight_sync.py measures the same without SGLang. On a CPU cuda_ipc shares host memory.
+benchmarks/weight_sync.py measures the same without SGLang. On a CPU cuda_ipc shares host memory, buckets whole.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="3m")
     parser.add_argument("--transports", default="cuda_ipc,disk")
-    parser.add_argument("--bucket-mb", type=int, default=WeightSyncConfig().bucket_bytes // 2**20)
+    default_mb = WeightSyncConfig().bucket_bytes // 2**20 if torch.cuda.is_available() else 4
+    parser.add_argument("--bucket-mb", type=int, default=default_mb, help="default: %(default)s here")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--server-args", type=json.loads, default={}, help="JSON, as rollout.server_args")
     parser.add_argument("--out", type=Path, default=Path("runs/push.json"))

@@ -25,7 +25,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
 
-IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc"]
+IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weight_sync.bucket_bytes=65536"]
 """As on one GPU, with host memory in place of the GPU's, of which nothing is released."""
 
 

@@ -193,7 +193,16 @@ def enter(folder: str, config: Config, name: str) -> Config:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
     use_interface(config.network.host)
+    use_huge_pages()
     return config
+
+
+def use_huge_pages() -> None:
+    """For torch's large tensors on the CPU: taking a fresh one page by page costs more than filling it.
+
+    Holds for this process and what it starts, if called before torch makes a tensor.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def dump_stacks() -> None:

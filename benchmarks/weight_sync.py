@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig, WeightSyncConfig
+from async_rl.processes import use_huge_pages
 from async_rl.weights import open_publisher
 from benchmarks.machine import describe_machine
 from benchmarks.weight_receiver import ReceiverProcess
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--bare-receiver", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    use_huge_pages()
     torch.set_num_threads(1)
     if arguments.bare_receiver:
         receive_bare(arguments.bare_receiver)

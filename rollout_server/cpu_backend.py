@@ -1,4 +1,5 @@
-"""SGLang's torch_native attention backend with its loop over sequences replaced, for serving on CPU.
+"""What SGLang needs to serve well on CPU: its torch_native attention backend with the loop over sequences replaced,
+and a scheduler that leaves its core to others while it is paused.
 
 The stock backend calls torch once per sequence and layer; with hundreds of short sequences in a batch those
 calls, not the arithmetic, take most of the server's time. The one here does the same arithmetic for slices of
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers.scheduler import Scheduler
 from torch import Tensor
 
 from rollout_server.decode_attention import decode_attention
@@ -60,7 +62,18 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Serve `--attention-backend torch_native` by the batched one. Call in the scheduler's process before it
-    starts.
-    """
+    """Call in the scheduler's process before it starts."""
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
+    Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
+
+
+_record_paused = Scheduler._record_scheduler_state_for_paused_engine
+
+
+def _wait_while_paused(scheduler: Scheduler) -> None:
+    """With `sleep-on-idle`, a paused scheduler waits for the next message too.
+
+    SGLang's asks for one over and over: on the core that its own HTTP process, or the learner, then needs for the push.
+    """
+    _record_paused(scheduler)
+    scheduler.maybe_sleep_on_idle()

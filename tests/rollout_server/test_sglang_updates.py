@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import requests
 import torch
@@ -170,3 +172,19 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: E
         await asyncio.to_thread(requests.post, f"{engine.url}/{path}", json=body, timeout=30)
 
     assert len(sglang_server.run(cancel_one())) == 9
+
+
+def test_a_paused_server_leaves_its_cores_to_others(sglang_server: EngineInThread) -> None:
+    url = sglang_server.engine.url
+    served_on = int(url.rpartition(":")[2])
+    server = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
+    processes = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+
+    def cpu_s() -> float:
+        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+    requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=30)
+    before_s = cpu_s()
+    time.sleep(1.0)
+    assert cpu_s() - before_s < 0.5  # one that looks for messages all the time takes a whole core
+    requests.post(f"{url}/continue_generation", json={}, timeout=30)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -174,7 +175,8 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
     """Markdown: a row for each kind of process, with one column for each thing that was checked."""
     lines = [
         f"SIGKILL (silent: SIGSTOP) to one process of a run at a random moment. {machine['processor']}, "
-        f"{machine['cores']} cores, {machine['system']}, {machine['commit']}.", "",
+        f"{machine['cores']} cores, {machine['system']}, {machine['commit']}; load average, other programs' included, "
+        f"{min(o['load'] for o in outcomes):.0f} to {max(o['load'] for o in outcomes):.0f}.", "",
         "| killed | engine | servers, ranks | runs | outcome | recovered after, s | ended after, s | counts add up | "
         "bound kept | orphans |", "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
@@ -227,8 +229,10 @@ def main() -> None:
                 outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
             print(outcome, flush=True)
             placement = f"{config.placement.rollout.servers}, {config.placement.learner.ranks}"
-            more = {"engine": config.rollout.engine, "bound": config.staleness.max, "placement": placement}
-            known.append(asdict(outcome) | more)
+            known.append(asdict(outcome) | {
+                "engine": config.rollout.engine, "bound": config.staleness.max, "placement": placement,
+                "load": round(os.getloadavg()[0], 1),
+            })
             arguments.out.parent.mkdir(exist_ok=True)
             machine = describe_machine()
             arguments.out.write_text(json.dumps({"machine": machine, "outcomes": known}, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,37 +30,59 @@ def why_not() -> str:
     return "" if made.returncode == 0 else f"network namespaces are not permitted here: {made.stderr.strip()}"
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
-def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, tmp_path: Path, engine: str) -> None:
+def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str:
+    """Runs the documented command as run `two` of tmp_path; returns what it printed. tmp_path/link: what crossed."""
     if reason := why_not():
         pytest.skip(reason)
-    stats = tmp_path / "link"
     # What other tests of this process have set for loopback is not for two hosts.
     inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     environment = inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "ASYNC_RL_LINK_STATS": str(stats),
+        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
     }
     done = subprocess.run(
         [
             "bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", str(smoke_yaml), f"run.dir={tmp_path}",
-            "run.name=two", f"rollout.engine={engine}", "staleness.max=1", "placement.rollout.nodes=1",
-            "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+            "run.name=two", "staleness.max=1", *overrides,
         ],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
+def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, tmp_path: Path, engine: str) -> None:
+    printed = train_on_two_hosts(
+        smoke_yaml, tmp_path, f"rollout.engine={engine}", "placement.rollout.nodes=1",
+        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+    )
+    assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert (run_dir / "keys" / "server.key_secret").exists()
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
     assert pushed_bytes > 4 * 2**20
-    (line,) = [line for line in stats.read_text().splitlines() if line.split(":")[0].strip().startswith("v")]
+    lines = (tmp_path / "link").read_text().splitlines()
+    (line,) = [line for line in lines if line.split(":")[0].strip().startswith("v")]
     counts = line.split(":")[1].split()
     received_bytes, sent_bytes = int(counts[0]), int(counts[8])
     assert sent_bytes > pushed_bytes  # the weights crossed the cable
     assert received_bytes > 4 * 16 * 12  # and the groups came back
     seconds = [record["time/push_s"] for record in records if "time/push_s" in record]
     print(f"{engine}: {pushed_bytes} bytes in {len(seconds)} pushes, {sum(seconds) / len(seconds) * 1e3:.0f} ms each")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_learner_of_two_hosts_that_each_hold_a_copy_trains(smoke_yaml: Path, tmp_path: Path) -> None:
+    printed = train_on_two_hosts(
+        smoke_yaml, tmp_path, "rollout.engine=hf", "placement.learner.nodes=2", "placement.rollout.servers=2",
+        "learner.sharding=hybrid",
+    )
+    for host in ("10.77.0.1", "10.77.0.2"):
+        assert re.search(rf"placed: .*{host}: [^;]*rollout/\d, learner/\d", printed), printed
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["buffer"]["buffer/unaccounted"] == 0

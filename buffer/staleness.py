@@ -161,11 +161,15 @@ def _needed_by_deadlines(
 
 
 def kept_at(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
-    """Which of the finished groups of these ascending deadlines may go on in a run that resumes at `version`."""
-    kept = []
+    """Which of the finished groups of these ascending deadlines may go on in a run that resumes at `version`.
+
+    With the policy `wait` as many as (*) allows; the others need only that none has missed its deadline.
+    """
+    kept: list[bool] = []
     number = 0
     for d in deadlines:
-        kept.append(number < (d - version + 1) * rules.fresh_per_step)
+        fits = rules.late != "wait" or number < (d - version + 1) * rules.fresh_per_step
+        kept.append(d >= version and fits)
         number += kept[-1]
     return kept
 

@@ -33,7 +33,8 @@ def train_batches(store: Store, number: int) -> list[int]:
     for _ in range(number):
         store.admit("w", 99, 0.0)
         while (taken := store.take(store.state.version)) is None:
-            store.finish(min(store.state.running), b"group", make_outcome())
+            oldest = store.state.running[min(store.state.running)]
+            store.finish(oldest.group_id, b"group", make_outcome(newest_version=oldest.start_version))
         prompts += [row.prompt_index for row in taken.groups]
         store.trained(store.state.version + 1)
         store.served(store.state.version)
@@ -112,11 +113,14 @@ def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None
     cut = checkpoint(store)
     starts = sorted(row.start_version for row in store.state.finished.values())
     assert starts[0] < 2 and len(starts) > 6
-    for bound in (0, 1):
-        rules = plain_rules(bound, 3)
+    for late, bound in [("wait", 0), ("wait", 1), ("drop", 0), ("mask", 1)]:
+        rules = plain_rules(bound, 3, late=late)
         resumed = resumed_state(cut, past, rules)
         deadlines = sorted(row.start_version + bound for row in resumed.finished.values())
-        assert all(sum(d <= by for d in deadlines) <= 3 * (by - 2 + 1) for by in range(1, 6))
+        if late == "wait":
+            assert all(sum(d <= by for d in deadlines) <= 3 * (by - 2 + 1) for by in range(1, 6))
+        else:
+            assert deadlines == [start + bound for start in starts if start + bound >= 2]
         assert deadlines and drops_of(resumed) == {"late": len(starts) - len(deadlines)}
         store_after = Store(rules, resumed)
         assert len(train_batches(store_after, 4)) == 12

@@ -17,7 +17,7 @@ from benchmarks.machine import describe_machine
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import run_assembled
 
-STEPS, A_ROW, TOKENS = 24, 4, 96
+STEPS, A_ROW, TOKENS = 16, 4, 384
 RATES = (3e-4, 1e-3, 3e-3)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "old_kv.md"
 

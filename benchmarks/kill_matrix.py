@@ -45,6 +45,8 @@ BACK = {"server": AGAIN, "worker": AGAIN, "silent": AGAIN, "buffer": "another on
 SILENT_S = 10.0
 FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
+BACK_TIMEOUT_S = 300.0
+"""An SGLang server takes a minute to start where others work, too."""
 END_TIMEOUT_S = 120.0
 MORE_STEPS = 3
 
@@ -116,7 +118,7 @@ def _see_it_recover(command: MarkedCommand, kind: str, run_dir: Path) -> float:
     def is_over() -> bool:
         return command.process.poll() is not None
 
-    seconds = wait_until(lambda: BACK[kind] in command.text() or is_over(), END_TIMEOUT_S, f"the {kind} to come back")
+    seconds = wait_until(lambda: BACK[kind] in command.text() or is_over(), BACK_TIMEOUT_S, f"the {kind} to come back")
     if kind == "buffer":  # the batch being trained was handed out by the one that died
         before = _steps(run_dir)
         seconds += wait_until(lambda: _steps(run_dir) > before + 1 or is_over(), END_TIMEOUT_S, "two more steps")

@@ -30,7 +30,7 @@ def options(kind: str, engine: str, seed: int) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "engine", "seed"),
     [
@@ -48,7 +48,7 @@ def test_what_can_be_brought_back_is_and_every_group_is_accounted_for(
     check(outcome)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "engine", "seed"),
     [

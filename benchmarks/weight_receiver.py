@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import select
 import subprocess
 import sys
 from types import TracebackType
+from typing import Any
 
 import requests
 import torch
 from torch import Tensor, nn
 
 from async_rl.config import Config, NetworkConfig, TimeoutsConfig
+from async_rl.errors import WaitTimeoutError
 from rollout_server.hf_weights import WeightEndpoints
+
+START_S = 120.0
+END_S = 10.0
 
 
 class Bag(nn.Module):
@@ -44,9 +50,9 @@ class Holder:
     def resume(self, *_: object) -> None:
         pass
 
-    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         await asyncio.to_thread(self._load, tensors)
-        self.version = self.version if version is None else version
+        self.version = version
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         state = self.model.state_dict()
@@ -70,6 +76,9 @@ class ReceiverProcess:
             [*command, str(config.timeouts.join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], START_S)[0]:
+            end(self.process)
+            raise WaitTimeoutError(f"waited {START_S:.0f} s for the weight receiver to say where it listens")
         self.url = self.process.stdout.readline().strip()
 
     def version(self) -> int:
@@ -83,8 +92,7 @@ class ReceiverProcess:
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        end(self.process)
 
     def __enter__(self) -> ReceiverProcess:
         return self
@@ -93,6 +101,15 @@ class ReceiverProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Raises WaitTimeoutError if it does not end."""
+    process.kill()
+    try:
+        process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        raise WaitTimeoutError(f"waited {END_S:.0f} s for the end of process {process.pid} after SIGKILL") from None
 
 
 def tensor_names(num_tensors: int) -> list[str]:

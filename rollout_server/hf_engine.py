@@ -114,7 +114,7 @@ class HFEngine:
             self._paused = False
             self._changed.notify()
 
-    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Copies the tensors into the model and sets the version, between two tokens."""
         await self.between_tokens(lambda: self._load_weights(tensors, version))
 
@@ -220,12 +220,11 @@ class HFEngine:
         self._training.retract()
         self._evaluation.retract()
 
-    def _load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None:
+    def _load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         state = self.model.state_dict()
         for name, tensor in tensors.items():
             state[name].copy_(tensor)
-        if version is not None:
-            self.version = version
+        self.version = version
 
     def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
         ids = torch.tensor([tokens], device=self.model.device)

@@ -32,7 +32,7 @@ class Updatable(Protocol):
 
     async def pause(self, *, keep_kv: bool) -> None: ...
     def resume(self) -> None: ...
-    async def load_weights(self, tensors: dict[str, Tensor], version: int | None) -> None: ...
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None: ...
     async def set_version(self, version: int) -> None: ...
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]: ...
 
@@ -154,9 +154,9 @@ class WeightEndpoints:
         staged, version = self._staged, self._staged_version
         if staged is None:
             raise ValueError("/end_weight_update without /begin_weight_update")
-        if version is not None:
+        if version is not None:  # comes with the last bucket: without it the push has broken off
             _check_whole(self._engine.model, staged)
-        await self._engine.load_weights(staged, version)
+            await self._engine.load_weights(staged, version)
         self._staged = self._staged_version = None
         return {}
 

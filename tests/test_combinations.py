@@ -22,6 +22,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
     ("overrides", "message"),
     [
         (
+            ["weight_sync.background=true"],
+            "weight_sync.background must be false with rollout.engine sglang, got True. SGLang loads what it receives",
+        ),
+        (
             ["weight_sync.every_steps=3", "staleness.max=1"],
             "at least weight_sync.every_steps * learner.prompts_per_step = 48, got 32. Otherwise the learner waits "
             "for ever. Set staleness.max >= 2 or weight_sync.every_steps <= 2.",

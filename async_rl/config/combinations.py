@@ -27,6 +27,11 @@ def check_combinations(config: Config) -> None:
         not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
         "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
     )
+    check(
+        not config.weight_sync.background or config.rollout.engine == "hf", "weight_sync.background", True,
+        "false with rollout.engine sglang",
+        "SGLang loads what it receives into the weights it samples from: it must stand still from the first bucket on.",
+    )
     if config.staleness.mode == "exact":
         _check_exact(config)
 

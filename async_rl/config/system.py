@@ -36,6 +36,8 @@ class WeightSyncConfig:
     """Requests that run when new weights come: in_place: pause, keep their KV, continue; retract: recompute it; drain:
     finish first; abort: resubmit what there is of the answer."""
     every_steps: int = 1
+    background: bool = False
+    """Servers generate on while new weights arrive beside the old, and pause to swap them. rollout.engine hf only."""
     bucket_bytes: int = 512 * 2**20
     verify: bool = True
     """After the first push, compare the server's logprobs of a probe text with the learner's."""

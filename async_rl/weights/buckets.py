@@ -46,6 +46,7 @@ def iter_buckets(
             held, size, turn = [], 0, 1 - turn
         buffer = buffers[turn]
         if buffer is None or buffer.numel() < num_bytes:
+            buffers[turn] = buffer = None  # its memory may serve the new one
             buffer = torch.empty(max(bucket_bytes, num_bytes), dtype=torch.uint8, device=tensor.device)
             buffers[turn] = buffer
         buffer[size : size + num_bytes].view(dtype).copy_(tensor.detach().reshape(-1))

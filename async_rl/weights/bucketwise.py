@@ -21,21 +21,16 @@ class BucketPublisher(WeightPublisher):
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
         """While a bucket is sent, the next one is gathered: two of them are alive at most."""
         start_s = time.time()
-        paused_s = 0.0
         num_bytes = 0
         wait_sent: Callable[[], Any] | None = None
         for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype):
             if wait_sent:
                 wait_sent()
             else:  # only now: the first bucket is gathered while the servers still generate
-                paused_s = self.pause_all()
+                self.open_update()
             wait_sent = self.start_sending(bucket, version)
             num_bytes += bucket.data.numel()
         if wait_sent:
             wait_sent()
-        self.resume_all()
-        end_s = time.time()
-        return PushReport(
-            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
-            spans=self.sync_spans(paused_s, end_s),
-        )
+        self.close_update()
+        return self.report(start_s, num_bytes)

@@ -40,15 +40,11 @@ class DiskPublisher(WeightPublisher):
             if not source.name.endswith(".index.json"):
                 shutil.copy(source, target)
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        paused_s = self.pause_all()
+        self.open_update()
         body = {"model_path": str(target), "weight_version": str(version), "flush_cache": False}
         self.call_servers("/update_weights_from_disk", body, f"push of version {version}")
-        self.resume_all()
-        end_s = time.time()
-        return PushReport(
-            seconds=end_s - start_s, pause_s=end_s - paused_s,
-            num_bytes=sum(t.nbytes for t in tensors.values()), spans=self.sync_spans(paused_s, end_s),
-        )
+        self.close_update()
+        return self.report(start_s, sum(t.nbytes for t in tensors.values()))
 
     def close(self) -> None:
         super().close()

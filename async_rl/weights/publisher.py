@@ -104,6 +104,9 @@ class WeightPublisher(ABC):
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
         self.pause_mode = PAUSE_MODES[config.weight_sync.on_update]
+        self.background = config.weight_sync.background
+        self.paused_s = 0.0
+        """Wall-clock of the servers' last stop."""
         self.takes_turns = config.takes_turns
         self._released: dict[str, tuple[str, ...]] = {}
         """[url] what of RELEASED a server is without."""
@@ -123,8 +126,8 @@ class WeightPublisher(ABC):
         """The push itself, on rank 0."""
 
     def give_up(self) -> None:
-        """After a failed push: leave every server paused, in no update. A server that can't any more is found out by
-        the next push.
+        """After a failed push: leave every server in no update and, if it was paused, paused. A server that can't any
+        more is found out by the next push.
         """
         with suppress(WeightSyncError, WaitTimeoutError):
             self.call_servers("/end_weight_update", {}, "end of a failed weight push")
@@ -133,7 +136,7 @@ class WeightPublisher(ABC):
         """Make every server serve `version`, whose weights are `named_tensors` under Hugging Face names.
 
         The iterable may gather each tensor collectively; it is consumed in full on every rank. Where a server turns
-        out to be dead, it is dropped from `servers`, the others stay paused, and the report says so.
+        out to be dead, it is dropped from `servers`, others that are paused stay so, and the report says so.
 
         Raises:
             WeightSyncError: a live server refused; it stays paused and must not be used.
@@ -250,28 +253,40 @@ class WeightPublisher(ABC):
             for name, url in self.servers.items()
         }
 
-    def pause_all(self) -> float:
-        """Stop generation as `weight_sync.on_update` has it; returns the wall-clock of the stop.
+    def open_update(self) -> None:
+        """The servers stand still from now on or, with `weight_sync.background`, not yet."""
+        if not self.background:
+            self._pause()
+        self._at_every_server(partial(self._resume_memory, ("weights",)))
+        self.call_servers("/begin_weight_update", {}, "begin of a weight push")
+
+    def close_update(self) -> None:
+        """The servers go on with what they have got."""
+        if self.background:
+            self._pause()
+        self.call_servers("/end_weight_update", {}, "end of a weight push")
+        self._at_every_server(partial(self._resume_memory, ("kv_cache", "cuda_graph")))
+        self.call_servers("/continue_generation", {}, "resume after a weight push")
+
+    def _pause(self) -> None:
+        """Stop generation as `weight_sync.on_update` has it.
 
         Only `retract` leaves no KV in use, so that the cache can be flushed: a server told to flush while requests
         stand still in place refuses, and one told so by the update itself (`flush_cache`) dies. The other modes rely
         on prefix-cache keys that no two groups share.
         """
-        start_s = time.time()
+        self.paused_s = time.time()
         self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")
         if self.pause_mode == "retract":
             self.call_servers("/flush_cache", {}, "flush of the KV cache before a weight push")
-        self._at_every_server(partial(self._resume_memory, ("weights",)))
-        self.call_servers("/begin_weight_update", {}, "begin of a weight push")
-        return start_s
 
-    def resume_all(self) -> None:
-        self.call_servers("/end_weight_update", {}, "end of a weight push")
-        self._at_every_server(partial(self._resume_memory, ("kv_cache", "cuda_graph")))
-        self.call_servers("/continue_generation", {}, "resume after a weight push")
-
-    def sync_spans(self, start_s: float, end_s: float) -> tuple[Span, ...]:
-        return tuple(Span(name, "sync", start_s, end_s, "weights") for name in self.servers)
+    def report(self, start_s: float, num_bytes: int) -> PushReport:
+        """Of the push that began at `start_s` and has just ended."""
+        end_s = time.time()
+        return PushReport(
+            seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
+            spans=tuple(Span(name, "sync", self.paused_s, end_s, "weights") for name in self.servers),
+        )
 
 
 def _answers(url: str) -> bool:

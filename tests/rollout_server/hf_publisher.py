@@ -17,8 +17,12 @@ from tests.rollout_server.hf_cases import config_for, sharp_model
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
     """Pushes the weights of seed 5 as version 3, in several buckets, and verifies them."""
     config = config_for(Path(folder))
+    background = transport == "background"
+    sync = replace(
+        config.weight_sync, transport="gloo" if background else transport, background=background, bucket_bytes=100_000
+    )
     config = replace(
-        config, weight_sync=replace(config.weight_sync, transport=transport, bucket_bytes=100_000),
+        config, weight_sync=sync,
         run=replace(config.run, dir=run_dir),
     )
     model = sharp_model("tiny-qwen2", 5).eval()

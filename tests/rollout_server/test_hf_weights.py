@@ -64,22 +64,25 @@ async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
     return versions
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("transport", ["gloo", "disk", "background"])
 def test_the_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
     assert max(with_engine(config_for(folder), push_by(transport, folder, tmp_path))) < 1e-4
 
 
-def test_a_push_that_breaks_off_leaves_the_old_version_serving(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("label", "end"), [({"weight_version": "1"}, "/continue_generation"), ({}, "/end_weight_update")]
+)
+def test_a_push_that_breaks_off_leaves_the_old_version_serving(
+    folder: Path, tmp_path: Path, label: dict[str, str], end: str
+) -> None:
     other = save_sharp_model(tmp_path / "other", seed=9)
     old = sharp_model("tiny-qwen2", 0).eval()
 
     async def break_off(engine: HFEngine) -> None:
-        await post(engine, "/pause_generation", {"mode": "in_place"})
         await post(engine, "/begin_weight_update", {})
-        body = {"model_path": str(other), "weight_version": "1"}
-        status, _ = await post(engine, "/update_weights_from_disk", body)
+        status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), **label})
         assert status == 200
-        await post(engine, "/continue_generation", {})  # without /end_weight_update
+        assert (await post(engine, end, {}))[0] == 200  # before the end, or before the bucket that brings the label
         for completion in await engine.generate(request_for(1)):
             assert set(completion.versions.tolist()) == {0}
             expected = recomputed_logprobs(old, request_for(1), completion)

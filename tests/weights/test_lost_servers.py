@@ -34,8 +34,8 @@ class Pausing(WeightPublisher):
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
         next(named_tensors)
-        self.pause_all()
-        self.resume_all()
+        self.open_update()
+        self.close_update()
         return PushReport(num_bytes=1)
 
 

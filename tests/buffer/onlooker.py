@@ -51,6 +51,7 @@ class Onlooker:
         self.journal = self.open_journal()
         self.store = Store(rules, StoreState(record=self.write_down))
         self.store.served(0)
+        self.commit()
         self.save()
 
     def open_journal(self) -> Journal | None:
@@ -200,6 +201,7 @@ class Onlooker:
         if self.rules.exact and not finished:
             self.first_version = cut.version
         self.store.served(self.version)
+        self.commit()
 
     def run_dry(self) -> None:
         """Once all that may run has run, the learner goes on, whatever it was at: there is no deadlock."""

@@ -216,6 +216,7 @@ def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(watch
     assert "last words of learner-1" in text
 
 
+@pytest.mark.nightly
 def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(watched: Any) -> None:
     run = watched(silent_s=3)
     stop(run.processes.actors["learner/0"])

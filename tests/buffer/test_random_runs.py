@@ -151,6 +151,7 @@ def test_events_in_any_order_keep_the_bound_and_the_account() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_hundred_thousand_events_in_any_order_keep_the_bound_and_the_account() -> None:
     steps = run_in_any_order(runs=1200, events=100)
     walked = 0

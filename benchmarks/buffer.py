@@ -43,6 +43,7 @@ from async_rl.codec import encode_group
 from async_rl.config import (
     AlgorithmConfig,
     BufferConfig,
+    CheckpointConfig,
     Config,
     LearnerConfig,
     ModelConfig,
@@ -258,7 +259,8 @@ def received(pipe: Connection, what: str) -> Any:
 
 def with_journal(config: Config, folder: str, number: int) -> Config:
     run = RunConfig(name=f"round-{number}", dir=folder)
-    return dataclasses.replace(config, run=run, buffer=BufferConfig(journal=True, journal_keep_steps=2))
+    buffer = BufferConfig(journal=True, journal_keep_steps=2)
+    return dataclasses.replace(config, run=run, buffer=buffer, checkpoint=CheckpointConfig(every_steps=0))
 
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from async_rl.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError
-from rollout_server.hf_weights import WeightEndpoints
+from rollout_server.hf_weights import WeightEndpoints, take_over
 
 START_S = 120.0
 END_S = 10.0
@@ -51,13 +51,8 @@ class Holder:
         pass
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        await asyncio.to_thread(self._load, tensors)
+        take_over(self.model, tensors)
         self.version = version
-
-    def _load(self, tensors: dict[str, Tensor]) -> None:
-        state = self.model.state_dict()
-        for name, tensor in tensors.items():
-            state[name].copy_(tensor)
 
     async def set_version(self, version: int) -> None:
         self.version = version

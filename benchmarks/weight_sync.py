@@ -71,7 +71,9 @@ class BareBroadcast:
 
 def receive_bare(where: str) -> None:
     port, num_bytes = map(int, where.split(":"))
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=1, world_size=2)
+    timeout = timedelta(seconds=WAIT_S)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timeout)
     data = torch.zeros(num_bytes, dtype=torch.uint8)
     with suppress(RuntimeError):  # the sender is done
         while True:

@@ -30,7 +30,7 @@ from async_rl.model_folder import load_tokenizer
 from async_rl.weights.publisher import serving_dtype
 from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.hf_batch import DecodingBatch, Group
-from rollout_server.hf_weights import WeightEndpoints
+from rollout_server.hf_weights import WeightEndpoints, take_over
 
 Result = TypeVar("Result")
 
@@ -115,7 +115,7 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Copies the tensors into the model and sets the version, between two tokens."""
+        """Puts the tensors in the place of the model's and sets the version, between two tokens."""
         await self.between_tokens(lambda: self._load_weights(tensors, version))
 
     async def set_version(self, version: int) -> None:
@@ -221,9 +221,7 @@ class HFEngine:
         self._evaluation.retract()
 
     def _load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        state = self.model.state_dict()
-        for name, tensor in tensors.items():
-            state[name].copy_(tensor)
+        take_over(self.model, tensors)
         self.version = version
 
     def _prompt_logprobs(self, tokens: list[int]) -> list[float]:

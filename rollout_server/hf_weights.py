@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rl.config import NetworkConfig, TimeoutsConfig
@@ -119,6 +120,7 @@ class WeightEndpoints:
 
     async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
         self._staged, self._staged_version = {}, None
+        self._receiver.begin()
         return {}
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class WeightEndpoints:
         return {}
 
     async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
-        tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]))
+        tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]), self._engine.model.device)
         self._stage(tensors, body.get("weight_version"))
         return {}
 
@@ -146,6 +148,8 @@ class WeightEndpoints:
             if tensor.shape != expected[name].shape:
                 shape = list(expected[name].shape)
                 raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+            if tensor.dtype != expected[name].dtype:
+                raise ValueError(f"{name} must be {expected[name].dtype}, got {tensor.dtype}")
             self._staged[name] = tensor
         if version is not None:
             self._staged_version = int(version)
@@ -157,6 +161,7 @@ class WeightEndpoints:
         if version is not None:  # comes with the last bucket: without it the push has broken off
             _check_whole(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
+            self._receiver.taken()
         self._staged = self._staged_version = None
         return {}
 
@@ -170,6 +175,17 @@ class WeightEndpoints:
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
         return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}
+
+
+def take_over(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
+) -> None:
+    """The memory of `tensors` becomes the model's: nothing is copied while answers stand still."""
+    places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    places.update(model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        places[name].data = tensor.detach()
 
 
 def _answering(
@@ -186,11 +202,12 @@ def _answering(
     return answer
 
 
-def _read_folder(folder: Path) -> list[tuple[str, Tensor]]:
+def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder}")
-    return [item for file in files for item in load_file(file).items()]
+    # Copied: what safetensors gives is the file itself, which a later push writes over.
+    return [(name, tensor.to(device, copy=True)) for file in files for name, tensor in load_file(file).items()]
 
 
 def _check_whole(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:

@@ -39,6 +39,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0.0"),
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid'."),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True. Nothing is"),
+        (
+            ["checkpoint.every_steps=50", "buffer.journal_keep_steps=49"],
+            "buffer.journal_keep_steps must be -1 or at least checkpoint.every_steps = 50, got 49. Otherwise a resume",
+        ),
         (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],

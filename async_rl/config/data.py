@@ -90,9 +90,9 @@ class BufferConfig:
     """Share of a batch, at least, that no batch held before; the rest are groups used before, as far as there are."""
     journal: bool = True
     """Keep everything in run_dir/trajectories.sqlite, so that the run survives the end of the buffer's process."""
-    journal_keep_steps: int = 20
-    """Steps for which the tokens of a trained or dropped group stay in the journal; -1: for ever. Rewards, lengths and
-    versions of every rollout always stay."""
+    journal_keep_steps: int = 100
+    """Steps for which the tokens of a trained or dropped group stay in the journal, at least until the next checkpoint;
+    -1: for ever. Rewards, lengths and versions of every rollout always stay."""
 
     def __post_init__(self) -> None:
         check(self.max_uses >= 1, "buffer.max_uses", self.max_uses, "at least 1")

@@ -20,14 +20,16 @@ class Bucket:
 
 
 def iter_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype
+    named_tensors: Iterable[tuple[str, Tensor]],
+    bucket_bytes: int,
+    dtype: torch.dtype,
+    buffers: list[Tensor | None],  # two of [bytes] uint8, or None for one that is not there yet
 ) -> Iterator[Bucket]:
     """Cast to `dtype` and fill buckets in order. A tensor larger than `bucket_bytes` gets a bucket of its own.
 
-    Two buffers take turns, and tensors are copied into them as they come: a bucket may be sent while the next one is
+    The buffers take turns, and tensors are copied into them as they come: a bucket may be sent while the next one is
     filled, and must have been sent when the next but one is asked for.
     """
-    buffers: list[Tensor | None] = [None, None]
     held: list[tuple[str, list[int]]] = []  # of the bucket that is being filled
     size = turn = 0
 

@@ -128,6 +128,20 @@ class Receiver:
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self._spare: list[Tensor] = []
+        """Buffers of weights that were replaced. Fresh memory of that size would take longer than to fill it."""
+        self._received: list[Tensor] = []
+        self._in_use: list[Tensor] = []
+
+    def begin(self) -> None:
+        """A push begins; what one that broke off has brought is not wanted any more."""
+        self._spare += self._received
+        self._received = []
+
+    def taken(self) -> None:
+        """What this push has brought is in use, what the one before brought no longer is."""
+        self._spare = self._in_use
+        self._in_use, self._received = self._received, []
 
     def join(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
@@ -142,9 +156,16 @@ class Receiver:
         device: torch.device | None = None,
     ) -> list[tuple[str, Tensor]]:
         """One bucket. Raises KeyError when `group_name` was never joined, RuntimeError when the sender is lost."""
-        data = torch.empty(bucket_num_bytes(dtypes, shapes), dtype=torch.uint8, device=device)
+        data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
         dist.broadcast(data, group=self.groups[group_name], group_src=0)
         return unpack(data, names, dtypes, shapes)
+
+    def _buffer(self, num_bytes: int, device: torch.device | None) -> Tensor:  # [num_bytes] uint8
+        fitting = [spare for spare in self._spare if spare.numel() == num_bytes]
+        data = fitting[0] if fitting else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._spare = [spare for spare in self._spare if spare is not data]
+        self._received.append(data)
+        return data
 
     def leave(self, group_name: str) -> None:
         dist.destroy_process_group(self.groups.pop(group_name))

@@ -17,7 +17,7 @@ import pytest
 
 from async_rl.checkpoints import Cut, checkpoint_folder, write_cut
 from async_rl.cli import main
-from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig
+from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfig, RunConfig
 from async_rl.errors import AsyncRLError
 from async_rl.rundir import open_run_dir
 from async_rl.types import Batch, Slot
@@ -36,6 +36,7 @@ def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) 
         make_config(**{"max_staleness": 1, **sizes}),
         run=RunConfig(name="run", dir=str(folder)),
         buffer=BufferConfig(journal_keep_steps=keep_steps),
+        checkpoint=CheckpointConfig(every_steps=0),
         network=NetworkConfig(port=port),
     )
 

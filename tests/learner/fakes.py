@@ -55,6 +55,9 @@ class FakePublisher:
     def connect(self) -> None:
         self.calls.append(("connect", -1))
 
+    def make_room(self) -> None:
+        self.calls.append(("make_room", -1))
+
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         self.calls.append(("push", version))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}

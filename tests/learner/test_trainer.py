@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import (
     Config,
+    EvalConfig,
+    PlacementConfig,
     RolloutConfig,
     RunConfig,
     StalenessConfig,
@@ -120,6 +122,29 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
 
     ((tokens, logprobs),) = publisher.verified  # after the first push only, with the weights of that push
     assert len(tokens) == len(logprobs) + 1
+
+
+def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
+        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
+        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
+        eval=EvalConfig(every_steps=1, pin_version=True),
+    )
+    assert learner.config.takes_turns
+
+    def end_the_evaluation() -> None:
+        publisher.calls.append(("evaluated", -1))
+        learner.evaluations.ended()
+
+    for report in learner.run():
+        if report.eval_due:
+            threading.Timer(0.3, end_the_evaluation).start()
+    assert [call for call, _ in publisher.calls] == [
+        "connect", *["make_room", "push", "evaluated"] * 2, "make_room", "push",
+    ]
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

@@ -106,6 +106,10 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     wrong.mkdir()
     save_file({"model.norm.weight": torch.ones(95)}, wrong / "a.safetensors")
 
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    save_file({"model.norm.weight": torch.ones(96, dtype=torch.bfloat16)}, narrow / "a.safetensors")
+
     from_disk = "/update_weights_from_disk"
 
     async def refused(engine: HFEngine) -> list[tuple[int, str]]:
@@ -114,17 +118,19 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
             await post(engine, "/pause_generation", {"mode": "stop"}),
             await post(engine, "/begin_weight_update", {}),
             await post(engine, from_disk, {"model_path": str(wrong)}),
+            await post(engine, from_disk, {"model_path": str(narrow)}),
             await post(engine, from_disk, {"model_path": str(tmp_path)}),
             await post(engine, from_disk, {"model_path": str(partial), "weight_version": "1"}),
             await post(engine, "/end_weight_update", {}),
         ]
         return [(status, reply["message"]) for status, reply in replies]
 
-    outside, mode, begin, shape, empty, one_tensor, whole = with_engine(config_for(folder), refused)
+    outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(config_for(folder), refused)
     assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
     assert mode[0] == 400 and "'stop'" in mode[1]
     assert begin[0] == 200 and one_tensor[0] == 200
     assert shape[0] == 400 and "[96], got [95]" in shape[1]
+    assert dtype[0] == 400 and "must be torch.float32, got torch.bfloat16" in dtype[1]
     assert empty[0] == 400 and "no *.safetensors" in empty[1]
     assert whole[0] == 400 and "lacks" in whole[1]
 

@@ -165,6 +165,18 @@ def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_p
         server.close()
 
 
+@pytest.mark.nightly
+def test_garbage_collection_leaves_out_what_a_server_has_imported(model_folder: Path, tmp_path: Path) -> None:
+    server = EngineInThread(sglang_config(model_folder, server_args={"log_level": "debug"}), tmp_path)
+    try:
+        server.run(server.engine.start())
+    finally:
+        server.close()
+    log = (tmp_path / "sglang-rollout-0.log").read_text()
+    assert "Freezing GC in Scheduler process" in log
+    assert "Freezing GC in Tokenizer Manager process" in log
+
+
 def test_a_server_that_dies_at_start_shows_its_log_and_a_hint(model_folder: Path, tmp_path: Path) -> None:
     server = EngineInThread(sglang_config(model_folder, server_args={"no_such_flag": 1}), tmp_path)
     with pytest.raises(ProcessDiedError) as failure:

@@ -98,3 +98,19 @@ def test_in_the_background_the_servers_are_stopped_only_when_they_have_everythin
     assert receiver.version() == 3
     assert receiver.checksum() == 4.0 * 32 * MB / 4
     assert 0 < report.pause_s < report.seconds
+
+
+def test_a_push_that_breaks_off_writes_over_no_weights_in_use(receiver: ReceiverProcess) -> None:
+    publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+
+    def breaking_off() -> Iterator[tuple[str, Tensor]]:
+        yield from itertools.islice(gathered(receiver, -1.0), 20)
+        raise ArithmeticError
+
+    for version in range(4, 8):  # buffers of replaced weights are used again
+        publisher.push(gathered(receiver, float(version)), version)
+        with pytest.raises(ArithmeticError):
+            publisher.push(breaking_off(), version + 1)
+        assert receiver.version() == version
+        assert receiver.checksum() == version * 32 * MB / 4
+    publisher.close()

@@ -150,7 +150,7 @@ def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, v
     if config.eval.size == 0:
         return
     report = processes.gather(
-        {name: processes.actors[name].evaluate.remote(version)}, config.timeouts.generate_s,
+        {name: processes.actors[name].evaluate.remote(version, beside_training=False)}, config.timeouts.generate_s,
         f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)

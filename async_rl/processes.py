@@ -115,8 +115,8 @@ class RolloutProcess:
     async def dump_stacks(self) -> None:
         dump_stacks()
 
-    async def evaluate(self, version: int) -> Report:
-        return await self._worker.evaluate(version)
+    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+        return await self._worker.evaluate(version, beside_training=beside_training)
 
     async def stop(self) -> None:
         if hasattr(self, "_worker"):

@@ -154,7 +154,7 @@ class Supervisor:
             self._processes.actors["learner/0"].evaluated.remote()
             return
         self._evaluating[servers[0]].append(version)
-        call: Any = self._processes.actors[servers[0]].evaluate.remote(version)
+        call: Any = self._processes.actors[servers[0]].evaluate.remote(version, beside_training=True)
         self._expect(servers[0], call, partial(self._evaluated, servers[0], version))
 
     def _evaluated(self, name: str, version: int, report: Report) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from async_rl.metrics import Metric
-from async_rl.timeline import Span, Timeline
+from async_rl.timeline import Span, State, Timeline
 
 
 class Activity:
-    """`busy` while a group is in flight, else `wait_weights`: a worker without a group waits for admission,
-    which opens with the next served weights. `eval` lies over both while an evaluation runs.
+    """`busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`: a worker without a
+    group waits for admission, which opens with the next served weights.
     """
 
     def __init__(self, pool: str) -> None:
@@ -80,7 +80,6 @@ class Activity:
     def _cut(self) -> None:
         """Records the state that ends or is interrupted now."""
         now_s = time.time()
-        if self._evaluations:
-            self._timeline.add("eval", self._since_s, now_s)
-        self._timeline.add("busy" if self.in_flight else "wait_weights", self._since_s, now_s)
+        idle: State = "eval" if self._evaluations else "wait_weights"
+        self._timeline.add("busy" if self.in_flight else idle, self._since_s, now_s)
         self._since_s = now_s

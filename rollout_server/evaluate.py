@@ -46,7 +46,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
             await engine.start()
             worker = Worker(config, 0, engine, task, reward, tokenizer, _NO_BUFFER)
             try:
-                return reduce_metrics((await worker.evaluate(0)).metrics)
+                return reduce_metrics((await worker.evaluate(0, beside_training=False)).metrics)
             finally:
                 await worker.stop()
         finally:

@@ -22,6 +22,9 @@ CORRECT = 1 - 1e-6
 _SEED_OFFSET = 2**32
 """Added to run.seed: the random numbers are not those of training, and the same in every evaluation."""
 
+_SHARE_BESIDE_TRAINING = 0.25
+"""Of rollout.concurrency: all prompts at once would hold up the groups that the learner waits for."""
+
 Answers = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
 
 
@@ -35,16 +38,24 @@ class Evaluation:
         self._activity = activity
         self._ids = itertools.count(-1, -1)  # negative: no group of the buffer
 
-    async def run(self, version: int) -> Report:
+    async def run(self, version: int, *, beside_training: bool) -> Report:
         """`eval/accuracy` and kin over eval.size prompts with eval.samples answers each; empty without a
         held-out set.
 
         An answer whose reward fails counts as reward 0, and in `eval/failed`.
+
+        Args:
+            beside_training: take a share of the engine only. With eval.pin_version a push waits for the end of the
+                evaluation, which then takes all it can get.
         """
+        limit = self._config.eval.size
+        if beside_training and not self._config.eval.pin_version:
+            limit = math.ceil(_SHARE_BESIDE_TRAINING * self._config.rollout.concurrency)
+        places = asyncio.Semaphore(max(1, limit))
         self._activity.enter_evaluation()
         try:
             prompts = await asyncio.to_thread(self._task.eval_prompts, self._config.eval.size)
-            groups = await asyncio.gather(*map(self._group, prompts))
+            groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
         finally:
             self._activity.leave_evaluation()
         answers = [(reward, length) for group in groups for reward, length, _ in group]
@@ -63,7 +74,7 @@ class Evaluation:
         )
         return Report(step=version, metrics=metrics, spans=self._activity.drain())
 
-    async def _group(self, prompt: Prompt) -> list[tuple[float | None, int, IntArray]]:
+    async def _group(self, prompt: Prompt, places: asyncio.Semaphore) -> list[tuple[float | None, int, IntArray]]:
         """(reward, tokens, token versions) of each answer; without reward if it failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
@@ -72,7 +83,8 @@ class Evaluation:
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
         try:
-            completions, rewards = await self._answers(request)
+            async with places:
+                completions, rewards = await self._answers(request)
         except RewardError:
             return [(None, 0, np.empty(0, np.int32))] * request.n
         return [(r, len(c.tokens), c.versions) for r, c in zip(rewards, completions, strict=True)]

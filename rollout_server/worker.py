@@ -111,9 +111,9 @@ class Worker:
             limit_s=timeouts.generate_s + size * timeouts.reward_s + timeouts.wire_s,
         )
 
-    async def evaluate(self, version: int) -> Report:
-        """Held-out accuracy with the weights the engine serves now, said to be `version`; beside `run` if it runs."""
-        return await self._evaluation.run(version)
+    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+        """Held-out accuracy with the weights the engine serves now, said to be `version`."""
+        return await self._evaluation.run(version, beside_training=beside_training)
 
     async def stop(self) -> None:
         """Ends `run`; groups in flight are given up."""

@@ -94,7 +94,7 @@ class Rollout(Pretender):
     async def status(self) -> Status:
         return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.time())
 
-    async def evaluate(self, version: int) -> Report:
+    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
         self.tell("evaluates")
         if self.told("hangs when asked"):
             (self._folder / f"rollout-{self._index}-hangs when asked").unlink()

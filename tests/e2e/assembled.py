@@ -80,7 +80,7 @@ def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version:
     """As the driver does: beside training; the learner is told of the end."""
 
     async def evaluate() -> None:
-        result.evals[version] = reduce_metrics((await worker.evaluate(version)).metrics)
+        result.evals[version] = reduce_metrics((await worker.evaluate(version, beside_training=True)).metrics)
         learner.evaluations.ended()
 
     return asyncio.run_coroutine_threadsafe(evaluate(), engine._loop)

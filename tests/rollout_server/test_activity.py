@@ -41,6 +41,16 @@ def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwi
     assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
 
 
+def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
+    activity = Activity("rollout/0")
+    at(clock, 101, activity.enter_evaluation)  # alone for 3 s, and for 1 s more after the group
+    group = at(clock, 104, activity.enter)
+    at(clock, 107, activity.leave, group)
+    at(clock, 108, activity.leave_evaluation)
+    result = shares(at(clock, 110, activity.drain), "rollout/0", 100, 110)
+    assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
+
+
 def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> None:
     activity = Activity("rollout/0")
     first = at(clock, 100, activity.enter)  # alone for 2 s, then two for 2 s: 1.5 on average

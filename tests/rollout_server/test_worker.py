@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -241,23 +242,49 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
         rolled_out(config, SilentEngine(), lambda prompt, text: 1.0)
 
 
+class CountingEngine(EchoEngine):
+    """Knows the most groups, of training and of evaluations, that it ever had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: Counter[bool] = Counter()
+        self.most = {False: 0, True: 0}
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        trains = request.group_id >= 0
+        self.running[trains] += 1
+        self.most[trains] = max(self.most[trains], self.running[trains])
+        try:
+            return await super().generate(request)
+        finally:
+            self.running[trains] -= 1
+
+
 def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
-    class CountingEngine(EchoEngine):
-        running = most = 0
-
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            try:
-                return await super().generate(request)
-            finally:
-                self.running -= 1
-
     config = config_of(staleness=3)
     engine = CountingEngine()
     config = replace(config, rollout=replace(config.rollout, concurrency=3))
     rolled_out(config, engine, lambda prompt, text: 1.0, steps=4)
-    assert engine.most == 3
+    assert engine.most[True] == 3
+
+
+@pytest.mark.parametrize(
+    ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
+)
+def test_an_evaluation_beside_training_takes_a_quarter_of_the_engine(
+    beside_training: bool, pinned: bool, at_once: int
+) -> None:
+    config = config_of(staleness=1)
+    config = replace(
+        config, rollout=replace(config.rollout, concurrency=8),
+        eval=replace(config.eval, size=6, every_steps=1, pin_version=pinned),
+    )
+    engine = CountingEngine()
+    rolled_out(
+        config, engine, lambda prompt, text: 1.0,
+        beside=lambda worker: worker.evaluate(1, beside_training=beside_training),
+    )
+    assert engine.most[False] == at_once
 
 
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
@@ -272,7 +299,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
         return 1.0 if prompt.text in accurate else 0.5
 
     engine = EchoEngine()
-    _, _, _, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9))
+    _, _, _, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False))
     values = reduce_metrics(report.metrics)
     # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
     assert values["eval/accuracy"] == pytest.approx(8 / 12)

@@ -158,11 +158,11 @@ class WeightEndpoints:
         staged, version = self._staged, self._staged_version
         if staged is None:
             raise ValueError("/end_weight_update without /begin_weight_update")
+        self._staged = self._staged_version = None  # a learner that gives the push up says this a second time
         if version is not None:  # comes with the last bucket: without it the push has broken off
             _check_whole(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
             self._receiver.taken()
-        self._staged = self._staged_version = None
         return {}
 
     async def _set_version(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Receiver:
 
     def taken(self) -> None:
         """What this push has brought is in use, what the one before brought no longer is."""
-        self._spare = self._in_use
+        self._spare = [data for data in self._in_use if not data.is_cuda]  # a GPU has a better use for it
         self._in_use, self._received = self._received, []
 
     def join(

@@ -135,6 +135,19 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     assert whole[0] == 400 and "lacks" in whole[1]
 
 
+def test_a_push_is_ended_once_however_often_that_is_said(folder: Path, tmp_path: Path) -> None:
+    other = save_sharp_model(tmp_path / "other", seed=9)
+
+    async def end_twice(engine: HFEngine) -> list[int]:
+        await post(engine, "/begin_weight_update", {})
+        await post(engine, "/update_weights_from_disk", {"model_path": str(other), "weight_version": "1"})
+        replies = await asyncio.gather(*(post(engine, "/end_weight_update", {}) for _ in range(2)))
+        assert engine.version == 1
+        return sorted(status for status, _ in replies)
+
+    assert with_engine(config_for(folder), end_twice) == [200, 400]
+
+
 def test_the_version_can_be_set_without_new_weights(folder: Path) -> None:
     async def relabel(engine: HFEngine) -> None:
         assert (await post(engine, "/update_weight_version", {"new_version": "4"}))[0] == 200

@@ -12,7 +12,8 @@ import numpy as np
 from async_rl.curve import smooth
 from async_rl.lanes import STATE_COLORS
 from async_rl.timeline import STATES
-from benchmarks.results import Row, Run
+from benchmarks.results import Row
+from buffer.store_rows import DROP_REASONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
 
@@ -32,8 +34,10 @@ def draw_all(rows: Sequence[Row], folder: Path, forecasts: dict[int, Forecast]) 
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[tuple[str, Callable[[], Any]]] = [
         ("trade_off", lambda: _trade_off(rows)),
-        ("reward_by_step", lambda: _learning_curves(rows, 0, "learner step")),
-        ("reward_by_time", lambda: _learning_curves(rows, 1, "seconds since the end of the first step")),
+        ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
+        ("accuracy_by_time", lambda: _accuracy_curves(rows, 1, SECONDS)),
+        ("reward_by_step", lambda: _reward_curves(rows, 0, STEP)),
+        ("reward_by_time", lambda: _reward_curves(rows, 1, SECONDS)),
         ("utilisation", lambda: _utilisation(rows, forecasts)),
         ("offpolicy", lambda: _offpolicy(rows)),
         ("staleness", lambda: _staleness_histogram(rows)),
@@ -103,61 +107,89 @@ def _legend(figure: Any, axes: Axes) -> None:
 
 
 def _trade_off(rows: Sequence[Row]) -> Any:
-    figure, panels = _panels(3)
-    _against_staleness(panels[0], rows, "per_100_steps", "accuracy gained per 100 steps")
-    _against_staleness(panels[1], rows, "learner", "learner utilisation, share of time")
-    panels[1].set_ylim(0, 1)
-    _against_staleness(panels[2], rows, "per_minute", "accuracy gained per minute, measured")
+    """What a step teaches; and, but in exact mode, where times say nothing, how busy the learner is and the trade."""
+    what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
+    bounded = [row for row in rows if not row.exact]
+    figure, panels = _panels(3 if bounded else 1)
+    _against_staleness(panels[0], rows, "per_100_steps", f"{what} gained per 100 steps")
+    if bounded:
+        _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
+        panels[1].set_ylim(0, 1)
+        _against_staleness(panels[2], bounded, "per_minute", f"{what} gained per minute, measured")
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     _legend(figure, panels[0])
     return figure
 
 
-def _learning_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Held-out accuracy where it was measured often enough, else the batches' mean reward; mean and standard error
-    over seeds, a panel for each series.
-    """
+def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
+    """Held-out accuracy, a marker for each evaluation; mean and standard error over seeds."""
+    if any(len(run.evals) < 3 for row in rows for run in row.runs):
+        return None
+
+    def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+        # The k-th evaluation of every seed: beside training they do not fall on the very same step.
+        count = min(len(run.evals) for run in row.runs)
+        points = np.array([run.evals[: count - 1] + run.evals[-1:] for run in row.runs])  # [seeds, count, 3]
+        means, errors = _mean_and_error(points[:, :, 2])
+        axes.errorbar(points[:, :, x].mean(axis=0), means, yerr=errors, capsize=2, marker="o", markersize=4, **style)
+
+    return _curves(rows, x_label, "held-out accuracy", draw)
+
+
+def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
+    """Mean reward of the batches, smoothed; mean and standard error over seeds on the span that all of them reach."""
+
+    def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+        curves = []
+        for run in row.runs:
+            points = run.points("reward/mean")
+            values = smooth([point[2] for point in points], max(1, len(points) // 15))
+            curves.append(([point[x] for point in points], values))
+        grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
+        means, errors = _mean_and_error(np.array([np.interp(grid, xs, values) for xs, values in curves]))
+        axes.plot(grid, means, **style)
+        axes.fill_between(grid, means - errors, means + errors, color=style["color"], alpha=0.18, linewidth=0)
+
+    return _curves(rows, x_label, "reward, mean of a batch, smoothed", draw)
+
+
+def _curves(
+    rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
+) -> Any:
+    """A panel for each series, a line for each bound."""
     from matplotlib import colormaps
 
     series = by_series(rows)
-    has_evals = all(len(run.evals) >= 4 for row in rows for run in row.runs)
     bounds = sorted({row.staleness for row in rows})
     figure, panels = _panels(len(series), width=6.5, height=4.2, sharey=True)
     for axes, (name, of_series) in zip(panels, series.items(), strict=True):
         for row in of_series:
-            color = colormaps["cividis"](bounds.index(row.staleness) / max(1, len(bounds) - 1) * 0.92)
-            xs, means, errors = _mean_curve(row.runs, x, has_evals)
-            style = ("-", "--", "-.", ":")[bounds.index(row.staleness) % 4]
-            axes.plot(xs, means, style, color=color, linewidth=1.8, label=f"{row.staleness}")
-            axes.fill_between(xs, means - errors, means + errors, color=color, alpha=0.18, linewidth=0)
+            place = bounds.index(row.staleness)
+            draw(axes, row, {
+                "color": colormaps["cividis"](place / max(1, len(bounds) - 1) * 0.92), "label": f"{row.staleness}",
+                "linestyle": ("-", "--", "-.", ":")[place % 4], "linewidth": 1.8,
+            })
         axes.set_title(series_name(name), fontsize=10)
         axes.set_xlabel(x_label)
-    panels[0].set_ylabel("held-out accuracy" if has_evals else "reward, mean of a batch, smoothed")
+    panels[0].set_ylabel(y_label)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, title="staleness.max", loc="outside right upper", frameon=False)
     return figure
 
 
-def _mean_curve(runs: Sequence[Run], x: int, has_evals: bool) -> tuple[Any, Any, Any]:
-    """(x [P], mean [P], standard error [P]) on a grid that all runs reach."""
-    curves = []
-    for run in runs:
-        points = run.evals if has_evals else run.points("reward/mean")
-        values = [point[2] for point in points]
-        values = values if has_evals else smooth(values, max(1, len(values) // 15))
-        curves.append(([point[x] for point in points], values))
-    grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
-    lines = np.array([np.interp(grid, xs, values) for xs, values in curves])
-    spread = lines.std(axis=0, ddof=1) / math.sqrt(len(lines)) if len(lines) > 1 else np.zeros_like(grid)
-    return grid, lines.mean(axis=0), spread
+def _mean_and_error(lines: Any) -> tuple[Any, Any]:
+    """Of [seeds, points] over the seeds: (mean [points], standard error [points], 0 for a single seed)."""
+    if len(lines) == 1:
+        return lines[0], np.zeros_like(lines[0])
+    return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
 def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
-    """Shares of time by state, stacked; predicted busy share and occupancy as marks. First series only: the system's
-    times do not depend on the loss.
-    """
-    rows = next(iter(by_series(rows).values()))
+    """Shares of time by state, stacked; predicted busy share and occupancy as marks. First series only, by name."""
+    series, rows = next(iter(by_series([row for row in rows if not row.exact]).items()), ((), []))
+    if not rows:
+        return None
     figure, panels = _panels(2, width=5.6, height=4.2, sharey=True)
     for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
         bottom = np.zeros(len(rows))
@@ -181,7 +213,7 @@ def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
             axes.plot(range(len(rows)), occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
         axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
         axes.set_xlabel("staleness.max, versions")
-        axes.set_title(f"{kind} pool", fontsize=10)
+        axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)
     panels[0].set_ylabel("share of time")
     panels[0].set_ylim(0, 1.02)
     handles: dict[str, Any] = {}
@@ -194,9 +226,10 @@ def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
 
 def _offpolicy(rows: Sequence[Row]) -> Any:
     figure, panels = _panels(3)
-    _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights")
+    _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights, median step")
     _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
     _against_staleness(panels[2], rows, "kl", "KL(behaviour || proximal), nats a token")
+    panels[0].set_yscale("symlog", linthresh=1e-3)  # from 0, where nothing is stale, over decades
     panels[0].set_ylim(bottom=0)
     panels[2].set_ylim(bottom=0)
     panels[1].set_ylim(top=min(1.02, max(1.005, panels[1].get_ylim()[1])))
@@ -205,7 +238,9 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
 
 
 def _staleness_histogram(rows: Sequence[Row]) -> Any:
-    """Share of the trained rollouts at each staleness, a panel for each bound; all series together."""
+    """Share of the trained rollouts at each staleness, a panel for each bound; all series together, but for exact mode,
+    which is drawn where there is nothing else."""
+    rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
     largest = max(bounds)
     figure, panels = _panels(len(bounds), width=3.0, height=2.4, sharey=True)
@@ -227,24 +262,32 @@ def _staleness_histogram(rows: Sequence[Row]) -> Any:
 
 
 def _drop_bias(rows: Sequence[Row]) -> Any:
-    """Length and reward of the groups that were trained on against those dropped as late or without variance."""
-    fates = ("trained", "dropped")
-    kinds = (("response_tokens", "response tokens of a group"), ("reward", "mean reward of a group"))
-    if not any(f"buffer/dropped/{kinds[0][0]}" in run.summary["buffer"] for row in rows for run in row.runs):
+    """Means of the groups that were trained on against those dropped, by reason. First series only, by name."""
+    kinds = (
+        ("response_tokens", "response tokens of a group"), ("reward", "mean reward of a group"),
+        ("duration_s", "seconds a group took"),
+    )
+    series, rows = next(iter(by_series(rows).items()))
+    fates = [
+        fate for fate in ("trained", *(f"dropped_{reason}" for reason in DROP_REASONS))
+        if any(f"buffer/{fate}/duration_s" in run.summary["buffer"] for row in rows for run in row.runs)
+    ]
+    if len(fates) < 2:
         return None
-    rows = next(iter(by_series(rows).values()))
-    figure, panels = _panels(2, width=5.0)
+    figure, panels = _panels(len(kinds), width=4.2)
     for axes, (kind, label) in zip(panels, kinds, strict=True):
-        for offset, fate in zip((-0.2, 0.2), fates, strict=True):
+        for number, fate in enumerate(fates):
             key = f"buffer/{fate}/{kind}"
             of_rows = [[run.summary["buffer"][key] for run in row.runs if key in run.summary["buffer"]] for row in rows]
             heights = [float(np.mean(values)) if values else 0.0 for values in of_rows]
             axes.bar(
-                np.arange(len(rows)) + offset, heights, width=0.4, label=fate, hatch="" if fate == "trained" else "//",
-                color=OKABE_ITO[0] if fate == "trained" else OKABE_ITO[4], edgecolor="white",
+                np.arange(len(rows)) + 0.8 * ((number + 0.5) / len(fates) - 0.5), heights, width=0.8 / len(fates),
+                label=fate.replace("_", ", ", 1).replace("_", " "), hatch="" if fate == "trained" else "//",
+                color=OKABE_ITO[number], edgecolor="white",
             )
         axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
         axes.set_xlabel("staleness.max, versions")
         axes.set_title(label, fontsize=10)
+    figure.suptitle(series_name(series), fontsize=10)
     _legend(figure, panels[0])
     return figure

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.results import EXACT, Row, Run
+from benchmarks.results import Row, Run
 from benchmarks.simulate import Workload, simulate
 
 SIMULATED_STEPS = 150
@@ -195,7 +195,7 @@ def compare(rows: Sequence[Row]) -> list[Measured]:
     of that bound, and one line of group durations over load through all bounds. What waits for what, and so both
     utilisations and the staleness, is the simulator's. Exact mode, whose rules are others, is left out.
     """
-    bounded = [row for row in rows if EXACT not in row.series]
+    bounded = [row for row in rows if not row.exact]
     of_series = [row for row in bounded if row.series == bounded[0].series]
     if not of_series:
         return []

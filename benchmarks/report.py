@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import SEED, STALENESS
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
-from benchmarks.results import Row, ranked, read_runs, recommendation, rows_of, time_to_accuracy
+from benchmarks.results import Row, Run, read_runs, rows_of
+from benchmarks.verdicts import corrections_compared, ranked, recommendation, time_to_accuracy
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("is_variance", "IS-weight variance", "{:.3g}"),
@@ -28,6 +30,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("staleness_mean", "staleness, mean", "{:.2f}"),
     ("staleness_max", "staleness, max", "{:.0f}"),
     ("steps_per_minute", "steps per minute", "{:.1f}"),
+    ("train_s", "training, s", "{:.3f}"),
+    ("push_s", "push, s", "{:.3f}"),
 )
 NOTES = (
     "Mean ± standard error over seeds; the best row by measured improvement per minute is bold.",
@@ -38,21 +42,29 @@ NOTES = (
     "Occupancy: the server's running requests over its slots. Start-up and the first step are left out.",
     "Possible, the work-conserving bound: both pools' utilisations if neither waited without need, in turn at 0 and "
     "the slower of the two above, from the same run's stage times.",
-    "KL: of the behaviour from the proximal policy, k3 estimate. IS weights: proximal over behaviour, not truncated.",
+    "The bound takes the times as they are: a push and a training step that last longer because both pools share the "
+    "machine count as work (columns training and push).",
+    "KL: of the behaviour from the proximal policy, k3 estimate. IS weights: proximal over behaviour, not truncated; "
+    "their variance is the median over the steps, as single steps with huge weights make up nearly all of a mean.",
+    "Exact staleness shows what staleness does to an algorithm. A push then waits for the groups of its batch, so "
+    "times and utilisation say nothing and are left out.",
 )
 CAPTIONS = {
     "trade_off": "What staleness costs (left), what it buys (middle), and the trade (right). Bars: standard error.",
-    "reward_by_step": "By learner steps. Bands: standard error over seeds.",
-    "reward_by_time": "By wall-clock, on the span that all seeds reach. Bands: standard error over seeds.",
+    "accuracy_by_step": "Held-out accuracy by learner steps. Bars: standard error over seeds.",
+    "accuracy_by_time": "Held-out accuracy by wall-clock. Bars: standard error over seeds.",
+    "reward_by_step": "Training reward by learner steps, smoothed. Bands: standard error over seeds.",
+    "reward_by_time": "Training reward by wall-clock, smoothed, on the span all seeds reach. Bands: standard error.",
     "utilisation": "Every second of a pool is one state. Diamonds: predicted from the measured durations.",
     "offpolicy": "How far the data is from the policy that trains on it. Bars: standard error.",
     "staleness": "Staleness of the rollouts that were trained on (oldest token).",
-    "drops": "Groups that were trained on against those that were dropped as late or without variance.",
+    "drops": "Groups that were trained on against those that were dropped, by reason: what dropping favours. A group "
+    "that was dropped while it ran has a duration only.",
 }
 
 
 def write_report(folder: Path) -> str:
-    """Writes table.md, table.csv, plots/*.png and report.html into `folder`; returns what to print.
+    """Writes table.md, table.csv, runs.csv, plots/*.png and report.html into `folder`; returns what to print.
 
     Raises:
         ConfigError: no finished run in it.
@@ -60,10 +72,11 @@ def write_report(folder: Path) -> str:
     rows = rows_of(read_runs(folder))
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
-    sentences = [text for text in (recommendation(rows), time_to_accuracy(rows)) if text]
+    sentences = [text for text in (recommendation(rows), time_to_accuracy(rows), corrections_compared(rows)) if text]
     tables = markdown(rows) + ("\n" + prediction_table(measured) if measured else "")
     (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
     _write_csv(rows, folder / "table.csv")
+    _write_runs([run for row in rows for run in row.runs], folder / "runs.csv")
     (folder / "report.html").write_text(_page(folder, rows, measured, pictures, sentences))
     return tables + "\n" + "\n".join(sentences)
 
@@ -135,6 +148,17 @@ def _write_csv(rows: Sequence[Row], path: Path) -> None:
             estimates = [row.estimate(key) for key in keys]
             numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
             writer.writerow([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
+
+
+def _write_runs(runs: Sequence[Run], path: Path) -> None:
+    """Every run for itself, so that whoever doubts a mean or a test can take it again."""
+    axes = [STALENESS, *(key for key, _ in runs[0].series), SEED]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*axes, *runs[0].values()])
+        writer.writeheader()
+        writer.writerows(
+            {**run.labels, **{key: f"{value:.6g}" for key, value in run.values().items()}} for run in runs
+        )
 
 
 STYLE = """

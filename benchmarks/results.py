@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from async_rl.errors import ConfigError
 from async_rl.metrics import read_metrics
 from benchmarks.cells import SEED, STALENESS, read_record
-from benchmarks.statistics import CONFIDENCE, Estimate, estimate, ratio_interval, welch
+from benchmarks.statistics import Estimate, estimate
 
 Record = dict[str, float | None]
-EXACT = ("mode", "exact")
-"""Of a series whose utilisation is not the trade-off's."""
+OF_THE_SYSTEM = ("learner", "rollout", "occupancy", "steps_per_minute", "per_minute", "train_s", "push_s")
+"""Values that say nothing in exact mode, where a push waits for the groups of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,13 @@ class Run:
     summary: dict[str, Any]
     steps: list[Record]
     evals: list[tuple[float, float, float]]
-    """(version, seconds since the end of the first step, held-out accuracy)"""
+    """(version, seconds since the end of the first step, held-out accuracy); where weights changed while answers were
+    sampled, the newest version of them"""
     folder: Path
+    exact: bool = False
+    """staleness.mode exact: made to study an algorithm apart from the system."""
+    limits: tuple[float, float] = (0, 0)
+    """run.steps and run.seconds that it was to take."""
 
     @property
     def staleness(self) -> int:
@@ -48,6 +56,11 @@ class Run:
         """Over the steps after the first; nan if it was never measured."""
         values = [value for step in self.steps[1:] if (value := step.get(key)) is not None]
         return sum(values) / len(values) if values else math.nan
+
+    def median(self, key: str) -> float:
+        """Over the steps after the first; nan if it was never measured."""
+        values = [value for step in self.steps[1:] if (value := step.get(key)) is not None]
+        return statistics.median(values) if values else math.nan
 
     def points(self, key: str) -> list[tuple[float, float, float]]:
         """(step, seconds since the end of the first step, value) of every step that measured it."""
@@ -71,8 +84,8 @@ class Run:
     def values(self) -> dict[str, float]:
         """What the table is made of."""
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
-        return {
-            "is_variance": self.mean("offpolicy/is_weight_var"),
+        values = {
+            "is_variance": self.median("offpolicy/is_weight_var"),
             "kl": self.mean("offpolicy/kl_behaviour_proximal_k3"),
             "ess": self.mean("offpolicy/ess"),
             "per_100_steps": 100 * self.improvement / num_steps,
@@ -83,43 +96,57 @@ class Run:
             "occupancy": float(summary.get("occupancy/rollout", math.nan)),
             "staleness_mean": float(summary["staleness_mean"] or 0.0),
             "staleness_max": float(summary["staleness_max"] or 0.0),
+            "train_s": self.mean("time/train_s"),
+            "push_s": self.mean("time/push_s"),
         }
+        return values | (dict.fromkeys(OF_THE_SYSTEM, math.nan) if self.exact else {})
 
 
 def read_runs(folder: Path) -> list[Run]:
     """The finished cells of a sweep, or the one run of a run directory, ordered by staleness.
 
+    Cells of an earlier sweep in the same folder, over other axes than the last one, are left out.
+
     Raises:
-        ConfigError: it holds neither.
+        ConfigError: it holds neither, or cells that were to take different numbers of steps.
     """
-    folders = sorted((folder / "cells").glob("*")) if (folder / "cells").is_dir() else [folder]
-    runs = [run for one in folders if (run := _read_run(one)) is not None]
+    if (folder / "cells").is_dir():
+        cells = [one for one in sorted((folder / "cells").glob("*")) if read_record(one) is not None]
+        runs = [_read_run(one) for one in cells]
+        plan = folder / "sweep.json"
+        if plan.is_file():
+            axes = json.loads(plan.read_text())["axes"].keys()
+            runs = [run for run in runs if run.labels.keys() == axes]
+    else:
+        runs = [_read_run(folder)] if (folder / "summary.json").is_file() else []
     if not runs:
-        raise ConfigError(f"{folder} holds no finished run: no summary.json in it or in its cells")
+        raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
+    if len(limits := sorted({run.limits for run in runs})) > 1:
+        raise ConfigError(
+            f"cells in {folder} were to take different numbers of steps, (run.steps, run.seconds): {limits}. "
+            "They can't be compared: move those of one kind away, and give the next sweep another --name"
+        )
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
 
 
-def _read_run(folder: Path) -> Run | None:
-    if not (folder / "summary.json").is_file():
-        return None
+def _read_run(folder: Path) -> Run:
     record = read_record(folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
-    if STALENESS not in labels or SEED not in labels:
-        import yaml
-
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        labels.setdefault(STALENESS, str(config["staleness"]["max"]))
-        labels.setdefault(SEED, str(config["run"]["seed"]))
+    labels.setdefault(STALENESS, str(config["staleness"]["max"]))
+    labels.setdefault(SEED, str(config["run"]["seed"]))
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "staleness/max" in record]
     at_step = {step["step"]: step.get("time/since_first_step_s") or 0.0 for step in steps}
-    evals = [
-        (record["step"] or 0.0, at_step.get(record["step"], 0.0), accuracy)
-        for record in records
-        if (accuracy := record.get("eval/accuracy")) is not None
-    ]
+    evals = []
+    for values in records:
+        if (accuracy := values.get("eval/accuracy")) is not None:
+            newest = values.get("eval/newest_version")
+            version = newest if newest in at_step else values["step"]
+            evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
     summary = json.loads((folder / "summary.json").read_text())
-    return Run(labels, summary, steps, evals, folder)
+    limits = config["run"]["steps"], config["run"].get("seconds", 0)
+    return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact", limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +163,10 @@ class Row:
     @property
     def series(self) -> tuple[tuple[str, str], ...]:
         return self.runs[0].series
+
+    @property
+    def exact(self) -> bool:
+        return self.runs[0].exact
 
     @property
     def name(self) -> str:
@@ -172,82 +203,3 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
 def baseline(rows: Sequence[Row], row: Row) -> Row:
     """Of the same series: staleness 0, or the smallest."""
     return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)
-
-
-def ranked(rows: Sequence[Row]) -> list[Row]:
-    """By reward per wall-clock, best first. Exact mode is left out: its utilisation is not the trade-off's."""
-    counted = [row for row in rows if EXACT not in row.series and not math.isnan(_gain(row))]
-    return sorted(counted, key=_gain, reverse=True)
-
-
-def _gain(row: Row) -> float:
-    return row.estimate("per_minute").mean
-
-
-def recommendation(rows: Sequence[Row]) -> str:
-    """One sentence: the best staleness, its gain over 0 with an interval, and whether the next best differs."""
-    order = ranked(rows)
-    if not order:
-        return "No recommendation: no finished run of bounded staleness measured a reward."
-    best, base = order[0], baseline(rows, order[0])
-    gain = best.estimate("per_minute")
-    text = f"On this hardware {best.name} gains most reward per wall-clock: {gain.text('{:+.3f}')} a minute"
-    if best is not base:
-        text += f", {_ratio_text(best, base)} that of {base.name}"
-    if len(order) > 1:
-        text += f"; the difference from the next best, {order[1].name}, {_difference_text(best, order[1])}"
-    return text + "."
-
-
-def _ratio_text(best: Row, base: Row) -> str:
-    over, under = best.values["per_minute"], base.values["per_minute"]
-    if not estimate(under).mean > 0:
-        return "against nothing gained by"
-    low, high = ratio_interval(over, under)
-    interval = f"{low:.2f} to {high:.2f}" if math.isfinite(low) else "not bounded by these seeds"
-    return f"{estimate(over).mean / estimate(under).mean:.2f} times ({CONFIDENCE:.0%} interval {interval})"
-
-
-def _difference_text(best: Row, other: Row) -> str:
-    comparison = welch(best.values["per_minute"], other.values["per_minute"])
-    if math.isnan(comparison.p_value):
-        return "can't be judged from a single seed"
-    seeds = min(len(best.runs), len(other.runs))
-    verdict = "is significant" if comparison.is_significant else "is not significant"
-    return f"{verdict} over {seeds} seeds (Welch's t test, p = {comparison.p_value:.2g})"
-
-
-def seconds_to(run: Run, accuracy: float) -> float | None:
-    """Time from the end of the first step until held-out accuracy first reached `accuracy`, between two evaluations
-    by straight line; None if it never did.
-    """
-    before: tuple[float, float] | None = None
-    for _, seconds, value in run.evals:
-        if value >= accuracy:
-            if before is None or value == before[1]:
-                return seconds
-            share = (accuracy - before[1]) / (value - before[1])
-            return before[0] + share * (seconds - before[0])
-        before = (seconds, value)
-    return None
-
-
-def time_to_accuracy(rows: Sequence[Row]) -> str:
-    """Wall-clock to a fixed held-out accuracy, the best row against staleness 0, as a ratio with an interval. The
-    accuracy is the highest that all their runs reached.
-    """
-    order = ranked(rows)
-    if not order or order[0] is (base := baseline(rows, order[0])):
-        return ""
-    runs = [*order[0].runs, *base.runs]
-    if any(len(run.evals) < 3 for run in runs):
-        return ""
-    target = math.floor(100 * min(max(accuracy for _, _, accuracy in run.evals) for run in runs)) / 100
-    fast, slow = ([seconds_to(run, target) or 0.0 for run in row.runs] for row in (order[0], base))
-    low, high = ratio_interval(slow, fast)
-    interval = f"{low:.2f} to {high:.2f}" if math.isfinite(low) else "not bounded by these seeds"
-    return (
-        f"Held-out accuracy {target:.2f}, which all runs of both reached, took {base.name} "
-        f"{estimate(slow).text('{:.1f}')} s and {order[0].name} {estimate(fast).text('{:.1f}')} s: "
-        f"{estimate(slow).mean / estimate(fast).mean:.2f} times faster ({CONFIDENCE:.0%} interval {interval})."
-    )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from scipy import stats
 
 CONFIDENCE = 0.95
+SIGNIFICANT = 1 - CONFIDENCE
+"""Largest p-value of a difference that is called one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        return self.p_value < 1 - CONFIDENCE
+        return self.p_value < SIGNIFICANT
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
@@ -60,6 +62,20 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
     if error == 0:
         return Comparison(difference, 0.0 if difference else 1.0)
     return Comparison(difference, float(2 * stats.t.sf(abs(difference / error), df)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value corrected for how many there are, so that the chance of a single false alarm stays 5 %.
+
+    The k-th smallest of n times n - k + 1, and no less than those before it. nan stays nan and does not count.
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    adjusted, least = list(p_values), 0.0
+    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * p_values[i]))
+        adjusted[i] = least
+    return adjusted
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from async_rl.configfile import dump_config
 from async_rl.timeline import STATES
 from benchmarks.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis, write_record
 from benchmarks.simulate import Workload, simulate
+from buffer.store_account import Account
+from buffer.store_rows import Outcome, Row
 
 WORKLOAD = Workload(
     concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
@@ -45,6 +47,22 @@ def make_sweep(folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, 
     return sweep
 
 
+def buffer_counts(trained: int) -> dict[str, float]:
+    """As the buffer says them: every dropped group was late, one of them after it had come, the others on the way."""
+    account, now_s = Account(), 100.0
+    row = Row(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
+    short, long = (
+        Outcome(newest_version=0, response_tokens=tokens, reward=0.5, equal_rewards=False, duration_s=tokens / 60)
+        for tokens in (60.0, 90.0)
+    )
+    for _ in range(trained):
+        account.train(row._replace(outcome=short))
+    account.drop(row._replace(outcome=long), "late", now_s)
+    for _ in range(3):
+        account.drop(row, "late", now_s)
+    return account.metrics()
+
+
 def make_run(cell: Cell, steps: int) -> None:
     bound, seed = int(cell.labels["staleness"]), int(cell.labels["seed"])
     rng = np.random.default_rng((bound, seed))
@@ -71,9 +89,7 @@ def make_run(cell: Cell, steps: int) -> None:
     summary = {
         "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
         "staleness_max": bound, "occupancy/rollout": result.occupancy,
-        "buffer": {"buffer/trained": 16.0 * steps, "buffer/dropped_zero_variance": 0.0,
-                   "buffer/trained/response_tokens": 60.0, "buffer/trained/reward": 0.5,
-                   "buffer/dropped/response_tokens": 40.0, "buffer/dropped/reward": 0.4},
+        "buffer": buffer_counts(16 * steps),
         **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
         "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,
         "utilisation/learner/sync": sync, "utilisation/rollout/sync": sync,

@@ -13,7 +13,8 @@ import pytest
 from async_rl.errors import ConfigError
 from benchmarks.prediction import compare
 from benchmarks.report import write_report
-from benchmarks.results import Run, read_runs, recommendation, rows_of, seconds_to, time_to_accuracy
+from benchmarks.results import Row, Run, read_runs, rows_of
+from benchmarks.verdicts import corrections_compared, recommendation, seconds_to, time_to_accuracy
 from tests.benchmarks.made import WORKLOAD, make_sweep
 
 
@@ -61,7 +62,10 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     pictures = sorted(path.name for path in (sweep / "plots").glob("*.png"))
     assert pictures == sorted(
         f"{name}.png"
-        for name in ("trade_off", "reward_by_step", "reward_by_time", "utilisation", "offpolicy", "staleness", "drops")
+        for name in (
+            "trade_off", "accuracy_by_step", "accuracy_by_time", "reward_by_step", "reward_by_time", "utilisation",
+            "offpolicy", "staleness", "drops",
+        )
     )
     assert page.count("data:image/png;base64,") == len(pictures)
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
@@ -72,7 +76,10 @@ def test_the_recommendation_names_gain_interval_and_significance(sweep: Path, pr
     sentence = recommendation(rows_of(read_runs(sweep)))
     assert sentence.startswith("On this hardware staleness 1 gains most reward per wall-clock: +")
     assert re.search(r"\d\.\d\d times \(95% interval \d\.\d\d to \d\.\d\d\) that of staleness 0", sentence)
-    assert re.search(r"the next best, staleness 3, is significant over 3 seeds \(Welch's t test, p = ", sentence)
+    assert re.search(
+        r"the next best, staleness 3, is significant over 3 seeds \(Welch's t test, p = [\d.e-]+, [\d.e-]+ with Holm's "
+        r"correction for 2 comparisons\)", sentence,
+    )
     assert sentence.count(". ") == 0
     assert sentence in printed
 
@@ -107,13 +114,19 @@ def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: P
 def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep: Path, tmp_path: Path) -> None:
     exact = tmp_path / "exact"
     shutil.copytree(sweep, exact)
-    for file in exact.glob("cells/*/cell.json"):
-        record = json.loads(file.read_text())
-        file.write_text(json.dumps(record | {"labels": record["labels"] | {"mode": "exact"}}))
+    shutil.rmtree(exact / "plots", ignore_errors=True)
+    for file in exact.glob("cells/*/config.yaml"):
+        file.write_text(file.read_text().replace("mode: bounded", "mode: exact"))
     text = write_report(exact)
-    assert "| 3 | exact |" in text
     assert "No recommendation" in text
     assert "predicted" not in text
+    table = [[text.strip() for text in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    of_system = [
+        place for place, name in enumerate(table[0]) if any(word in name for word in ("utilisation", "minute", "wall"))
+    ]
+    assert len(of_system) == 5
+    assert all(row[place] == "-" for row in table[2:] for place in of_system)
+    assert not (exact / "plots" / "utilisation.png").exists()
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
@@ -126,3 +139,65 @@ def test_a_single_run_makes_a_report_too(sweep: Path, printed: str) -> None:
     text = write_report(run)
     assert "can't" not in text
     assert (run / "report.html").exists()
+
+
+def test_every_run_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> None:
+    with (sweep / "runs.csv").open() as file:
+        records = list(csv.DictReader(file))
+    assert [(record["staleness"], record["seed"]) for record in records] == [(b, s) for b in "013" for s in "012"]
+    of_one = [float(record["per_minute"]) for record in records if record["staleness"] == "1"]
+    assert sum(of_one) / 3 == pytest.approx(rows_of(read_runs(sweep))[1].estimate("per_minute").mean, rel=1e-4)
+
+
+def test_cells_that_are_not_finished_or_of_another_sweep_are_left_out(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    (copy / "cells" / "staleness-1.seed-0" / "cell.json").unlink()  # ended early: it has a summary all the same
+    other = copy / "cells" / "staleness-1.seed-1" / "cell.json"
+    record = json.loads(other.read_text())
+    other.write_text(json.dumps(record | {"labels": record["labels"] | {"correction": "none"}}))
+    (copy / "sweep.json").write_text(json.dumps({"axes": {"staleness": ["0", "1", "3"], "seed": ["0", "1", "2"]}}))
+    runs = read_runs(copy)
+    assert [run.labels["seed"] for run in runs if run.staleness == 1] == ["2"]
+    assert len(runs) == 7
+
+
+def test_cells_of_different_lengths_are_not_compared(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    config = copy / "cells" / "staleness-1.seed-0" / "config.yaml"
+    config.write_text(re.sub(r"(?m)^  steps: \d+", "  steps: 7", config.read_text(), count=1))
+    with pytest.raises(ConfigError, match=r"different numbers of steps.*\(7, 0"):
+        read_runs(copy)
+
+
+def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answered(
+    sweep: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 10 and "eval/accuracy" in line:
+            line["eval/newest_version"] = 13.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (read,) = read_runs(run)
+    (at_13,) = [line["time/since_first_step_s"] for line in lines if line["step"] == 13]
+    assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
+
+
+def exact_row(bound: int, correction: str, gains: list[float]) -> Row:
+    labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
+    runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
+    return Row(runs, {"per_100_steps": gains})
+
+
+def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
+    rows = [
+        exact_row(4, "none", [0.40, 0.41, 0.42]), exact_row(4, "coupled", [0.41, 0.40, 0.42]),
+        exact_row(8, "none", [0.10, 0.11, 0.12]), exact_row(8, "coupled", [0.40, 0.41, 0.42]),
+    ]
+    text = corrections_compared(rows)
+    assert "Holm's correction for 2 comparisons): coupled +0.300 at 8 (p = " in text
+    assert "at 4" not in text
+    assert corrections_compared(rows[:1]) == ""

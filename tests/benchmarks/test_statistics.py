@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from benchmarks.statistics import estimate, ratio_interval, welch
+from benchmarks.statistics import estimate, holm, ratio_interval, welch
 
 
 def test_an_estimate_is_mean_and_standard_error() -> None:
@@ -20,6 +20,14 @@ def test_an_estimate_is_mean_and_standard_error() -> None:
 def test_a_single_seed_has_no_error() -> None:
     assert math.isnan(estimate([2.0]).error)
     assert estimate([2.0]).text("{:+.1f}") == "+2.0"
+
+
+def test_holm_of_a_worked_example() -> None:
+    """The smallest .01 * 4 = .04, then .02 * 3 = .06, .03 * 2 = .06, and .04 * 1, which may not be below .06."""
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    with_nan = holm([math.nan, 0.02])
+    assert math.isnan(with_nan[0]) and with_nan[1] == 0.02
 
 
 def test_welch_of_a_worked_example() -> None:

@@ -299,9 +299,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
         return 1.0 if prompt.text in accurate else 0.5
 
     engine = EchoEngine()
-    _, _, _, report = rolled_out(
-        config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False)
-    )
+    *_, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False))
     values = reduce_metrics(report.metrics)
     # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
     assert values["eval/accuracy"] == pytest.approx(8 / 12)

@@ -27,6 +27,7 @@ PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "in_place"
 LOST_WITHIN_S = 10.0
 """After a failed push a server that died has stopped answering by then."""
 PROBE_TIMEOUT_S = 3.0
+FLUSH_S = 30
 RELEASED = ("weights", "kv_cache", "cuda_graph")
 """What a server lets go of for the learner's turn on the GPU: all that SGLang has tags for."""
 
@@ -271,14 +272,15 @@ class WeightPublisher(ABC):
     def _pause(self) -> None:
         """Stop generation as `weight_sync.on_update` has it.
 
-        Only `retract` leaves no KV in use, so that the cache can be flushed: a server told to flush while requests
-        stand still in place refuses, and one told so by the update itself (`flush_cache`) dies. The other modes rely
-        on prefix-cache keys that no two groups share.
+        `retract` and `abort` leave no KV in use, so that the cache can be flushed, where a prompt may wait for its
+        answers: a server told to flush while requests stand still in place refuses, and one told so by the update
+        itself (`flush_cache`) dies. The other modes rely on prefix-cache keys that no two groups share.
         """
         self.paused_s = time.time()
         self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")
-        if self.pause_mode == "retract":
-            self.call_servers("/flush_cache", {}, "flush of the KV cache before a weight push")
+        if self.pause_mode != "in_place":  # an aborted request may take a moment to end
+            path = "/flush_cache" if self.pause_mode == "retract" else f"/flush_cache?timeout={FLUSH_S}"
+            self.call_servers(path, {}, "flush of the KV cache before a weight push")
 
     def report(self, start_s: float, num_bytes: int) -> PushReport:
         """Of the push that began at `start_s` and has just ended."""

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -68,7 +69,8 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     async def generate_over_two_updates() -> list[Completion]:
         running = asyncio.create_task(server.engine.generate(request))
         for _ in range(2):
-            await server.engine.generate(request_for(7))  # the group runs once this is answered
+            for _ in range(3):  # the group runs once these are answered, also if it had to ask anew for its rest
+                await server.engine.generate(request_for(7))
             if on_update == "drain":  # the buffer sees to it in a run
                 await running
             await asyncio.to_thread(push, config, url)
@@ -90,6 +92,30 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
     for answer in last:
         check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+@pytest.mark.parametrize("on_update", ["retract", "abort"])
+def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_older_weights(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = sglang_server, sglang_server.engine.url
+    config = dataclasses.replace(
+        server.config, run=dataclasses.replace(server.config.run, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
+    )
+    request = request_for(9, n=4, max_tokens=20, temperature=TEMPERATURE)
+    first, post = push(config, url), server.engine._post
+
+    async def post_and_push(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+        replies = await post(body, group_id)
+        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is there, no answer has begun
+            await asyncio.to_thread(push, config, url)
+        return replies
+
+    monkeypatch.setattr(server.engine, "_post", post_and_push)
+    (answers,) = generate(server, request)
+    assert {v for a in answers for v in a.versions.tolist()} == {first + 1}
+    assert largest_error(MODELS[first + 1], [request], [answers]) < TOLERANCE
 
 
 @pytest.mark.parametrize("colocated", [False, True])

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.errors import AsyncRLError, WaitTimeoutError
+
+MARGIN_S = 60.0
+"""What starting may take beyond timeouts.server_start_s, and ending the server at all."""
 
 
 class WarmServer:
@@ -43,48 +47,76 @@ class WarmServer:
             return ""
         if _has_gpu():
             return ""
-        if self._engine is None or self._key != _key(config):
+        if self._key != _key(config) or not self._answers():
             self.close()
             self._start(self._largest[_key(config)])
             self._key = _key(config)
         return str(self._engine.url)
 
     def close(self) -> None:
-        """End the server, if there is one."""
+        """End the server, if there is one. Raises nothing: what is left of it ends with its thread, and with us."""
         if self._loop is None:
             return
-        with suppress(TimeoutError):
-            self._run(self._engine.aclose(), 60.0)
+        if self._engine is not None:
+            with suppress(Exception):
+                self._run(self._engine.aclose(), MARGIN_S, "end")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._engine = self._loop = None
+        self._thread.join(MARGIN_S)
+        self._engine = self._loop = self._key = None
+
+    def _answers(self) -> bool:
+        """Whether the server is there and says how loaded it is."""
+        if self._engine is None:
+            return False
+        try:
+            return self._run(self._engine.load(), MARGIN_S, "say its load") is not None
+        except Exception:  # whatever it is that another process at its port says
+            return False
 
     def _start(self, config: Config) -> None:
         """In a thread of its own: the server ends with the thread that started it, and has its cores."""
-        from rollout_server.engine import open_engine
+        from async_rl.processes import share_of_cores
 
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, args=(config,), daemon=True)
-        self._thread.start()
+        cores = share_of_cores(config, 0, sorted(os.sched_getaffinity(0))) if config.placement.pin_cpus else []
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._engine = open_engine(config, 0, self._log_dir)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), daemon=True)
+        self._thread.start()
         try:
-            self._run(self._engine.start(), config.timeouts.server_start_s + 60.0)
-        except BaseException:
+            self._run(self._bring_up(config, cores), config.timeouts.server_start_s + MARGIN_S, "start")
+        except BaseException as error:
             self.close()
+            if isinstance(error, Exception) and not isinstance(error, AsyncRLError):
+                raise AsyncRLError(f"the sweep's SGLang server did not start: {error!r}") from error
             raise
 
-    def _serve(self, config: Config) -> None:
-        if config.placement.pin_cpus:
-            from async_rl.processes import share_of_cores
+    async def _bring_up(self, config: Config, cores: list[int]) -> None:
+        from rollout_server.engine import open_engine
 
-            os.sched_setaffinity(0, share_of_cores(config, 0, sorted(os.sched_getaffinity(0))))
-        assert self._loop is not None
-        self._loop.run_forever()
+        if cores:
+            os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
+        self._engine = open_engine(config, 0, self._log_dir)
+        await self._engine.start()
 
-    def _run(self, coroutine: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float, purpose: str) -> Any:
+        """Its result, from the server's thread. Raises WaitTimeoutError, with the coroutine cancelled."""
         assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise WaitTimeoutError(f"the sweep waited {timeout_s:.0f} s for its SGLang server to {purpose}") from None
+        finally:
+            future.cancel()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _key(config: Config) -> Any:

@@ -4,20 +4,24 @@
 
 Rollout groups take lognormal times, longer the more of them are in flight; the learner takes `train_s` a batch, then
 `sync_s` to push, during which generation pauses in place for `pause_s`. Nothing but time is simulated: admission,
-hand-out and release are buffer.store's. So with `late: drop` a group is aborted at the hand-out after which it can only
-miss its deadline, a training earlier than in the figures of the design: at bound 1 and cv 1 the learner is busy .76 of
-the time instead of .71 (tests/buffer/test_dropping.py has both, by a simulation of its own).
+hand-out, release and, with `drain`, the wait before a push are buffer.store's. So with `late: drop` a group is aborted
+at the hand-out after which it can only miss its deadline, a training earlier than in the figures of the design: at
+bound 1 and cv 1 the learner is busy .76 of the time instead of .71 (tests/buffer/test_dropping.py has both, by a
+simulation of its own).
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from async_rl.config.check import check
+from async_rl.errors import ConfigError
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Outcome
@@ -37,7 +41,7 @@ class Workload:
     train_cv: float = 0.0
     sync_s: float = 0.5
     pause_s: float | None = None
-    """Standstill of generation in a push; None: all of sync_s."""
+    """Standstill of generation in a push, at most sync_s; None: all of it."""
     handout_s: float = 0.0
     """What the learner takes to receive a batch that is ready."""
     group_mean_s: float = 8.0
@@ -54,11 +58,27 @@ class Workload:
     """Share of the groups that are dropped when they finish (no reward, or no variance)."""
     every_steps: int = 1
     late: Literal["wait", "drop"] = "wait"
-    """staleness.late."""
+    """staleness.late; `mask` trains on parts of groups, which are not simulated."""
+    max_uses: int = 1
+    """buffer.max_uses."""
+    fresh_fraction: float = 1.0
+    """buffer.fresh_fraction."""
+    drain: bool = False
+    """weight_sync.on_update: drain. A push waits for the groups in flight, while no other starts."""
 
     @property
     def standstill_s(self) -> float:
-        return self.sync_s if self.pause_s is None else self.pause_s
+        return self.sync_s if self.pause_s is None else min(self.pause_s, self.sync_s)
+
+    @property
+    def fresh_per_step(self) -> int:
+        return math.ceil(self.fresh_fraction * self.prompts_per_step)
+
+    @property
+    def smallest_bound(self) -> int:
+        """With a smaller staleness.max the learner would wait for ever: async_rl/config/combinations.py refuses it."""
+        between_pushes = math.ceil(self.every_steps * self.prompts_per_step / self.fresh_per_step) - 1
+        return max(between_pushes, int(self.max_uses > 1))
 
     def group_s(self, in_flight: float) -> float:
         """Mean duration of a group with so many in flight, itself among them."""
@@ -74,15 +94,26 @@ class Result:
     max_staleness: int
     rollout: float
     """Share of time with at least one group in flight and no push."""
-    occupancy: float
-    """Groups in flight over `concurrency`, mean over all time."""
+    in_flight: float
+    """Groups in flight over `concurrency`, mean over all time. Not a run's occupancy, which counts the requests that
+    the engine runs.
+    """
     step_s: float
     dropped: float
     """Share of the groups that were late, of those trained or late."""
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
-    """`steps` learner steps from an empty buffer."""
+    """`steps` learner steps from an empty buffer.
+
+    Raises:
+        ConfigError: the learner would wait for ever.
+    """
+    check(
+        max_staleness >= workload.smallest_bound, "staleness.max", max_staleness,
+        f"at least {workload.smallest_bound} with {workload.prompts_per_step} groups a step, "
+        f"{workload.fresh_per_step} of them fresh, and weight_sync.every_steps {workload.every_steps}",
+    )
     return _Simulation(workload, max_staleness, seed).run(steps)
 
 
@@ -93,9 +124,12 @@ class _Simulation:
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
-        size = workload.prompts_per_step
         self._store = Store(
-            Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=size, late=workload.late)
+            Rules(
+                max_staleness=max_staleness, prompts_per_step=workload.prompts_per_step,
+                fresh_per_step=workload.fresh_per_step, max_uses=workload.max_uses, late=workload.late,
+                drain=workload.drain,
+            )
         )
         self._store.served(0)
         self._rng = np.random.default_rng(seed)
@@ -122,6 +156,8 @@ class _Simulation:
             self._generate(train_s)
             store.trained(version + 1)
             if (version + 1) % workload.every_steps == 0:
+                while not store.may_push():
+                    self._generate(None)
                 self._generate(workload.sync_s - workload.standstill_s)
                 self._now_s += workload.standstill_s
                 self._group_seconds += len(self._ends) * workload.standstill_s
@@ -204,8 +240,15 @@ def main() -> None:
     options = vars(parser.parse_args())
     bounds, steps, seed = options.pop("staleness"), options.pop("steps"), options.pop("seed")
     workload = Workload(**options)
+    try:
+        _print_table(workload, [int(bound) for bound in bounds.split(",")], steps, seed)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _print_table(workload: Workload, bounds: list[int], steps: int, seed: int) -> None:
     print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max  late")
-    for bound in map(int, bounds.split(",")):
+    for bound in bounds:
         result = simulate(workload, bound, steps, seed)
         print(
             f"{bound:13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "

@@ -34,14 +34,21 @@ def base_yaml(folder: Path) -> Path:
     return path
 
 
-def make_sweep(folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, steps: int = 40) -> Path:
-    """Cells whose times are the simulator's for WORKLOAD, and whose learning slows with the square of staleness."""
+def make_sweep(
+    folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, steps: int = 40, workload: Workload = WORKLOAD,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Cells whose times are the simulator's for `workload`, and whose learning slows with the square of staleness.
+
+    Args:
+        overrides: what the workload's rules are in a config.
+    """
     config = str(base_yaml(folder))
     sweep = folder / "sweep"
     axes = [staleness_axis(",".join(map(str, bounds))), seed_axis(seeds, 0)]
     for cell in all_cells(axes, sweep):
-        make_run(cell, steps)
-        resolved = cell_config(config, (), cell)
+        make_run(cell, steps, workload)
+        resolved = cell_config(config, overrides, cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, resolved, 60.0, f"async-rl train {config}")
     return sweep
@@ -63,12 +70,12 @@ def buffer_counts(trained: int) -> dict[str, float]:
     return account.metrics()
 
 
-def make_run(cell: Cell, steps: int) -> None:
+def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     bound, seed = int(cell.labels["staleness"]), int(cell.labels["seed"])
     rng = np.random.default_rng((bound, seed))
-    result = simulate(WORKLOAD, bound, steps, seed)
-    in_flight = result.occupancy * WORKLOAD.concurrency / max(result.rollout, 0.1)
-    group_s = WORKLOAD.group_s(in_flight)
+    result = simulate(workload, bound, steps, seed)
+    in_flight = result.in_flight * workload.concurrency / max(result.rollout, 0.1)
+    group_s = workload.group_s(in_flight)
     cell.folder.mkdir(parents=True)
     lines = [{"step": 0, "eval/accuracy": 0.3}]
     for step in range(1, steps + 1):
@@ -77,18 +84,21 @@ def make_run(cell: Cell, steps: int) -> None:
             "step": step, "time/since_first_step_s": (step - 1) * result.step_s, "staleness/max": float(bound),
             "staleness/mean": result.mean_staleness, f"staleness/rollouts_{bound}": 128.0, "reward/mean": accuracy,
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
-            "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": WORKLOAD.train_s,
-            "time/wait_data_s": 0.001, "time/sync_s": WORKLOAD.sync_s, "push/pause_s": WORKLOAD.sync_s,
-            "rollout/group_s": group_s, "rollout/group_s_squared": group_s**2 * 1.09, "rollout/concurrency": in_flight,
+            "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
+            "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,
+            "rollout/group_s_squared": group_s**2 * (1 + workload.group_cv**2), "rollout/concurrency": in_flight,
         }  # fmt: skip
+        if step % workload.every_steps == 0:
+            # time/sync_s has what a push waits for as well, which is far more here.
+            record |= {"time/push_s": workload.sync_s, "push/pause_s": workload.sync_s, "time/sync_s": 9.0}
         lines.append(record)
         if step % EVAL_EVERY == 0:
             lines.append({"step": step, "eval/accuracy": accuracy})
     (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sync = WORKLOAD.sync_s / result.step_s
+    sync = workload.sync_s / workload.every_steps / result.step_s
     summary = {
         "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
-        "staleness_max": bound, "occupancy/rollout": result.occupancy,
+        "staleness_max": bound, "occupancy/rollout": result.in_flight,
         "buffer": buffer_counts(16 * steps),
         **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
         "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,

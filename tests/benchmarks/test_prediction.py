@@ -2,18 +2,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.plan import describe_memory, describe_overlap, describe_plan, make_plan, split_devices
-from benchmarks.prediction import Stages, batch_seconds, closed_form, simulated, work_conserving_bound, workload_of
-from benchmarks.simulate import Workload, simulate
+from async_rl.errors import ConfigError
+from benchmarks.prediction import (
+    Forecast,
+    Stages,
+    batch_seconds,
+    compare,
+    rules_of,
+    simulated,
+    stages,
+    work_conserving_bound,
+    workload_of,
+)
+from benchmarks.prediction import closed_form as closed_form_or_none
+from benchmarks.report import prediction_cells
+from benchmarks.results import Run, read_runs, rows_of
+from benchmarks.simulate import Workload, main, simulate
+from tests.benchmarks.made import make_sweep
 
 STEADY = Workload(
     concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0
 )  # fmt: skip
 """60 s of generation, 40 s of learning."""
+
+
+def closed_form(workload: Workload, bound: int) -> Forecast:
+    forecast = closed_form_or_none(workload, bound)
+    assert forecast is not None
+    return forecast
 
 
 def test_closed_form_of_a_60_40_split() -> None:
@@ -29,7 +50,7 @@ def test_closed_form_and_simulation_agree_where_nothing_is_random() -> None:
         closed, found = closed_form(STEADY, bound), simulated(STEADY, bound)
         assert found.step_s == pytest.approx(closed.step_s, rel=0.02)
         assert found.rollout == pytest.approx(closed.rollout, rel=0.02)
-        assert found.occupancy == pytest.approx(closed.occupancy, rel=0.02)
+        assert found.in_flight == pytest.approx(closed.in_flight, rel=0.02)
 
 
 def test_staleness_of_a_small_engine_stays_below_the_bound() -> None:
@@ -56,7 +77,7 @@ def test_the_simulated_rollout_pool_is_busy_while_a_group_is_in_flight() -> None
     result = simulate(dataclasses.replace(STEADY, sync_s=5.0), 0, 50)
     assert result.step_s == pytest.approx(105)
     assert result.rollout == pytest.approx(60 / 105)
-    assert result.occupancy == pytest.approx(60 / 105)  # all 64 until the end of the batch
+    assert result.in_flight == pytest.approx(60 / 105)  # all 64 until the end of the batch
 
 
 def test_dropped_groups_are_generated_all_the_same() -> None:
@@ -68,23 +89,31 @@ def test_dropped_groups_are_generated_all_the_same() -> None:
     assert closed_form(full, 1).step_s == pytest.approx(6.4)
 
 
-def stage(in_flight: float, group_s: float) -> Stages:
+def stage(together: float, group_s: float, pushes: float = 1.0) -> Stages:
     return Stages(
-        train_s=2.0, train_cv=0.1, sync_s=0.5, pause_s=0.4, handout_s=0.1, group_s=group_s, group_cv=0.2,
-        in_flight=in_flight, rollout_busy_s=3.0, eval_s=0.0, failed=0.0,
+        train_s=2.0, train_cv=0.1, sync_s=0.5, pushes=pushes, pause_s=0.4, handout_s=0.1, group_s=group_s, group_cv=0.2,
+        together=together, in_flight=0.5, rollout_busy_s=3.0, failed=0.0,
     )
 
 
+RULES = Workload(concurrency=64, prompts_per_step=16, late="drop", every_steps=2)
+
+
 def test_the_slope_of_durations_over_the_load_is_found() -> None:
-    workload = workload_of([stage(11, 2.0), stage(21, 3.0), stage(31, 4.0)], 16, 64)
+    workload = workload_of([stage(11, 2.0), stage(21, 3.0), stage(31, 4.0)], RULES)
     assert (workload.load_s, workload.group_mean_s) == pytest.approx((0.1, 1.0))
     assert workload.group_s(31) == pytest.approx(4.0)
 
 
 def test_without_different_loads_the_engine_counts_as_full() -> None:
-    workload = workload_of([stage(20, 2.0)], 16, 64)
+    workload = workload_of([stage(20, 2.0)], RULES)
     assert workload.load_s == pytest.approx(0.1)
     assert workload.group_s(20) == pytest.approx(2.0)
+
+
+def test_a_workload_keeps_the_rules() -> None:
+    workload = workload_of([stage(20, 2.0)], RULES)
+    assert (workload.late, workload.every_steps, workload.prompts_per_step) == ("drop", 2, 16)
 
 
 def test_the_work_conserving_bound_is_in_turn_at_0_and_the_slower_pool_above() -> None:
@@ -93,32 +122,137 @@ def test_the_work_conserving_bound_is_in_turn_at_0_and_the_slower_pool_above() -
     assert work_conserving_bound(found, 4) == pytest.approx(5 / 3.4)
 
 
-def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
-    """Heavy tails: every bound up to 8 helps."""
-    plan = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))
-    assert plan.best == 8
-    light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), (0, 1, 2, 4))
-    assert light.best == 1
-    assert "Take staleness.max = 1" in describe_plan(light)
+def test_a_push_every_other_step_counts_half_in_the_work_conserving_bound() -> None:
+    found = stage(20, 2.0, pushes=0.5)
+    assert work_conserving_bound(found, 0) == pytest.approx(5 / 5.25)
+    assert work_conserving_bound(found, 4) == pytest.approx(5 / 3.2)
 
 
-def test_devices_are_split_so_that_neither_pool_waits_for_the_other() -> None:
-    """Measured on 4 + 4: generation 60 s, learning 20 s. On 8 devices 6 + 2 gives 40 s each."""
-    workload = Workload(
-        concurrency=64, prompts_per_step=64, train_s=20.0, sync_s=0.0, group_mean_s=60 / 64, load_s=60 / 64,
-        group_cv=0.0,
-    )  # fmt: skip
-    best = split_devices(workload, 8, 4, learner_now=4, rollout_now=4)[0]
-    assert (best.learner_devices, best.rollout_devices) == (2, 6)
-    assert best.forecast.step_s == pytest.approx(40.0, rel=0.05)
+ROOMY = dataclasses.replace(STEADY, concurrency=128)
 
 
-def test_the_worked_examples_in_words() -> None:
-    text = describe_memory(70e9, "ppo", 80, 400)
-    assert "2,520.0 GB: at least 32 x 80 GB" in text
-    assert "140 GB of bf16 weights over 400 Gb/s takes 2.8 s" in text
-    assert "1,260.0 GB: at least 16 x 80 GB" in describe_memory(70e9, "grpo", 80, 400)
-    assert "works 40% of the time, with full overlap 67%" in describe_overlap(60, 40)
+def test_with_a_push_every_other_step_a_round_has_two_trainings_on_it() -> None:
+    """At bound 1 both batches start at a push: 60 s of generation, 2 * 40 of training, 10 of pushing, for 2 steps."""
+    workload = dataclasses.replace(ROOMY, sync_s=10.0, every_steps=2)
+    assert simulated(workload, 1).step_s == pytest.approx(75, rel=0.01)
+    assert closed_form(workload, 1).step_s == pytest.approx(75)
+
+
+def test_a_push_that_drains_waits_for_the_groups_in_flight() -> None:
+    """In place two batches share a way round of 60 + 40 s. With drain the batch that started at a push is what the next
+    push waits for.
+    """
+    assert simulated(ROOMY, 1).step_s == pytest.approx(50, rel=0.01)
+    assert simulated(dataclasses.replace(ROOMY, drain=True), 1).step_s == pytest.approx(60, rel=0.01)
+
+
+def test_groups_used_twice_halve_the_step_of_a_slow_rollout_pool() -> None:
+    slow = dataclasses.replace(STEADY, train_s=1.0)
+    assert simulated(slow, 4).step_s == pytest.approx(60, rel=0.01)
+    twice = dataclasses.replace(slow, max_uses=2, fresh_fraction=0.5)
+    assert simulated(twice, 4).step_s == pytest.approx(30, rel=0.02)
+
+
+@pytest.mark.parametrize("rules", [{"late": "drop"}, {"max_uses": 2, "fresh_fraction": 0.5}, {"drain": True}])
+def test_the_closed_form_is_silent_on_rules_that_it_does_not_cover(rules: dict[str, object]) -> None:
+    assert closed_form_or_none(dataclasses.replace(STEADY, **rules), 2) is None  # type: ignore[arg-type]
+
+
+def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
+    """Two batches of 64 between pushes need 128 slots, which bound 1 has. Of 32 fresh ones bound 3 has as many."""
+    every_other = dataclasses.replace(STEADY, every_steps=2)
+    assert every_other.smallest_bound == 1
+    assert dataclasses.replace(every_other, max_uses=2, fresh_fraction=0.5).smallest_bound == 3
+    assert dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9).smallest_bound == 1
+    with pytest.raises(ConfigError, match=r"staleness\.max must be at least 1 with .*every_steps 2, got 0"):
+        simulate(every_other, 0, 10)
+
+
+def test_the_simulators_command_refuses_such_a_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["simulate", "--staleness", "0", "--every-steps", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "staleness.max must be at least 1" in capsys.readouterr().err
+
+
+def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: Path) -> None:
+    """Beside groups it is in what they take; else in time that nobody else needs."""
+    sweep = make_sweep(tmp_path, (0, 1), seeds=1)
+    without, evaluating = read_runs(sweep), read_runs(sweep)
+    for run in evaluating:
+        run.summary["utilisation/rollout/eval"] = 0.1
+    assert compare(rows_of(evaluating)) == compare(rows_of(without))
+
+
+HEAVY_TAILS = Workload()
+DROP = dataclasses.replace(HEAVY_TAILS, late="drop")
+
+
+@pytest.mark.parametrize(("workload", "learner"), [(HEAVY_TAILS, 0.37), (DROP, 0.76)])
+def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
+    """At bound 1: tests/buffer/test_dropping.py finds .76 with dropped groups, in a simulation of its own."""
+    sizes = ("rollout.concurrency=64", "learner.prompts_per_step=64", f"staleness.late={workload.late}")
+    sweep = make_sweep(tmp_path, (1, 4), seeds=1, steps=100, workload=workload, overrides=sizes)
+    at_1 = compare(rows_of(read_runs(sweep)))[0]
+    assert at_1.predicted is not None
+    assert at_1.predicted.learner == pytest.approx(learner, abs=0.04)
+
+
+def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
+    overrides = (
+        "placement.rollout.servers=2", "rollout.concurrency=40", "weight_sync.every_steps=2", "buffer.max_uses=2",
+        "buffer.fresh_fraction=0.6", "weight_sync.on_update=drain", "staleness.late=drop",
+    )
+    sweep = make_sweep(tmp_path, (4,), seeds=1, steps=12, overrides=overrides)
+    assert rules_of(read_runs(sweep)[0]) == Workload(
+        concurrency=80, prompts_per_step=16, every_steps=2, max_uses=2, fresh_fraction=0.6, drain=True, late="drop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("staleness.late=mask",), "staleness.late=mask"),
+        (("eval.pin_version=true", "eval.every_steps=5"), "eval.pin_version=True"),
+    ],
+)
+def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path, overrides: tuple[str, ...], named: str) -> None:
+    sweep = make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)
+    runs = read_runs(sweep)
+    with pytest.raises(ConfigError, match=f"{named} is not simulated"):
+        rules_of(runs[0])
+    measured = compare(rows_of(runs))
+    assert [m.predicted for m in measured] == [None, None]
+    assert all(m.bound > 0 for m in measured)
+    assert prediction_cells(measured)[0][2] == "-"
+
+
+def test_exact_mode_is_not_compared(tmp_path: Path) -> None:
+    overrides = ("staleness.mode=exact", "weight_sync.on_update=drain")
+    assert compare(rows_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []
+
+
+def test_groups_in_flight_are_their_seconds_over_the_runs(tmp_path: Path) -> None:
+    """6 groups of 2 s and 4 of 1 s, however they ended, in 4 s: 4 in flight, of 8 that 2 servers of 4 may have."""
+    (tmp_path / "config.yaml").write_text("rollout: {concurrency: 4}\nplacement: {rollout: {servers: 2}}\n")
+    times: dict[str, float | None] = {"time/train_s": 1.0, "time/wait_data_s": 0.5, "time/push_s": 0.1}
+    ended: list[dict[str, float | None]] = [
+        {"rollout/group_s": 9.0, "rollout/groups": 9.0},  # of the first step, before the clock starts
+        {"rollout/group_s": 2.0, "rollout/groups": 4.0, "rollout/failed": 1.0, "rollout/aborted": 1.0},
+        {"rollout/group_s": 1.0, "rollout/groups": 4.0},
+    ]
+    summary = {"seconds": 4.0, "buffer": {"buffer/trained": 8.0}}
+    run = Run({"staleness": "1", "seed": "0"}, summary, [times | step for step in ended], [], tmp_path)
+    assert stages(run).in_flight == pytest.approx(0.5)
+
+
+def test_measured_groups_in_flight_stand_beside_the_predicted_ones(tmp_path: Path) -> None:
+    """The made runs are the simulator's."""
+    for measured in compare(rows_of(read_runs(make_sweep(tmp_path)))):
+        assert measured.predicted is not None
+        assert measured.predicted.in_flight == pytest.approx(measured.in_flight, rel=0.1)
 
 
 def test_predictions_hold_no_nan() -> None:

@@ -1,0 +1,186 @@
+"""What `async-rl plan` answers, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from benchmarks.commands import add_benchmarks
+from benchmarks.plan import (
+    answer,
+    describe_memory,
+    describe_overlap,
+    describe_plan,
+    make_plan,
+    measured_workload,
+    split_devices,
+)
+from benchmarks.prediction import simulated
+from benchmarks.results import read_runs
+from benchmarks.simulate import Workload
+from tests.benchmarks.made import WORKLOAD, make_sweep
+
+OVERLAP = "--rollout-s 60 --train-s 40"
+
+
+def plan(options: str, folder: Path | None = None) -> str:
+    """What the command prints."""
+    parser = argparse.ArgumentParser()
+    add_benchmarks(parser.add_subparsers(), lambda command: None)
+    return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
+
+
+def rows(text: str) -> dict[int, list[str]]:
+    """[bound] the figures of the table: four of the closed form, five of the simulation."""
+    lines = [line.split() for line in text.splitlines()]
+    return {int(line[0]): line[1:] for line in lines if len(line) == 10 and line[0].isdecimal()}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sweep(tmp_path_factory.mktemp("made"))
+
+
+def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
+    """Heavy tails: every bound up to 8 helps."""
+    heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))
+    assert heavy.best == 8
+    assert "and larger bounds were not tried" in describe_plan(heavy)
+    light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), (0, 1, 2, 4))
+    assert light.best == 1
+    text = describe_plan(light)
+    assert "Take staleness.max = 1" in text
+    assert "and a larger bound, up to 4, gains less than 2% more" in text
+
+
+def test_devices_are_split_so_that_neither_pool_waits_for_the_other() -> None:
+    """Measured on 4 + 4: generation 60 s, learning 20 s. On 8 devices 6 + 2 gives 40 s each."""
+    workload = Workload(
+        concurrency=64, prompts_per_step=64, train_s=20.0, sync_s=0.0, group_mean_s=60 / 64, load_s=60 / 64,
+        group_cv=0.0,
+    )  # fmt: skip
+    for rules in (workload, dataclasses.replace(workload, late="drop")):  # by closed form, and by simulation
+        best = split_devices(rules, 8, 4, learner_now=4, rollout_now=4)[0]
+        assert (best.learner_devices, best.rollout_devices) == (2, 6)
+        assert best.forecast.step_s == pytest.approx(40.0, rel=0.05)
+
+
+def test_the_worked_examples_in_words() -> None:
+    text = describe_memory(70e9, "ppo", 80, 400)
+    assert "2,520.0 GB: at least 32 x 80 GB" in text
+    assert "140 GB of bf16 weights over 400 Gb/s takes 2.8 s" in text
+    assert "1,260.0 GB: at least 16 x 80 GB" in describe_memory(70e9, "grpo", 80, 400)
+    assert "works 40% of the time, with full overlap 67%" in describe_overlap(60, 40)
+
+
+def test_two_durations_give_the_gain_of_overlap_and_every_bound() -> None:
+    """In turn 60 + 40 s; what of it is saved grows with the bound, and is never over 40 s."""
+    text = plan(f"{OVERLAP} --staleness 0,1,8")
+    assert text.startswith("Rollout 60 s and learning 40 s a step: in turn the learner works 40% of the time")
+    of_bound = rows(text)
+    assert list(of_bound) == [0, 1, 8]
+    step_s, learner, rollout, *_ = of_bound[0][4:]
+    assert (float(step_s), learner, rollout) == (pytest.approx(100, rel=0.01), "40.0%", "60.0%")
+    steps_s = [float(figures[4]) for figures in of_bound.values()]
+    assert steps_s == sorted(steps_s, reverse=True)
+    assert steps_s[-1] == pytest.approx(60, rel=0.06)
+
+
+def test_devices_are_split_by_the_two_durations_too() -> None:
+    """On 1 + 1 devices 60 and 40 s: of 10, 6 + 4 take 10 s each."""
+    text = plan(f"{OVERLAP} --cv 0 --staleness 4 --devices 10")
+    assert "take 4 for the learner, 6 for rollout" in text
+
+
+def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
+    """A batch of 16 groups in 8 s on a full engine: .5 s a group. The learner's .4 s stay."""
+    text = plan("--rollout-s 8 --staleness 0,1", sweep)
+    assert text.startswith("Rollout 8 s and learning 0.4 s a step")
+    assert "Learner: 0.4 s to train a batch of 16 groups" in text
+    assert "a group takes 0.5 s alone and 0.5 s more for each other" in text
+    assert float(rows(text)[0][4]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
+
+
+def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 groups are generated for 16: each takes half as long of the 8 s."""
+    half = dataclasses.replace(WORKLOAD, failed=0.5)
+    monkeypatch.setattr("benchmarks.plan.measured_workload", lambda folder: half)
+    assert "a group takes 0.25 s alone" in plan("--rollout-s 8 --staleness 0", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("", "plan needs a RUN_DIR, durations"),
+        ("--rollout-s 60", "without a RUN_DIR plan needs --train-s"),
+        ("--group-s 60", "without a RUN_DIR plan needs --train-s"),
+        ("--cv 0.5", "without a RUN_DIR plan needs --train-s"),
+        ("--train-s 40", "one of --group-s and --rollout-s"),
+        (f"{OVERLAP} --group-s 3", "give it without --group-s and --load-s"),
+        (f"{OVERLAP} --load-s 3", "give it without --group-s and --load-s"),
+        ("--params 70e9 --devices 8", "--devices needs a RUN_DIR or durations"),
+        (f"{OVERLAP} --devices 1", "--devices must be at least 2"),
+        (f"{OVERLAP} --devices 8 --now 4", "--now must be learner,rollout devices"),
+        (f"{OVERLAP} --staleness one", "--staleness must be whole numbers"),
+        ("--rollout-s 0 --train-s 40", "--rollout-s must be above 0, got 0.0"),
+        ("--group-s 60 --train-s -1", "--train-s must be above 0, got -1.0"),
+        (f"{OVERLAP} --cv -1", "--cv must be 0 or more, got -1.0"),
+        ("--params 0", "--params must be above 0"),
+    ],
+)
+def test_what_does_not_work_is_refused(options: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan(options)
+
+
+def test_a_sweeps_plan_meets_the_measured_utilisation_of_the_rollout_pool(sweep: Path) -> None:
+    """The made runs are the simulator's."""
+    workload = measured_workload(sweep)
+    for run in read_runs(sweep):
+        found = simulated(workload, run.staleness)
+        assert found.rollout == pytest.approx(run.summary["utilisation/rollout"], rel=0.1)
+
+
+def test_groups_in_flight_are_not_called_occupancy(sweep: Path) -> None:
+    text = plan("--staleness 0,1", sweep)
+    assert "In flight: rollout groups in flight over the concurrency." in text
+    assert "occupancy" not in text
+
+
+def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: Path) -> None:
+    workload = dataclasses.replace(WORKLOAD, every_steps=2)
+    sweep = make_sweep(tmp_path, (1, 3), seeds=1, workload=workload, overrides=("weight_sync.every_steps=2",))
+    text = plan("--staleness 0,1,3", sweep)
+    assert list(rows(text)) == [1, 3]
+    assert "Rules: weight_sync.every_steps=2." in text
+    assert "Left out: staleness.max below 1" in text
+    with pytest.raises(ConfigError, match=r"--staleness must be 1 or more with .*every_steps=2, got '0'"):
+        plan("--staleness 0", sweep)
+
+
+def test_a_sweep_that_drops_late_groups_is_simulated_alone(tmp_path: Path) -> None:
+    workload = dataclasses.replace(WORKLOAD, late="drop")
+    sweep = make_sweep(tmp_path, (0, 1), seeds=1, workload=workload, overrides=("staleness.late=drop",))
+    text = plan("--staleness 0,1", sweep)
+    assert "Rules: staleness.late=drop." in text
+    assert rows(text)[1][:4] == ["-"] * 4
+    assert float(rows(text)[1][4]) > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("staleness.late=mask",), r"staleness\.late=mask is not simulated"),
+        (("staleness.mode=exact", "weight_sync.on_update=drain"), r"staleness\.mode=exact alone"),
+    ],
+)
+def test_a_run_that_can_not_be_simulated_is_refused_with_the_reason(
+    tmp_path: Path, overrides: tuple[str, ...], why: str
+) -> None:
+    sweep = make_sweep(tmp_path, (1,), seeds=1, steps=12, overrides=overrides)
+    with pytest.raises(ConfigError, match=why):
+        plan("", sweep)

@@ -114,6 +114,8 @@ class Record:
     seconds: float
     """Of the whole run, start-up included."""
     command: str
+    commit: str = ""
+    """Of the program that ran it."""
 
 
 def read_record(folder: Path) -> Record | None:
@@ -122,9 +124,9 @@ def read_record(folder: Path) -> Record | None:
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def write_record(cell: Cell, config: Config, seconds: float, command: str) -> None:
+def write_record(cell: Cell, config: Config, seconds: float, command: str, commit: str) -> None:
     record: dict[str, Any] = {
-        "labels": cell.labels, "config": dump_config(config), "seconds": seconds, "command": command,
+        "labels": cell.labels, "config": dump_config(config), "seconds": seconds, "command": command, "commit": commit,
     }  # fmt: skip
     partial = cell.folder / "cell.json.part"
     partial.write_text(json.dumps(record, indent=2) + "\n")

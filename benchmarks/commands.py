@@ -43,7 +43,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
     seconds = plan.add_argument_group("durations in seconds, instead of or over the measured ones")
     seconds.add_argument("--train-s", type=float, help="of the learner for a batch")
-    seconds.add_argument("--rollout-s", type=float, help="of generating a batch; with --train-s: what overlap gains")
+    seconds.add_argument("--rollout-s", type=float, help="of a batch's groups together on a full engine")
     seconds.add_argument("--sync-s", type=float, help="of a weight push")
     seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="of a rollout group alone at the engine")
     seconds.add_argument("--load-s", type=float, help="added for every further group in flight")

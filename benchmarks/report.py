@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import SEED, STALENESS
+from benchmarks.cells import SEED, STALENESS, read_record
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
 from benchmarks.results import Row, Run, read_runs, rows_of
@@ -40,6 +40,9 @@ NOTES = (
     "utilisation over that at the smallest staleness.",
     "Utilisation: the learner computes an update; at least one rollout group is in flight and no push holds it up. "
     "Occupancy: the server's running requests over its slots. Start-up and the first step are left out.",
+    "In flight: rollout groups between their grant and the buffer's acknowledgement, over rollout.concurrency, mean "
+    "over all time. A prediction, by simulation with the measured durations and the run's rules, is - where these are "
+    "not simulated.",
     "Possible, the work-conserving bound: both pools' utilisations if neither waited without need, in turn at 0 and "
     "the slower of the two above, from the same run's stage times.",
     "The bound takes the times as they are: a push and a training step that last longer because both pools share the "
@@ -110,7 +113,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 PREDICTION_HEADER = (
     "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
-    "predicted", "both, measured", "work-conserving bound", "share of the bound",
+    "predicted", "in flight, measured", "predicted", "both, measured", "work-conserving bound", "share of the bound",
 )  # fmt: skip
 
 
@@ -120,12 +123,16 @@ def prediction_cells(measured: Sequence[Measured]) -> list[list[str]]:
 
     lines = []
     for m in measured:
-        learner, rollout, staleness = (f.learner, f.rollout, f.staleness) if (f := m.predicted) else (None,) * 3
+        f = m.predicted
+        learner, rollout, staleness, in_flight = (
+            (f.learner, f.rollout, f.staleness, f.in_flight) if f else (None,) * 4
+        )
         lines.append(
             [
                 str(m.staleness), percent(m.learner), percent(learner), percent(m.rollout), percent(rollout),
                 f"{m.staleness_mean:.2f}", "-" if staleness is None else f"{staleness:.2f}",
-                percent(m.learner + m.rollout), percent(m.bound), percent((m.learner + m.rollout) / m.bound),
+                percent(m.in_flight), percent(in_flight), percent(m.learner + m.rollout), percent(m.bound),
+                percent((m.learner + m.rollout) / m.bound),
             ]
         )
     return lines
@@ -208,7 +215,9 @@ def _origin(folder: Path) -> str:
     """Command, machine and config of the sweep, as far as they are there."""
     plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
-    facts = {"command": plan.get("command", ""), **plan.get("machine", {})}
+    commits = {record.commit for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
+    commit = ", ".join(sorted(commits - {""}))  # a sweep may have gone on with another program
+    facts = {"command": plan.get("command", ""), **plan.get("machine", {}), **({"commit": commit} if commit else {})}
     lines = [f"{key}: {value}" for key, value in facts.items() if value]
     config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
     return (

@@ -114,7 +114,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     for cell in cells:
         if record := finished(cell, configs[cell.name]):
             progress.seconds[cell.name] = record.seconds
-    _write_plan(sweep)
+    machine = describe_machine()
+    _write_plan(sweep, machine)
     limit = sweep.max_cells or len(cells)
     warm = WarmServer(configs.values(), sweep.folder / "logs")
     with Interrupts(), _display(progress) as show, contextlib.closing(warm):
@@ -135,7 +136,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
                 progress.failed[cell.name] = error
                 warm.close()  # it may be the reason, and may be left in any state
             else:
-                write_record(cell, configs[cell.name], seconds, shlex.join(train_command(sweep, cell)))
+                command = shlex.join(train_command(sweep, cell))
+                write_record(cell, configs[cell.name], seconds, command, machine["commit"])
                 progress.seconds[cell.name] = seconds
             show(cell)
     return progress
@@ -170,7 +172,7 @@ def run_in_process(sweep: Sweep, cell: Cell, tell: Callable[[float], None], url:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
-            tell(_share_done(sweep, cell))
+            tell(share_done(sweep, cell))
     except BaseException:
         process.send_signal(signal.SIGTERM)  # the run ends its processes in order
         process.wait()
@@ -189,26 +191,27 @@ def _checked_config(sweep: Sweep, cell: Cell) -> Config:
         raise ConfigError(f"cell {cell.name}: {error}") from None
 
 
-def _share_done(sweep: Sweep, cell: Cell) -> float:
-    """From the last line of the cell's metrics: steps, or time, over what is to be done."""
+def share_done(sweep: Sweep, cell: Cell) -> float:
+    """From the last step in the cell's metrics: steps, or time, over what is to be done."""
     try:
         with (cell.folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
-            last = json.loads(file.read().splitlines()[-1])
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 40_000))
+            whole = [line for line in file.read().splitlines()[1:] if b'"time/step_s"' in line]
+        last = json.loads(whole[-1])
     except (OSError, IndexError, ValueError):
         return 0.0
     if sweep.seconds:
-        return min(1.0, float(last.get("time/elapsed_s", 0.0)) / sweep.seconds)
+        return min(1.0, float(last["time/since_first_step_s"]) / sweep.seconds)
     steps = cell_config(sweep.config, sweep.base_overrides(), cell).run.steps
-    return min(1.0, float(last.get("step", 0)) / steps)
+    return min(1.0, float(last["step"]) / steps)
 
 
-def _write_plan(sweep: Sweep) -> None:
+def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     plan = {
         "command": shlex.join(["async-rl", *sys.argv[1:]]), "config": sweep.config,
         "overrides": sweep.overrides, "seconds": sweep.seconds,
-        "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": describe_machine(),
+        "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
     }  # fmt: skip
     (sweep.folder / "sweep.json").write_text(json.dumps(plan, indent=2) + "\n")
 

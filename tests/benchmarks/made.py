@@ -50,7 +50,7 @@ def make_sweep(
         make_run(cell, steps, workload)
         resolved = cell_config(config, overrides, cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
-        write_record(cell, resolved, 60.0, f"async-rl train {config}")
+        write_record(cell, resolved, 60.0, f"async-rl train {config}", "abc1234")
     return sweep
 
 

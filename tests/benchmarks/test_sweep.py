@@ -15,7 +15,7 @@ from async_rl.cli import main
 from async_rl.configfile import dump_config
 from async_rl.errors import ConfigError
 from benchmarks.cells import Cell, all_cells, cell_config, key_axis, named_axis, numbers, seed_axis, staleness_axis
-from benchmarks.sweep import Progress, Sweep, progress_table, run_in_process, run_sweep, time_left
+from benchmarks.sweep import Progress, Sweep, progress_table, run_in_process, run_sweep, share_done, time_left
 from tests.benchmarks.made import base_yaml, make_run
 
 
@@ -175,3 +175,17 @@ def test_the_command_reports_what_is_finished_and_remembers_the_machine(
     assert main(["report", str(tmp_path / "s")]) == 0
     assert main(["plan", str(tmp_path / "s"), "--staleness", "0,1", "--devices", "4"]) == 0
     assert "Take staleness.max" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 0.3), (40.0, 0.25)])
+def test_how_far_a_cell_is_goes_by_steps_or_by_time_and_by_no_evaluation(
+    tmp_path: Path, seconds: float, share: float
+) -> None:
+    sweep = make(tmp_path, overrides=("run.steps=10",), seconds=seconds)
+    cell = all_cells(sweep.axes, sweep.folder)[0]
+    assert share_done(sweep, cell) == 0.0
+    cell.folder.mkdir(parents=True)
+    steps = [{"step": n, "time/step_s": 5.0, "time/since_first_step_s": 5.0 * (n - 1)} for n in (1, 2, 3)]
+    lines = [*steps, {"step": 2, "eval/accuracy": 0.5}]
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert share_done(sweep, cell) == pytest.approx(share)

@@ -39,7 +39,7 @@ def _padded_attention(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, lengths: Tensor, scaling: float | None
 ) -> Tensor:
     batch, heads, dim = query.shape
-    valid = torch.arange(slots.shape[1]) < lengths[:, None]  # [B, S]
+    valid = torch.arange(slots.shape[1], device=lengths.device) < lengths[:, None]  # [B, S]
     slots = torch.where(valid, slots, slots[:, :1])  # padding reads the sequence's own cache, never another's
     keys, values = (  # [B, K, S, D]
         torch.index_select(cache, 0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

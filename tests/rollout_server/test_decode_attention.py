@@ -28,3 +28,14 @@ def test_a_ragged_batch_equals_the_softmax_of_each_sequence_alone(
             own = slots[row, :length].long()
             weights = torch.softmax(keys[own, head // 2] @ query[row, head] * 0.3, dim=0)
             torch.testing.assert_close(output[row, head], weights @ values[own, head // 2])
+
+
+def test_it_computes_where_its_inputs_are_not_on_the_default_device() -> None:
+    """As on a host with GPUs, whose tensors are not on torch's default device: every new one must follow the inputs."""
+    torch.manual_seed(0)
+    lengths, slots = torch.tensor([2, 3]), torch.tensor([[0, 1, 0], [2, 3, 4]])
+    query, keys, values = torch.randn(2, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    expected = attend(query, keys, values, slots, lengths, scaling=0.3)
+    with torch.device("meta"):
+        output = attend(query, keys, values, slots, lengths, scaling=0.3)
+    torch.testing.assert_close(output, expected)

@@ -47,7 +47,7 @@ def go_on_from(cut: Cut, state: StoreState, rules: Rules, past: Mapping[int, Row
         if found is None or found.slot != row.slot:
             state.drop(row, "failed", requeue=True)
         elif found.newest_version > cut.version:
-            state.drop(row, "future_version", requeue=True)
+            state.drop(row._replace(outcome=found.outcome), "future_version", requeue=True)
         else:
             finished_version = min(found.finished_version, cut.version)
             arrived.append(row._replace(

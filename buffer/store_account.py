@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from buffer.store_rows import DROP_REASONS, DropReason, Row
 
@@ -39,6 +41,14 @@ class Fates:
         means = {"response_tokens": self.response_tokens, "reward": self.reward, "duration_s": self.duration_s}
         return {f"{prefix}/{name}": mean.total / mean.count for name, mean in means.items() if mean.count}
 
+    def scalars(self) -> list[list[float]]:
+        """[total, count] of each mean, for `restored`."""
+        return [[mean.total, mean.count] for mean in (self.response_tokens, self.reward, self.duration_s)]
+
+    @classmethod
+    def restored(cls, scalars: Sequence[Sequence[float]]) -> Fates:
+        return cls(*(Mean(total, int(count)) for total, count in scalars))
+
 
 class Account:
     """Counts since the start of the run: admitted = trained at least once + dropped + what the store still has.
@@ -53,22 +63,21 @@ class Account:
         self.requeued = 0
         self.dropped: Counter[DropReason] = Counter()
         self.last_failure = ""
-        self._trained_fates = Fates()
-        self._dropped_fates: dict[DropReason, Fates] = {
-            "late": Fates(), "zero_variance": Fates(), "future_version": Fates(),
+        self._fates: dict[DropReason | Literal["trained"], Fates] = {
+            "trained": Fates(), "late": Fates(), "zero_variance": Fates(), "future_version": Fates(),
         }
 
     def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
         self.dropped[reason] += 1
-        if reason in self._dropped_fates:
-            self._dropped_fates[reason].add(row, now_s)
+        if reason in self._fates:
+            self._fates[reason].add(row, now_s)
 
     def train(self, row: Row) -> None:
         """One use of a group."""
         self.uses += 1
         if row.is_fresh:
             self.trained += 1
-            self._trained_fates.add(row, 0.0)
+            self._fates["trained"].add(row, 0.0)
 
     def metrics(self) -> dict[str, float]:
         """Numbers of groups since the start; means of lengths and rewards by fate, to see what dropping favours."""
@@ -78,8 +87,21 @@ class Account:
             "buffer/uses": float(self.uses),
             "buffer/requeued": float(self.requeued),
             **{f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS},
-            **self._trained_fates.metrics("buffer/trained"),
         }
-        for reason, fates in self._dropped_fates.items():
-            values |= fates.metrics(f"buffer/dropped_{reason}")
+        for name, fates in self._fates.items():
+            values |= fates.metrics("buffer/trained" if name == "trained" else f"buffer/dropped_{name}")
         return values
+
+    def scalars(self) -> dict[str, Any]:
+        """All of it but `last_failure`, as plain values, for `restore`."""
+        return {
+            "admitted": self.admitted, "trained": self.trained, "uses": self.uses, "num_requeued": self.requeued,
+            "dropped": dict(self.dropped), "fates": {name: fates.scalars() for name, fates in self._fates.items()},
+        }
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """What `scalars` said at one moment; other keys in it are passed over."""
+        self.admitted, self.trained, self.uses = (scalars[key] for key in ("admitted", "trained", "uses"))
+        self.requeued = scalars["num_requeued"]
+        self.dropped = Counter({cast(DropReason, reason): n for reason, n in scalars["dropped"].items()})
+        self._fates = {name: Fates.restored(scalars["fates"][name]) for name in self._fates}

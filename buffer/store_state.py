@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from async_rl.errors import StalenessError
 from buffer.store_account import Account
@@ -99,14 +99,12 @@ class StoreState:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Everything but the rows, as plain values (int, list, dict with text keys)."""
-        account = self.account
+        """Everything but the rows, as plain values (numbers, list, dict with text keys)."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
-            "admitted": account.admitted, "trained": account.trained, "uses": account.uses,
-            "num_requeued": account.requeued, "dropped": dict(account.dropped),
+            **self.account.scalars(),
         }
 
     def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
@@ -116,10 +114,7 @@ class StoreState:
         self.next_group_id, self.next_prompt = scalars["next_group_id"], scalars["next_prompt"]
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
-        account = self.account
-        account.admitted, account.trained, account.uses = (scalars[key] for key in ("admitted", "trained", "uses"))
-        account.requeued = scalars["num_requeued"]
-        account.dropped = Counter({cast(DropReason, reason): n for reason, n in scalars["dropped"].items()})
+        self.account.restore(scalars)
         for row in sorted(rows, key=lambda row: row.group_id):
             if (place := self._place(row.state)) is not None:
                 place[row.group_id] = row

@@ -102,6 +102,8 @@ def test_what_arrived_goes_on_unless_its_weights_are_gone() -> None:
     resumed = resumed_state(cut, {group_id: row for group_id, row in past.items() if row.payload})
     assert [row.payload for row in resumed.finished.values()] == [b"early"]
     assert drops_of(resumed) == {"future_version": 1, "failed": live - 2}
+    assert resumed.counters()["buffer/dropped_future_version/response_tokens"] == 4.0
+    assert resumed.counters()["buffer/trained/duration_s"] == 1.0, "of the groups before the cut"
     assert len(resumed.requeued) == live - 1
     assert resumed.unaccounted() == 0
 

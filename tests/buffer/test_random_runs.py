@@ -34,12 +34,13 @@ def test_a_long_random_run_keeps_the_bound_and_the_account_and_never_stops(
 @pytest.mark.parametrize(
     "rules",
     [
-        plain_rules(2, 4, late="drop"), plain_rules(2, 4, late="mask"), plain_rules(3, 4, exact=True),
-        plain_rules(0, 4, exact=True), plain_rules(3, 4, max_uses=2, fresh_per_step=2),
+        plain_rules(2, 4, late="drop"), plain_rules(2, 4, late="mask"), plain_rules(3, 4, exact=True, drain=True),
+        plain_rules(0, 4, exact=True, drain=True), plain_rules(2, 4, drain=True),
+        plain_rules(3, 4, max_uses=2, fresh_per_step=2),
         plain_rules(3, 4, max_uses=3, fresh_per_step=3, late="mask"),
         plain_rules(2, 4, max_uses=2, fresh_per_step=2, late="drop"),
     ],
-    ids=lambda rules: f"{rules.late}-exact{rules.exact}-uses{rules.max_uses}",
+    ids=lambda rules: f"{rules.late}-exact{rules.exact}-drain{rules.drain}-uses{rules.max_uses}",
 )
 def test_every_mode_and_policy_shows_what_it_is_for(rules: Rules) -> None:
     onlooker = Onlooker(rules, every_steps=1)
@@ -127,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
         if hasattr(self, "onlooker"):
             rules = self.onlooker.rules
             kind = "exact" if rules.exact else rules.late + (" with replay" if rules.max_uses > 1 else "")
-            AnyOrder.steps[kind] += self.onlooker.num_events
+            AnyOrder.steps[kind + (" with drain" if rules.drain else "")] += self.onlooker.num_events
             AnyOrder.steps["batches"] += self.onlooker.version
             if self.onlooker.files:
                 AnyOrder.steps["with a journal"] += self.onlooker.num_events

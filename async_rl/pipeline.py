@@ -213,6 +213,7 @@ def dry_run(config: Config) -> str:
         "rollouts per learner rank and step": config.rollouts_per_step / placement.learner.ranks,
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
+        "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
     }
     sections = {"derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config)}
     text = dump_config(config)

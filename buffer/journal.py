@@ -4,7 +4,7 @@
     rollouts   one row for each rollout of a group that arrived
     uses       one row for each batch that a group was trained in
     payloads   where in PAYLOADS_NAME the groups are as they arrived; of final ones only those of the last
-               buffer.journal_keep_steps
+               Config.journal_kept_steps
     state      counters and the like, as JSON
 
 The tables are a user's too, also while the run goes on: README.md, "Trajectories in SQL".

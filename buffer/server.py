@@ -153,4 +153,4 @@ class BufferServer:
 def _open_journal(config: Config) -> Journal | None:
     if not config.buffer.journal:
         return None
-    return Journal(config.run_dir / FILE_NAME, config.buffer.journal_keep_steps)
+    return Journal(config.run_dir / FILE_NAME, config.journal_kept_steps)

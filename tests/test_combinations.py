@@ -39,10 +39,6 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0.0"),
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid'."),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True. Nothing is"),
-        (
-            ["checkpoint.every_steps=50", "buffer.journal_keep_steps=49"],
-            "buffer.journal_keep_steps must be -1 or at least checkpoint.every_steps = 50, got 49. Otherwise a resume",
-        ),
         (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
@@ -94,6 +90,20 @@ def test_every_other_pair_of_late_and_update_policy_is_allowed(tmp_path: Path, l
 def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
     config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
     assert (config.fresh_per_step, config.max_slots) == (6, 18)  # ceil(0.35 * 16) of 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["checkpoint.every_steps=0"], 100), (["checkpoint.every_steps=200"], 400),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=0"], 100),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=300"], 300), (["buffer.journal_keep_steps=-1"], -1),
+    ],
+)
+def test_the_journal_keeps_tokens_until_the_checkpoint_after_next_whatever_is_set(
+    tmp_path: Path, overrides: list[str], kept: int
+) -> None:
+    assert load(tmp_path, *overrides).journal_kept_steps == kept
 
 
 def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path: Path) -> None:

@@ -129,6 +129,16 @@ class Config:
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
+    def journal_kept_steps(self) -> int:
+        """Steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
+
+        A resume goes on with groups that were trained on after its checkpoint. The checkpoint after it may be written
+        until the second next is due, and has to be resumed from if that write is cut short.
+        """
+        kept = self.buffer.journal_keep_steps
+        return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
+
+    @property
     def takes_turns(self) -> bool:
         """Learner and SGLang share GPUs and never work at once: each has the memory in its turn."""
         return self.placement.colocated and self.staleness.max == 0 and self.rollout.engine == "sglang"

@@ -22,7 +22,6 @@ def check_combinations(config: Config) -> None:
     _check_replay(config)
     _check_mask(config)
     _check_best(config)
-    _check_journal(config)
     _check_ipc(config)
     check(
         not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
@@ -119,16 +118,6 @@ def _check_best(config: Config) -> None:
             f"a multiple of eval.every_steps = {evals} with checkpoint.keep_best",
             f"So that {config.checkpoint.best_metric} is measured at each checkpoint's version.",
         )
-
-
-def _check_journal(config: Config) -> None:
-    """A resume goes on with groups that were trained on after its checkpoint, from the journal."""
-    kept, every = config.buffer.journal_keep_steps, config.checkpoint.every_steps
-    check(
-        not config.buffer.journal or kept == -1 or kept >= every, "buffer.journal_keep_steps", kept,
-        f"-1 or at least checkpoint.every_steps = {every}",
-        "Otherwise a resume would have to generate again what the journal has already let go of.",
-    )
 
 
 def _check_ipc(config: Config) -> None:

@@ -91,8 +91,8 @@ class BufferConfig:
     journal: bool = True
     """Keep everything in run_dir/trajectories.sqlite, so that the run survives the end of the buffer's process."""
     journal_keep_steps: int = 100
-    """Steps for which the tokens of a trained or dropped group stay in the journal, at least until the next checkpoint;
-    -1: for ever. Rewards, lengths and versions of every rollout always stay."""
+    """Steps for which the tokens of a trained or dropped group stay in the journal; -1: for ever. Where that is less,
+    2 * checkpoint.every_steps: a resume needs them. Rewards, lengths and versions of every rollout always stay."""
 
     def __post_init__(self) -> None:
         check(self.max_uses >= 1, "buffer.max_uses", self.max_uses, "at least 1")

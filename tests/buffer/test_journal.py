@@ -153,6 +153,18 @@ def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Pat
     )
 
 
+def test_what_a_checkpoint_may_need_is_kept_until_the_one_after_it_is_whole(tmp_path: Path) -> None:
+    """Checkpoint 4 is being written until 8 is due at the latest; a crash before that resumes from 0."""
+    config = dataclasses.replace(journalled(tmp_path, keep_steps=0), checkpoint=CheckpointConfig(every_steps=4))
+    kept_at_the_end = []
+    for steps in (8, 9):
+        fresh = dataclasses.replace(config, run=RunConfig(name=f"{steps}", dir=str(tmp_path)))
+        batches = trained(fresh, steps=steps)
+        kept = {group_id for (group_id,) in select(fresh, "SELECT group_id FROM payloads")}
+        kept_at_the_end.append({group.group_id for group in batches[0].groups} <= kept)
+    assert kept_at_the_end == [True, False]
+
+
 def test_the_queries_in_the_readme_answer_what_they_say(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     batches = trained(config)

@@ -14,7 +14,7 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 	$(BIN)/async-rl sft $(QUICKSTART)
 	@touch $@
 
-test: venv  ## every test that needs no GPU (what CI runs)
+test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest
 
 nightly: venv  ## the long tests

@@ -24,6 +24,7 @@ from async_rl.errors import ConfigError
 FOLDER = "checkpoints"
 _CUT_FILE = "cut.json"
 _NAME = re.compile(r"step_(\d+)")
+_PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,12 @@ class Cut:
     """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
     buffer: dict[str, Any]
     """What the buffer needs to go on without its journal, see buffer/cut.py."""
+
+
+def lineage_of(run_dir: Path) -> int:
+    """How often the run has been resumed. Each time sets its config aside, as config.lineage_0.yaml, 1 and so on."""
+    found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
+    return 1 + max((int(name[1]) for name in found if name), default=-1)
 
 
 def checkpoint_folder(run_dir: Path, version: int) -> Path:
@@ -110,16 +117,18 @@ def resumed_cut(config: Config) -> Cut | None:
     return read_cut(Path(config.run.resume)) if config.run.resume else None
 
 
-def set_aside_later(checkpoint: Path, cut: Cut) -> None:
-    """After a resume from an older checkpoint the later ones belong to a past that is no longer the run's: they keep
-    their data under a name that is no checkpoint's. Remains of checkpoints that never became whole go."""
+def set_aside_later(checkpoint: Path, version: int, lineage: int) -> None:
+    """After a resume from the checkpoint of `version` the later ones belong to a past that is no longer the run's: they
+    keep their data under a name that is no checkpoint's. Remains of checkpoints that never became whole go.
+
+    Args:
+        lineage: that ends with the resume.
+    """
     for partial in checkpoint.parent.glob("step_*.partial"):
         shutil.rmtree(partial)
-    for version, folder in list_checkpoints(run_dir_of(checkpoint)).items():
-        if version > cut.version:
-            target = folder.with_name(f"{folder.name}.lineage_{cut.lineage}")
-            shutil.rmtree(target, ignore_errors=True)
-            folder.rename(target)
+    for later, folder in list_checkpoints(run_dir_of(checkpoint)).items():
+        if later > version:
+            folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
 
 
 def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) -> None:

@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from async_rl.checkpoints import Cut, find_checkpoint, read_cut, run_dir_of, set_aside_later
+from async_rl.checkpoints import Cut, find_checkpoint, lineage_of, read_cut, run_dir_of, set_aside_later
 from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.errors import ConfigError
@@ -71,15 +70,13 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _take_up(config: Config, cut: Cut) -> None:
-    """Make the directory that of a run which has come to the cut; what came after it is kept beside, out of use."""
-    run_dir, suffix = config.run_dir, f"lineage_{cut.lineage}"
-    set_aside_later(Path(config.run.resume), cut)
-    old_config = run_dir / "config.yaml"
-    if old_config.exists():
-        old_config.rename(run_dir / f"config.{suffix}.yaml")
-    # Of an earlier resume from this checkpoint. All of it: a log left there would be taken for the new file's.
-    for old in run_dir.glob(f"trajectories.{suffix}.sqlite*"):
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    """Make the directory that of a run which has come to the cut; what came after it is kept beside, out of use.
+
+    Each resume sets aside under a number of its own, so that none replaces what another one kept.
+    """
+    run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
+    suffix = f"lineage_{lineage}"
+    set_aside_later(Path(config.run.resume), cut.version, lineage)
     for file in run_dir.glob("trajectories.sqlite*"):  # with what is kept beside it
         file.rename(run_dir / file.name.replace("trajectories", f"trajectories.{suffix}"))
     metrics = run_dir / "metrics.jsonl"
@@ -94,3 +91,7 @@ def _take_up(config: Config, cut: Cut) -> None:
         partial = run_dir / "metrics.jsonl.partial"
         partial.write_text("".join(kept))
         partial.replace(metrics)
+    # Last, as it ends the lineage: a resume that is cut short before this is taken up by the next one.
+    old_config = run_dir / "config.yaml"
+    old_config.touch()
+    old_config.rename(run_dir / f"config.{suffix}.yaml")

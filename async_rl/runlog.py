@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.checkpoints import prune, resumed_cut
+from async_rl.checkpoints import lineage_of, prune, resumed_cut
 from async_rl.config import Config
 from async_rl.lanes import draw_lanes
 from async_rl.metrics import Metric, MetricsLogger, Report, read_metrics, reduce_metrics
@@ -41,7 +41,7 @@ class RunLog:
         self._first_reward: float | None = None
         self._resumes = 0
         if cut := resumed_cut(config):
-            self.version, self._resumes = cut.version, cut.lineage + 1
+            self.version, self._resumes = cut.version, lineage_of(self.run_dir)
             self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
         self._recent: list[Span] = []
         self._pending: list[tuple[Report, float]] = []

@@ -44,30 +44,41 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 
 
 def export_trajectories(run_dir: Path, target: Path) -> int:
-    """Writes every rollout that arrived; returns their number. The run may be going on.
+    """Writes every rollout that arrived, those before a resume included; returns their number. The run may be going on.
 
     Raises:
-        ConfigError: the run has no journal, or the file can't be written.
+        ConfigError: the run has no journal, or nothing in it yet, or the file can't be written.
     """
     journal = run_dir / FILE_NAME
     if not journal.is_file():
         raise ConfigError(f"{journal} does not exist: not a run directory, or a run with buffer.journal=false")
     number = 0
     try:
-        with closing(sqlite3.connect(journal)) as database, pq.ParquetWriter(target, SCHEMA) as writer:
-            for chunk in _chunks(database, payload_folder(journal)):
-                writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
-                number += len(chunk)
+        with closing(sqlite3.connect(journal)) as database:
+            database.execute("BEGIN")  # one moment of a run that goes on
+            limits = _limits(database, journal)
+            with pq.ParquetWriter(target, SCHEMA) as writer:
+                for chunk in _chunks(database, payload_folder(journal), limits):
+                    writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
+                    number += len(chunk)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None
     return number
 
 
-def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
+def _limits(database: sqlite3.Connection, journal: Path) -> Limits:
+    """Of the groups in it, by which they are decoded."""
+    found = database.execute("SELECT scalars FROM state").fetchone()
+    if found is None:
+        raise ConfigError(
+            f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever asked for. "
+            f"The logs in {journal.parent / 'logs'} may say why; if the run is starting, try again later"
+        )
+    return Limits(**json.loads(found[0])["limits"])
+
+
+def _chunks(database: sqlite3.Connection, folder: Path, limits: Limits) -> Iterator[list[dict[str, Any]]]:
     """Rows of whole groups."""
-    database.execute("BEGIN")  # one moment of a run that goes on
-    cursor = database.execute("SELECT scalars FROM state")
-    limits = Limits(**json.loads(cursor.fetchone()[0])["limits"])
     cursor = database.execute(_ROLLOUTS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []

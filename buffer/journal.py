@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from async_rl.checkpoints import Cut
 from async_rl.codec import GroupColumns
 from async_rl.errors import AsyncRLError
-from buffer.payload_files import PayloadFiles, Place, read_payload
+from buffer.payload_files import PayloadFiles, Place, read_payload, share_files
 from buffer.store_rows import Outcome, Row
 from buffer.wire import view
 
@@ -31,7 +32,7 @@ FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
 """Folder beside the file."""
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
-"""What a resume makes of the journal of the run before it."""
+"""What a resume makes of the journal of the lineage that it ends."""
 FINAL = ("trained", "dropped")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -52,6 +53,18 @@ CREATE VIEW IF NOT EXISTS trained AS
     FROM uses JOIN rollouts USING (group_id);
 """
 _GROUP_COLUMNS = 16
+_TAKE_OVER = (
+    "REPLACE INTO groups SELECT * FROM past.groups "
+    "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
+    # A group may have been in more batches after the cut: it is in none now.
+    "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
+    "WHERE state <> 'dropped'",
+    "REPLACE INTO rollouts SELECT * FROM past.rollouts WHERE group_id IN (SELECT group_id FROM groups)",
+    "REPLACE INTO uses SELECT * FROM past.uses "
+    "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
+    "REPLACE INTO payloads SELECT * FROM past.payloads "
+    "WHERE group_id IN (SELECT group_id FROM groups) AND file IN (SELECT value FROM json_each(:files))",
+)
 
 
 class Journal:
@@ -77,17 +90,7 @@ class Journal:
             # What is committed survives the end of the process; the end of the machine may cost the last commits.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(SCHEMA)
-            self._kept = {
-                group_id: Place(*place)
-                for group_id, *place in self._db.execute("SELECT group_id, file, start, bytes FROM payloads")
-            }
-            self._files = PayloadFiles(payload_folder(file), self._kept.values())
-            self._final = deque(
-                self._db.execute(
-                    "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
-                    "WHERE final_version IS NOT NULL ORDER BY final_version"
-                )
-            )
+            self._open_payloads()
 
     def load(self) -> tuple[list[Row], dict[str, Any]] | None:
         """The live rows and the scalars of the last commit; None from a new journal."""
@@ -107,6 +110,28 @@ class Journal:
             ]
         self._scalars = json.loads(found[0])
         return rows, self._scalars
+
+    def take_over(self, past: Path, cut: Cut) -> None:
+        """Into a new journal, what the one at `past` knows of the groups whose fate was settled at the cut.
+
+        So the tables tell of the whole run, resumed or not. What came after the cut never was. Files of payloads are
+        shared where the disk can do that. Without a journal at `past` nothing is taken over; a second time is harmless.
+        """
+        if not _has_commits(past):
+            return
+        numbers = {
+            "version": cut.version, "next_id": cut.buffer["scalars"]["next_group_id"],
+            "live": json.dumps([group_id for group_id, *_ in cut.buffer["live"]]),
+        }
+        with self._errors_named():
+            numbers["files"] = json.dumps(share_files(payload_folder(past), payload_folder(self._file)))
+            self._db.execute("ATTACH ? AS past", (str(past),))
+            self._db.execute("BEGIN")
+            for statement in _TAKE_OVER:
+                self._db.execute(statement, numbers)
+            self._db.execute("COMMIT")
+            self._db.execute("DETACH past")
+            self._open_payloads()
 
     def record(self, row: Row) -> None:
         """A row that is new or changed."""
@@ -164,6 +189,19 @@ class Journal:
             self._db.close()
             self._files.close()
 
+    def _open_payloads(self) -> None:
+        self._kept = {
+            group_id: Place(*place)
+            for group_id, *place in self._db.execute("SELECT group_id, file, start, bytes FROM payloads")
+        }
+        self._files = PayloadFiles(payload_folder(self._file), self._kept.values())
+        self._final = deque(
+            self._db.execute(
+                "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
+                "WHERE final_version IS NOT NULL ORDER BY final_version"
+            )
+        )
+
     def _payload(self, group_id: int) -> bytes:
         place = self._kept.get(group_id)
         return read_payload(payload_folder(self._file), place) if place else b""
@@ -197,6 +235,14 @@ def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
                     payload = read_payload(payload_folder(file), Place(*found[_GROUP_COLUMNS:]))
                     rows[group_id] = _row(found[:_GROUP_COLUMNS], (), payload)
     return rows
+
+
+def _has_commits(file: Path) -> bool:
+    """Whether it is a journal of a buffer that served."""
+    if file.is_file():
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
+            return db.execute("SELECT scalars FROM state").fetchone() is not None
+    return False
 
 
 def payload_folder(file: Path) -> Path:

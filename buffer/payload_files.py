@@ -8,6 +8,7 @@ in it is kept. What was appended survives the end of the process; the end of the
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -82,6 +83,25 @@ class PayloadFiles:
         self._newest += 1
         self._end = 0
         self._file = os.open(self._folder / str(self._newest), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+
+def share_files(source: Path, target: Path) -> list[int]:
+    """Every file of the folder `source` in the folder `target` too, without a copy if the disk can do that.
+
+    A `PayloadFiles` writes to its own files only. Returns the numbers of the files; none if there is no `source`.
+
+    Raises:
+        OSError: a file can't be read or written.
+    """
+    paths = list(source.iterdir()) if source.is_dir() else []
+    for path in paths:
+        copy = target / path.name
+        if not copy.exists():
+            try:
+                copy.hardlink_to(path)
+            except OSError:
+                shutil.copyfile(path, copy)
+    return [int(path.name) for path in paths]
 
 
 def read_payload(folder: Path, place: Place) -> bytes:

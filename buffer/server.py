@@ -122,7 +122,10 @@ class BufferServer:
     def _go_on_from(self, cut: Cut, run_dir: Path) -> None:
         past, described = {}, {}
         ids = [group_id for group_id, *_ in cut.buffer["live"]]
-        for group_id, row in arrived(run_dir / PAST_FILE_NAME.format(lineage=cut.lineage), ids).items():
+        past_file = run_dir / PAST_FILE_NAME.format(lineage=cut.lineage)
+        if self._journal:
+            self._journal.take_over(past_file, cut)
+        for group_id, row in arrived(past_file, ids).items():
             with contextlib.suppress(WireError):  # sizes that the new configuration doesn't allow
                 described[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row

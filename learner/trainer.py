@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.checkpoints import Cut, checkpoint_folder
+from async_rl.checkpoints import Cut, checkpoint_folder, lineage_of
 from async_rl.config import Config
 from async_rl.errors import NothingToLearnError
 from async_rl.gpu import GpuSampler
@@ -74,7 +74,7 @@ class Learner:
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
         self._consumed = Consumed(config.buffer.max_uses)
-        self._lineage = 0
+        self._lineage = lineage_of(config.run_dir)
         self._saved_version = 0
         if config.run.resume:
             self._resume(Path(config.run.resume))
@@ -149,7 +149,6 @@ class Learner:
         cut = self._checkpointer.load(folder)
         self.version = self._saved_version = cut.version
         self.evaluations.resume(cut.version)
-        self._lineage = cut.lineage + 1
         self._updater.objective.kl_coef = cut.kl_coef
         self._consumed = Consumed(self.config.buffer.max_uses, cut.consumed)
 

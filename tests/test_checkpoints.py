@@ -11,6 +11,7 @@ from async_rl.checkpoints import (
     Cut,
     checkpoint_folder,
     find_checkpoint,
+    lineage_of,
     list_checkpoints,
     prune,
     read_cut,
@@ -90,9 +91,16 @@ def test_pruning_removes_folders(tmp_path: Path) -> None:
 def test_a_resume_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     (tmp_path / "checkpoints" / "step_4.partial").mkdir()
-    set_aside_later(checkpoint_folder(tmp_path, 2), make_cut(2))
+    set_aside_later(checkpoint_folder(tmp_path, 2), version=2, lineage=0)
     assert list(list_checkpoints(tmp_path)) == [1, 2]
     assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
+
+
+def test_the_number_of_resumes_is_that_of_the_configs_set_aside(tmp_path: Path) -> None:
+    assert lineage_of(tmp_path) == 0
+    for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
+        (tmp_path / name).touch()
+    assert lineage_of(tmp_path) == 11
 
 
 def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:

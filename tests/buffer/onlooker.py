@@ -18,7 +18,8 @@ from typing import Any
 
 from async_rl.checkpoints import Cut
 from buffer.cut import cut_of, go_on_from
-from buffer.journal import Journal, arrived
+from buffer.journal import Journal, arrived, payload_folder
+from buffer.payload_files import Place, read_payload
 from buffer.staleness import Rules
 from buffer.store import Store, Taken
 from buffer.store_rows import Row
@@ -181,6 +182,7 @@ class Onlooker:
             found = self.journal.load()
             assert found
             assert sorted(found[0]) == sorted(live), "the journal has other groups"
+            self.check_journal()
             live, scalars = found
         self.store = Store(self.rules, StoreState(record=self.write_down))
         self.store.state.restore(live, scalars)
@@ -196,6 +198,8 @@ class Onlooker:
         self.starts, self.workers, self.uses, self.drops, self.first_version = copy.deepcopy(known)
         self.running, self.rows, self.batch, self.is_draining = [], {}, None, False
         self.journal = self.open_journal()
+        if self.journal and past_file:
+            self.journal.take_over(past_file, cut)
         past = arrived(past_file, [i for i, *_ in cut.buffer["live"]]) if past_file else {}
         self.store = Store(self.rules, StoreState(record=self.write_down))
         go_on_from(cut, self.store.state, self.rules, past)
@@ -209,6 +213,21 @@ class Onlooker:
             self.first_version = cut.version
         self.store.served(self.version)
         self.commit()
+        self.check_journal()
+
+    def check_journal(self) -> None:
+        """Its tables tell of the whole run, and the tokens it promises are there."""
+        if not self.journal:
+            return
+        database = self.journal._db
+        assert sorted(database.execute("SELECT group_id, version FROM uses")) == sorted(
+            (group_id, version) for group_id, versions in self.uses.items() for version in versions
+        )
+        assert [i for i, in database.execute("SELECT group_id FROM groups ORDER BY group_id")] == sorted(self.starts)
+        dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'")
+        assert Counter(reason for reason, in dropped) == self.drops
+        places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
+        assert all(read_payload(payload_folder(self.journal_file), Place(*place)) == b"%d" % i for i, *place in places)
 
     def run_dry(self) -> None:
         """Once all that may run has run, the learner goes on, whatever it was at: there is no deadlock."""

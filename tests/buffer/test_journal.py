@@ -22,7 +22,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.rundir import open_run_dir
 from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal import FILE_NAME
+from buffer.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.wire import pack_request, view
 from tests.buffer.made import make_config, make_group, make_rollout, serving
@@ -208,6 +208,29 @@ def test_a_run_without_a_journal_says_so_when_asked_for_one(
     assert "or a run with buffer.journal=false" in capsys.readouterr().err
 
 
+def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a run whose rollout server never started."""
+    config = journalled(tmp_path)
+    BufferServer(config)._door.close()
+    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
+    assert "must hold what a buffer committed, got an empty journal" in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:
+    cut = Cut(
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
+        buffer={"scalars": {"next_group_id": 9}, "live": []},
+    )
+    journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
+    (tmp_path / "broken.sqlite").write_bytes(b"not a database" * 100)
+    Journal(tmp_path / "empty.sqlite", keep_steps=-1).close()
+    for name in ("broken.sqlite", "empty.sqlite", "absent.sqlite"):
+        journal.take_over(tmp_path / name, cut)
+    journal.close()
+    assert not (tmp_path / "absent.sqlite").exists()
+
+
 def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     config.run_dir.mkdir()
@@ -273,7 +296,7 @@ def test_a_resumed_buffer_keeps_what_arrived_and_drops_what_has_tokens_of_lost_v
             dropped = [counters[f"buffer/dropped_{reason}"] for reason in ("future_version", "failed")]
             assert sum(dropped) == 2, "group 4 has a token of version 2, group 5 never arrived"
             past.append(dropped)
-    assert past == [[1, 1], [0, 2]], "what group 4 was is known to the first resume"
+    assert past == [[1, 1], [1, 1]], "what group 4 was is known to every resume"
     with open_run_dir(again) as resumed, serving(resumed) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(1)
@@ -283,5 +306,14 @@ def test_a_resumed_buffer_keeps_what_arrived_and_drops_what_has_tokens_of_lost_v
         assert [slot[1] for slot in slots["result"]["slots"]] == [4, 5], "their prompts are granted again"
         learner.close()
     assert select(config, "SELECT group_id, step, staleness, response_tokens FROM trained WHERE rollout = 0") == [
-        (2, 2, 1, 3), (3, 2, 1, 2),
+        (0, 1, 0, 3), (1, 1, 0, 3), (2, 2, 1, 3), (3, 2, 1, 2),
     ]
+    ids = [group_id for (group_id,) in select(config, "SELECT group_id FROM groups ORDER BY group_id")]
+    assert ids == list(range(len(ids))), "every group ever admitted"
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
+    steps = {(row["group_id"], row["rollout"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
+    assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
+    assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
+    past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
+    assert past_files == [f"trajectories.lineage_{i}.sqlite" for i in range(3)], "no resume replaces what another kept"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.payload_files import MAX_BUFFERS, PayloadFiles, Place, read_payload
+from buffer.payload_files import MAX_BUFFERS, PayloadFiles, Place, read_payload, share_files
 
 
 def payloads(first: int, number: int) -> list[memoryview]:
@@ -51,3 +51,28 @@ def test_a_payload_that_is_not_whole_is_named(tmp_path: Path) -> None:
     (place,) = PayloadFiles(tmp_path, []).append(payloads(0, 1))
     with pytest.raises(OSError, match="ends before byte 41"):
         read_payload(tmp_path, Place(place.file, place.start + 1, place.bytes))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_files_are_shared_and_what_one_folder_lets_go_of_stays_in_the_other(
+    tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("this disk has no links")
+
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    old = PayloadFiles(tmp_path / "old", [])
+    (place,) = old.append([memoryview(b"abc")])
+    old.close()
+    (tmp_path / "new").mkdir()
+    assert share_files(tmp_path / "old", tmp_path / "new") == share_files(tmp_path / "old", tmp_path / "new") == [0]
+    new = PayloadFiles(tmp_path / "new", [place])
+    assert read_payload(tmp_path / "new", place) == b"abc"
+    (later,) = new.append([memoryview(b"de")])
+    assert later.file == 1, "a file that is shared is not written to"
+    new.remove([place])
+    new.close()
+    assert not (tmp_path / "new" / "0").exists()
+    assert read_payload(tmp_path / "old", place) == b"abc"
+    assert share_files(tmp_path / "absent", tmp_path / "new") == []

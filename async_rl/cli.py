@@ -180,13 +180,13 @@ def _prepare(args: argparse.Namespace) -> int:
 def _buffer(args: argparse.Namespace) -> int:
     from async_rl.configfile import load_config
     from async_rl.interrupts import Interrupts
+    from async_rl.rundir import open_buffer_dir
     from buffer.standalone import serve_alone
 
-    unused = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none"]
-    with Interrupts():
-        counters = serve_alone(
-            load_config(args.config, [*unused, *args.overrides]), partial(print, flush=True), args.every_s
-        )
+    defaults = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none", "run.name=buffer"]
+    config = load_config(args.config, [*defaults, *args.overrides])
+    with Interrupts(), open_buffer_dir(config):
+        counters = serve_alone(config, partial(print, flush=True), args.every_s)
     print("ended in order: " + "  ".join(f"{key} {value:.0f}" for key, value in counters.items() if value))
     return 0
 

@@ -46,6 +46,27 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         yield config
 
 
+@contextlib.contextmanager
+def open_buffer_dir(config: Config) -> Iterator[None]:
+    """run_dir for a buffer that serves alone: new, or with the journal of an earlier one. Nobody else's meanwhile.
+
+    Raises:
+        ConfigError: it is a run's, whose journal is no other buffer's to write to; or another buffer is using it.
+    """
+    if not config.buffer.journal:  # nothing is kept
+        yield
+        return
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(run_dir):
+        if (run_dir / "config.yaml").exists():
+            raise ConfigError(
+                f"run.name must name a new folder or that of a buffer alone, got {config.run.name}: {run_dir} holds a "
+                f"run. Set run.name to another one, or buffer.journal=false"
+            )
+        yield
+
+
 def new_run_dir(config: Config) -> Path:
     """Create the run directory; a name that is taken gets the next free number, also between two runs at once."""
     for number in range(1, 10_000):
@@ -60,12 +81,19 @@ def new_run_dir(config: Config) -> Path:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Until the end of the block or of this process, however it comes."""
+    """Until the end of the block or of this process, however it comes.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
     with (run_dir / _LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"run.resume: the run in {run_dir} is still going on. End it first (Ctrl-C)") from None
+            raise ConfigError(
+                f"{run_dir} must be in no other's use, got one whose run or buffer is still going on. "
+                "End that first (Ctrl-C)"
+            ) from None
         yield
 
 

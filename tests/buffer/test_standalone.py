@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.cli import main
+from async_rl.configfile import load_config
+from async_rl.rundir import open_buffer_dir
 from buffer.client import LearnerClient, WorkerClient
 from tests.buffer.made import make_group
 from tests.buffer.running import TIMEOUTS, with_worker
@@ -61,7 +64,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_the_buffer_serves_alone_and_ends_in_order(alone: Alone, ending: signal.Signals) -> None:
+def test_the_buffer_serves_alone_and_ends_in_order(alone: Alone, ending: signal.Signals, tmp_path: Path) -> None:
     found = re.search(r"tcp://\S+", alone.line_with("buffer at "))
     assert found
     learner = LearnerClient(found[0], TIMEOUTS)
@@ -73,7 +76,30 @@ def test_the_buffer_serves_alone_and_ends_in_order(alone: Alone, ending: signal.
 
     with_worker(found[0], put_three)
     learner.close()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["buffer"]
     assert "admitted 4  trained 0  running 1  depth 3  held 0  slots_held 4  refused 0" in alone.line_with("depth 3")
     alone.process.send_signal(ending)
     assert "buffer/dropped_shutdown 4" in alone.line_with("ended in order")
     assert alone.process.wait(10) == 0
+
+
+def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["buffer", f"run.dir={tmp_path}"]
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=buffer", "model.path=x", "task.name=reasoning_gym/x"])
+    with open_buffer_dir(config):
+        assert main(command) == 2
+        assert f"{tmp_path}/buffer must be in no other's use, got one whose run or buffer is" in capsys.readouterr().err
+    with open_buffer_dir(config):
+        pass  # the next one
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert main([*command, "run.name=run"]) == 2
+    assert "run.name must name a new folder or that of a buffer alone, got run" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/trajectories.sqlite*"))
+
+
+def test_a_buffer_without_a_journal_takes_no_folder(tmp_path: Path) -> None:
+    names = ["run.name=buffer", "model.path=x", "task.name=reasoning_gym/x", "buffer.journal=false"]
+    config = load_config(None, [f"run.dir={tmp_path}", *names])
+    with open_buffer_dir(config), open_buffer_dir(config):
+        assert not list(tmp_path.iterdir())

@@ -42,7 +42,7 @@ class Report:
     alarms: tuple[str, ...] = ()
     """Conditions that came up, each a line for the person at the console."""
     note: str = ""
-    """For the person at the console; a learner's report with a note is not a step's."""
+    """For the person at the console; a learner's report with a note is not a step's, and its metrics come after one."""
     eval_due: bool = False
     """Every server serves version `step`, and a held-out evaluation of it is due."""
 
@@ -130,6 +130,10 @@ class MetricsLogger:
         """An evaluation of policy version `version`: a line of its own, as it may come after its step's."""
         self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(version, self._steps, values))
+
+    def log_late(self, version: int, values: dict[str, float]) -> None:
+        """What was measured after the step of policy version `version` had ended: a line of its own in the file."""
+        self._write({"step": version, **values})
 
     def note(self, text: str) -> None:
         """One line for the person at the console, above the bar."""

@@ -70,6 +70,8 @@ class RunLog:
         if report.note and process == "learner/0":
             self.ended = report.note
             self.logger.note(report.note)
+            if report.metrics:
+                self.logger.log_late(report.step, reduce_metrics(report.metrics))
         elif process == "learner/0" and report.metrics:  # of a step
             end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
             self._pending.append((report, end_s))

@@ -18,8 +18,7 @@ from async_rl.metrics import Metric, Report
 from async_rl.status import Status
 from async_rl.timeline import Span, Timeline
 from async_rl.types import Batch
-from async_rl.weights import PushReport, open_publisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.wire import decode_batch
 from learner.alarms import Alarms, rules_for
@@ -27,14 +26,12 @@ from learner.bound import apply_bound
 from learner.checkpoint import Checkpointer
 from learner.consumed import Consumed
 from learner.evaluations import Evaluations
-from learner.model import full_parameters, save_policy
+from learner.model import save_policy
+from learner.pushes import Pushes
 from learner.ranks import broadcast_frames, init_distributed
 from learner.servers import ServerList
 from learner.update import Updater
 
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a logprob between server and learner at equal weights, by compute type."""
-VERIFY_TOKENS = 32
 WEIGHTS_WANTED = [b"weights wanted"]
 """In place of a batch's frames."""
 
@@ -67,9 +64,8 @@ class Learner:
         """How the driver, from another thread, tells of servers that died or came back; heeded on rank 0."""
         self.evaluations = Evaluations(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
-        self._push_dtype = serving_dtype(config, self._device.type)
-        self._alarms = Alarms(rules_for(self._push_dtype))
-        self._verified = not config.weight_sync.verify
+        self._pushes = Pushes(config, self._updater, self._publisher, self.servers)
+        self._alarms = Alarms(rules_for(self._pushes.dtype))
         self._end = ""
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
@@ -118,10 +114,12 @@ class Learner:
             trained_s = time.time()
             is_last = self._is_last(trained_s)
             is_push_due = self._is_push_due(is_last)
-            push_metrics, spans, eval_due = self._push(batch, is_last) if is_push_due else ([], (), False)
+            wait_metrics, spans, eval_due = self._push(batch, is_last) if is_push_due else ([], (), False)
             metrics += self._checkpoint() if self._is_checkpoint_due(is_last) else []
             end_s = time.time()
-            metrics += push_metrics + _time_metrics(batch, start_s, taken_s, trained_s, end_s)
+            metrics += [
+                *wait_metrics, *self._pushes.drain(), *_time_metrics(batch, start_s, taken_s, trained_s, end_s)
+            ]
             alarms, states = self._alarms.check(self.version, metrics)
             metrics += states
             if is_last:
@@ -141,7 +139,7 @@ class Learner:
         self._publisher.connect()
         if self.version > 0:  # at 0 the servers loaded the same folder
             with self._timeline.span("sync", "push"):
-                self._push_weights()
+                self._pushes.push(self.version)
         if self._client:
             self._client.served(self.version)
 
@@ -179,7 +177,7 @@ class Learner:
             if frames != WEIGHTS_WANTED:
                 return frames
             with self._timeline.span("sync", "push"):
-                self._push_weights()
+                self._pushes.push(self.version)
 
     def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:
@@ -201,9 +199,10 @@ class Learner:
         spans: tuple[Span, ...] = ()
         if self.version % self.config.weight_sync.every_steps:
             with self._timeline.span("sync", "push"):
-                spans = self._push_weights().spans
+                spans = self._pushes.push(self.version)
         self._save()
-        return Report(step=self.version, spans=self._timeline.drain() + spans, note=self._end)
+        metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
+        return Report(step=self.version, metrics=metrics, spans=self._timeline.drain() + spans, note=self._end)
 
     def _was_stopped(self) -> bool:
         """Whether there are no frames because of `stop`: what rank 0 says."""
@@ -217,7 +216,8 @@ class Learner:
             self._checkpoint()
         self._checkpointer.wait()
         note = f"stopped at version {self.version}" + (f", checkpoint {folder}" if self.version else "")
-        return Report(step=self.version, spans=self._timeline.drain(), note=note)
+        metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
+        return Report(step=self.version, metrics=metrics, spans=self._timeline.drain(), note=note)
 
     def _is_checkpoint_due(self, is_last: bool) -> bool:
         every_steps = self.config.checkpoint.every_steps
@@ -265,24 +265,16 @@ class Learner:
         """Make every server serve the current version, then open admission for it.
 
         Returns:
-            (metrics, spans of the servers, whether an evaluation of the version is due).
+            (metrics of what it waited for, spans of the servers, whether an evaluation of the version is due).
         """
         metrics = self._await_evaluation() if self.config.eval.pin_version else []
         metrics += self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
         with self._timeline.span("sync", "push"):
-            report = self._push_weights()
-            if not self._verified:
-                self._verify(batch)
-                self._verified = True
+            spans = self._pushes.push(self.version)
+            self._pushes.verify_once(batch)
             if self._client and not is_last:  # after the last step nobody may start
                 self._client.served(self.version)
-        metrics += [
-            Metric("time/push_s", report.seconds),
-            Metric("push/bytes", float(report.num_bytes), "sum"),
-            Metric("push/pause_s", report.pause_s),
-        ]
-        metrics += [Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers]
-        return metrics, report.spans, not is_last and self.evaluations.served(self.version)
+        return metrics, spans, not is_last and self.evaluations.served(self.version)
 
     def _await_evaluation(self) -> list[Metric]:
         """Hold the push back until the evaluation that runs, if any, has ended."""
@@ -301,25 +293,6 @@ class Learner:
                 self._client.await_push(self.version)
             dist.barrier()
         return [Metric("time/drain_s", time.time() - start_s)]
-
-    def _push_weights(self) -> PushReport:
-        """Push the current version to every live server; again without those that die on the way. Collective."""
-        while True:
-            self.servers.apply(self._publisher.servers)
-            report = self._publisher.push(full_parameters(self._updater.policy, self._push_dtype), self.version)
-            self.servers.pushed(self._publisher.servers, report.lost)
-            failed = torch.tensor(bool(report.lost), device=self._device)
-            dist.broadcast(failed, 0)
-            if not failed:
-                return report
-
-    def _verify(self, batch: Batch) -> None:
-        """Compare servers and learner on a prompt of the batch with one of its answers."""
-        group = batch.groups[0]
-        tokens = [*group.prompt_tokens.tolist(), *group.rollouts[0].tokens.tolist()][:VERIFY_TOKENS]
-        logprobs = self._updater.probe_logprobs(tokens)
-        if self.rank == 0:
-            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._push_dtype])
 
     def _save(self) -> None:
         with self._timeline.span("checkpoint", "save"):

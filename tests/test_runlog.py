@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
-from async_rl.metrics import Metric, Report
+from async_rl.metrics import Metric, Report, read_metrics
 from async_rl.runlog import RunLog
 from async_rl.timeline import Span
 
@@ -48,3 +48,14 @@ def test_steps_that_were_open_at_a_crash_are_in_the_metrics_file(tmp_path: Path)
     log.close()
     assert [(line["step"], line["reward/mean"]) for line in lines(tmp_path)] == [(1, 1.0)]
     assert (tmp_path / "r" / "timeline.json").exists()
+
+
+def test_what_a_push_after_the_last_step_took_has_a_line_of_its_own(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("learner/0", learner_step(1, 0.0, 10.0))
+    pushed = (Metric("push/bytes", 7.0, "sum"),)
+    log.add("learner/0", Report(step=1, metrics=pushed, note="the task is solved"))
+    log.close()
+    (record,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert (record["reward/mean"], record["push/bytes"]) == (1.0, 7.0)
+    assert len(log.steps) == 1

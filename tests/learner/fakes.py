@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from async_rl.config import TimeoutsConfig
@@ -51,6 +52,8 @@ class FakePublisher:
         self.weights: dict[str, Tensor] = {}
         self.verified: list[tuple[list[int], list[float]]] = []
         self.servers = {"rollout/0": "http://x"}
+        self.rank = 0
+        self.device = torch.device("cpu")
 
     def connect(self) -> None:
         self.calls.append(("connect", -1))

@@ -32,7 +32,7 @@ from learner.trainer import Learner
 from learner.update import Updater
 from tests.learner.fakes import FakePublisher
 from tests.learner.handmade import make_batch, make_config
-from tests.learner.test_trainer import fake_buffer, open_learner, publisher  # noqa: F401
+from tests.learner.test_trainer import fake_buffer, open_learner, publisher, pushed_bytes  # noqa: F401
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,8 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     learner = open_learner(tiny_model_path, run=run, **every)
     assert learner._client is not None
     learner._client.calls = publisher.calls  # type: ignore[attr-defined]
-    assert [report.step for report in learner.run()] == [3, 4, 5]
+    reports = list(learner.run())
+    assert [(report.step, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_cut(checkpoint_folder(tmp_path / "a", 4)).lineage == 1

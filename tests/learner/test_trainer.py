@@ -25,6 +25,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
+from async_rl.metrics import Report
 from async_rl.types import Batch
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
@@ -65,6 +66,11 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
 
     monkeypatch.setattr(trainer, "decode_batch", decode)
+
+
+def pushed_bytes(report: Report) -> list[float]:
+    """Of each push that the report tells of."""
+    return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
 
 
 def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
@@ -181,8 +187,27 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
     run = RunConfig(steps=50, dir=str(tmp_path))
     reports = list(open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3)).run())
     assert [(report.step, report.note) for report in reports] == [(1, ""), (2, ""), (2, "the task is solved")]
+    assert [pushed_bytes(report) for report in reports] == [[], [], [7.0]]
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(every_steps=2, verify=False),
+    )
+    back = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", 20.0))
+    back.start()
+    while not learner.servers.someone_waits():
+        pass
+    reports = list(learner.run())
+    back.join()
+    assert [number for name, number in publisher.calls if name == "push"] == [0, 2, 3]
+    assert [pushed_bytes(report) for report in reports] == [[7.0], [7.0], [7.0]]
+    assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
 
 
 def test_in_exact_mode_a_push_waits_for_the_buffer(

@@ -1,0 +1,121 @@
+"""A run that ended after its checkpoint, and the buffer and journal of the runs that go on from that."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from async_rl.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.cli import main
+from async_rl.config import Config
+from async_rl.rundir import open_run_dir
+from async_rl.types import Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.journal import Journal
+from buffer.wire import pack_request
+from tests.buffer.made import make_group, make_rollout, serving
+from tests.buffer.running import TIMEOUTS, with_worker
+from tests.buffer.test_journal import journalled, select, serving_until_a_crash
+from tests.buffer.test_refusals import ask
+
+
+def run_past_its_checkpoint(config: Config) -> Config:
+    """Batch 0 is trained; the checkpoint; batch 1 is trained, too; a crash. Groups 0..3 are of version 0, 4 and 5 of 1.
+
+    Returns the config of a run that goes on from that.
+    """
+    with serving_until_a_crash(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def finish(worker: WorkerClient) -> None:
+            await worker.admit(4)
+            for group_id in (0, 1, 2):
+                await worker.put(make_group(Slot(group_id=group_id, prompt_index=group_id, start_version=0)))
+
+        async def finish_later(worker: WorkerClient) -> None:
+            await worker.admit(2)  # groups 4 and 5, at version 1
+            slot = Slot(group_id=3, prompt_index=3, start_version=0)
+            await worker.put(make_group(slot, rollouts=(make_rollout(2, versions=np.array([0, 1], np.int32)),) * 2))
+
+        async def finish_last(worker: WorkerClient) -> None:
+            slot = Slot(group_id=4, prompt_index=4, start_version=1)
+            await worker.put(make_group(slot, rollouts=(make_rollout(2, versions=np.array([1, 2], np.int32)),) * 2))
+
+        with_worker(server.address, finish)
+        learner.take(0)
+        learner.trained(1)
+        learner.served(1)
+        with_worker(server.address, finish_later)
+        plain = learner.cut(1)
+        learner.take(1)  # groups 2 and 3
+        learner.trained(2)
+        with_worker(server.address, finish_last)
+        learner.close()
+    folder = checkpoint_folder(config.run_dir, 1)
+    folder.mkdir(parents=True)
+    write_cut(folder, Cut(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
+
+
+def test_a_resumed_buffer_keeps_what_arrived_and_drops_what_has_tokens_of_lost_versions(tmp_path: Path) -> None:
+    again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # 4 slots
+    past = []
+    for _ in range(2):  # the second time after a resume that came to no checkpoint of its own
+        with open_run_dir(again) as resumed, serving(resumed) as server:
+            counters = server.counters()
+            assert counters["buffer/depth"] == 2, "groups 2 and 3 arrived whole, and all their tokens can be trained on"
+            dropped = [counters[f"buffer/dropped_{reason}"] for reason in ("future_version", "failed")]
+            assert sum(dropped) == 2, "group 4 has a token of version 2, group 5 never arrived"
+            past.append(dropped)
+    assert past == [[1, 1], [1, 1]], "what group 4 was is known to every resume"
+    with open_run_dir(again) as resumed, serving(resumed) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(1)
+        assert [group.group_id for group in learner.take(1).groups] == [2, 3]
+        learner.trained(2)
+        slots = ask(server.address, [pack_request("admit", 7, worker="rollout/0", max_groups=2, wait_s=1.0)])
+        assert [slot[1] for slot in slots["result"]["slots"]] == [4, 5], "their prompts are granted again"
+        learner.close()
+
+
+def test_the_journal_of_a_resumed_run_tells_of_all_of_it_once(tmp_path: Path) -> None:
+    config = journalled(tmp_path, prompts_per_step=2)
+    again = run_past_its_checkpoint(config)
+    for number in (1, 2):
+        with open_run_dir(again) as resumed, serving(resumed) as server:
+            learner = LearnerClient(server.address, TIMEOUTS)
+            learner.served(1)
+            assert [group.group_id for group in learner.take(1).groups] == [2, 3]
+            learner.trained(2)
+            learner.close()
+        past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
+        past = [f"trajectories.lineage_{i}.sqlite" for i in range(number)]
+        assert past_files == past, "no resume replaces what another kept"
+    assert select(config, "SELECT group_id, step, staleness, response_tokens FROM trained WHERE rollout = 0") == [
+        (0, 1, 0, 3), (1, 1, 0, 3), (2, 2, 1, 3), (3, 2, 1, 2),
+    ]
+    ids = [group_id for (group_id,) in select(config, "SELECT group_id FROM groups ORDER BY group_id")]
+    assert ids == list(range(len(ids))), "every group ever admitted"
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
+    steps = {(row["group_id"], row["rollout"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
+    assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
+    assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
+
+
+def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:
+    cut = Cut(
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
+        buffer={"scalars": {"next_group_id": 9}, "live": []},
+    )
+    journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
+    (tmp_path / "broken.sqlite").write_bytes(b"not a database" * 100)
+    Journal(tmp_path / "empty.sqlite", keep_steps=-1).close()
+    for name in ("broken.sqlite", "empty.sqlite", "absent.sqlite"):
+        journal.take_over(tmp_path / name, cut)
+    journal.close()
+    assert not (tmp_path / "absent.sqlite").exists()

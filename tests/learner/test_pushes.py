@@ -1,0 +1,43 @@
+"""Pushes in turn and out of turn, with a publisher that only writes down what it got."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import RunConfig, WeightSyncConfig
+from tests.learner.fakes import FakePublisher
+from tests.learner.test_trainer import fake_buffer, open_learner, publisher, pushed_bytes  # noqa: F401
+
+
+def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(every_steps=2, verify=False),
+    )
+    back = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", 20.0))
+    back.start()
+    while not learner.servers.someone_waits():
+        pass
+    reports = list(learner.run())
+    back.join()
+    assert [number for name, number in publisher.calls if name == "push"] == [0, 2, 3]
+    assert [pushed_bytes(report) for report in reports] == [[7.0], [7.0], [7.0]]
+    assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
+
+
+def test_verification_compares_the_logprobs_of_the_pushed_weights(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+) -> None:
+    list(open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path))).run())
+    ((tokens, logprobs),) = publisher.verified
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    expected = lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)

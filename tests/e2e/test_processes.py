@@ -32,9 +32,10 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(smoke_yaml: Path, tmp_path: 
 
 
 def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
+    """One with a real SGLang server, whose ports and child processes the other must not meet."""
     commands = [
-        start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=twin", "rollout.engine=hf")
-        for _ in range(2)
+        start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=twin", f"rollout.engine={engine}")
+        for engine in ("sglang", "hf")
     ]
     assert [command.wait(240) for command in commands] == [0, 0], [c.log.read_text()[-2000:] for c in commands]
     assert (tmp_path / "twin" / "summary.json").exists()

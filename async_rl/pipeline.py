@@ -35,6 +35,7 @@ from async_rl.curve import draw_learning_curve
 from async_rl.errors import ProcessKilledError
 from async_rl.interrupts import Interrupts
 from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
+from async_rl.network import interface_of
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.rundir import open_run_dir
 from async_rl.runlog import RunLog
@@ -104,6 +105,8 @@ def check_inputs(config: Config) -> None:
     check_model_folder(config.model.path, config.longest_tokens)
     check_role_folders(config)
     check_disk(config)
+    if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
+        interface_of(config.network.host)
     open_reward(config, open_task(config, load_tokenizer(config.model.path)))
 
 
@@ -127,23 +130,23 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
         f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r)
         for r in range(ranks)
     }
+    # First, as it is quick: what is wrong in `network` is known before a server has loaded its model.
+    address = processes.gather({"buffer": buffer.start.remote()}, timeouts.join_s, "the start")["buffer"]
     urls = processes.gather(
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.server_start_s, "the start"
     )
-    found = processes.gather(
-        {"buffer": buffer.address.remote(), "learner/0": learners["learner/0"].free_address.remote()},
-        timeouts.join_s, "the address",
-    )
+    master = processes.gather(
+        {"learner/0": learners["learner/0"].free_address.remote()}, timeouts.join_s, "the address"
+    )["learner/0"]
     processes.gather(
-        {name: actor.connect.remote(found["buffer"]) for name, actor in rollouts.items()},
-        timeouts.join_s, "connecting",
+        {name: actor.connect.remote(address) for name, actor in rollouts.items()}, timeouts.join_s, "connecting"
     )
-    arguments = (found["learner/0"], found["buffer"], [urls[name] for name in rollouts])
+    arguments = (master, address, [urls[name] for name in rollouts])
     processes.gather(
         {name: actor.start.remote(*arguments) for name, actor in learners.items()},
         timeouts.server_start_s, "the start",
     )
-    return str(found["buffer"])
+    return str(address)
 
 
 def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, version: int) -> None:
@@ -174,7 +177,7 @@ def _revive_buffer(
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
     buffer = processes.start("buffer", BufferProcess, config, port, max_concurrency=4)
-    processes.gather({"buffer": buffer.address.remote()}, config.timeouts.join_s, "the new start")
+    processes.gather({"buffer": buffer.start.remote()}, config.timeouts.join_s, "the new start")
 
 
 def _close_buffer(

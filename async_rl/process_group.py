@@ -73,6 +73,10 @@ class ProcessGroup:
                 f"{_last_frames(error)}"
             ) from None
         except RayActorError as error:
+            if error.actor_init_failed:  # Ray keeps the text of what was raised, not the exception
+                raise ProcessDiedError(
+                    f"{self.on_host(name)} failed as it began:{self.log_tail(name)}\n{_last_frames(error)}"
+                ) from None
             raise ProcessKilledError(
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
@@ -122,5 +126,5 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _last_frames(error: RayTaskError, lines: int = 12) -> str:
+def _last_frames(error: RayError, lines: int = 12) -> str:
     return "\n".join("    " + line for line in str(error).strip().splitlines()[-lines:])

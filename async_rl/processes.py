@@ -37,12 +37,18 @@ class BufferProcess:
         config = enter(folder, config, "buffer")
         if port:
             config = dataclasses.replace(config, network=dataclasses.replace(config.network, port=port))
-        from buffer.server import BufferServer
-
-        self._server = BufferServer(config)
+        self._config = config
         self._stop = threading.Event()
 
-    def address(self) -> str:
+    def start(self) -> str:
+        """Open the buffer; returns its address. Not in __init__: Ray would wrap what is raised there in its own error.
+
+        Raises:
+            AsyncRLError: see BufferServer.
+        """
+        from buffer.server import BufferServer
+
+        self._server = BufferServer(self._config)
         return self._server.address
 
     def serve(self) -> None:

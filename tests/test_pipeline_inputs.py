@@ -16,6 +16,7 @@ from async_rl.config import (
     CriticConfig,
     KlConfig,
     ModelConfig,
+    NetworkConfig,
     ReferenceConfig,
     RewardModelConfig,
     RunConfig,
@@ -56,6 +57,15 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
     task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
     with pytest.raises(ConfigError, match="no_such_module"):
         check_inputs(config_of(model, task, tmp_path))
+
+
+def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_are(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    elsewhere = dataclasses.replace(config, network=NetworkConfig(host="203.0.113.9", insecure=True))
+    with pytest.raises(ConfigError, match=r"network\.host must be an address of this host, got 203\.0\.113\.9; .*lo"):
+        check_inputs(elsewhere)
 
 
 def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConfig, tmp_path: Path) -> None:

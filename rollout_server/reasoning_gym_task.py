@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config
@@ -22,6 +23,7 @@ _MAX_DRAWS = 50
 _EVAL_CHUNK = 1000
 """Held-out questions generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
+_COMPOSITE = "composite"
 _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -38,6 +40,7 @@ class ReasoningGymTask(Task):
         self._eval_size = config.eval.size
         self.num_prompts = config.task.size
         _check_params(self._name, config.task.params)
+        self._parts = _parts(config.task.params) if self._name == _COMPOSITE else {}
         self._datasets: dict[tuple[int, int], Any] = {}
         self._questions: dict[int, Question] = {}
         self._dataset(_TRAIN, 0)
@@ -52,12 +55,19 @@ class ReasoningGymTask(Task):
         return list(held_out.values())[:size]
 
     def verify(self, question: Question, response: str) -> float:
-        """The dataset's own score of the last <answer>...</answer>, or of all text where there is none."""
+        """The dataset's own score of the last <answer>...</answer>, or of all text where there is none; 0 where the
+        dataset can't read it."""
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
         entry = {"question": text, "answer": question.answer, "metadata": question.extra}
-        return float(self._dataset(_TRAIN, 0).score_answer(answer=answer, entry=entry))
+        dataset = self._dataset(_TRAIN, 0)
+        try:
+            return float(dataset.score_answer(answer=answer, entry=entry))
+        except Exception:
+            # Some scorers parse the answer unguarded: int("abc") in prime_factorization. Such an answer is a wrong one
+            # like any other, not a failure of the reward function, which would end the run.
+            return 0.0
 
     def _draw(self, position: int) -> Question:
         for draw in range(_MAX_DRAWS):
@@ -105,11 +115,12 @@ class ReasoningGymTask(Task):
             seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
             size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
             try:
-                params = self._config.params
+                params = {**self._config.params, **self._parts}
                 dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
-            except (AssertionError, ValueError, TypeError) as error:
+            except Exception as error:  # each dataset checks its parameters in its own way, or only uses them
                 raise ConfigError(
-                    f"task.params {params} do not suit {self._config.name}: {type(error).__name__}: {error}"
+                    f"task.params {self._config.params} do not suit {self._config.name}: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
             self._datasets[kind, draw] = dataset
         return self._datasets[kind, draw]
@@ -127,6 +138,31 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
                 f"task.params: reasoning_gym/{name} has no parameter {key!r}.{_nearest(key, allowed)} "
                 f"It has: {', '.join(sorted(allowed))}"
             )
+
+
+def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
+    """What composite takes in place of the mappings that a YAML file can hold.
+
+    Raises:
+        ConfigError: a part has no name, or its weight or parameters can't be used.
+    """
+    parts = params.get("datasets")
+    allowed = "a list of {name, weight, config}; weight (1) and config ({}) may be left out"
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {parts!r}")
+    specs = []
+    for part in parts:
+        spec = {"weight": 1.0, "config": {}, **part}
+        if set(spec) != {"name", "weight", "config"} or not isinstance(spec["config"], dict):
+            raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {part!r} in it")
+        if spec["name"] == _COMPOSITE:
+            raise ConfigError(
+                "task.params.datasets: a composite can't be part of a composite, as answers could not be scored. List "
+                "its datasets"
+            )
+        _check_params(spec["name"], spec["config"])
+        specs.append(DatasetSpec(**spec))
+    return {"datasets": specs}
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config, EvalConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError
@@ -71,6 +73,33 @@ def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
         task.eval_prompts(300)
 
 
+NONSENSE = ("", "abc", "1", "-1", "9" * 30, "1/0", "[[1]]", "[1, 2]", "{}", '{"a": 1}', "None", "zzz 7 [", "\0")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # numpy's, from within a scorer
+def test_every_dataset_gives_a_number_to_any_answer() -> None:
+    for name in sorted(set(DATASETS) - {"composite"}):
+        task = open_task(config_of(name, eval_size=0, size=1, max_prompt_tokens=16_000), TOKENIZER)
+        question = task.train_question(0)
+        for answer in NONSENSE:
+            assert 0 <= task.verify(question, answer) <= 1, (name, answer)
+        assert question.answer is None or task.verify(question, question.answer) == 1, name
+
+
+def composite(*datasets: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "composite", "params": {"datasets": list(datasets)}}
+
+
+def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_own() -> None:
+    parts = [{"name": "gcd", "weight": 3, "config": {"max_numbers": 2}}, {"name": "spell_backward"}]
+    task = open_task(config_of(**composite(*parts)), TOKENIZER)
+    questions = [task.prompt(i).reference for i in range(100)]
+    drawn = Counter(question.extra["source_dataset"] for question in questions)
+    assert set(drawn) == {"gcd", "spell_backward"} and drawn["gcd"] > drawn["spell_backward"]
+    assert {task.verify(question, question.answer) for question in questions} == {1.0}
+    assert {question.source for question in questions} == {"reasoning_gym/composite"}
+
+
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "number_sorting", "letter_counting", "gcd"])
 def test_the_own_verifier_gives_1_to_the_reference_and_less_to_nonsense(name: str) -> None:
     task = open_task(config_of(name, size=20), TOKENIZER)
@@ -90,6 +119,13 @@ def test_the_own_verifier_gives_1_to_the_reference_and_less_to_nonsense(name: st
         ({"name": "chain_sum", "params": {"seed": 3}}, "use run.seed"),
         ({"name": "chain_sum", "params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"name": "chain_sum", "params": {"min_terms": "many"}}, "do not suit reasoning_gym/chain_sum"),
+        ({"name": "composite"}, r"must be a list of \{name, weight, config\}; .* got None"),
+        (composite({"weight": 2}), r"must be a list of \{name, weight, config\}; .* got \{'weight': 2\} in it"),
+        (composite({"name": "gdc"}), "no dataset 'gdc'. Did you mean gcd"),
+        (composite({"name": "gcd", "config": {"seed": 1}}), "use run.seed"),
+        (composite({"name": "gcd", "weight": "much"}), "do not suit reasoning_gym/composite"),
+        (composite({"name": "gcd"}, {"name": "gcd"}), "Duplicate dataset names"),
+        (composite({"name": "composite"}), "a composite can't be part of a composite"),
     ],
 )
 def test_a_wrong_name_or_parameter_is_one_clear_error(task: dict[str, Any], message: str) -> None:

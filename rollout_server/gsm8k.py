@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from rollout_server.jsonl import numbered_lines
 
 INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 DATA_SOURCE = "openai/gsm8k"
@@ -20,8 +21,8 @@ def prepare_gsm8k(source: Path, target: Path) -> int:
     """
     if not source.is_file():
         raise ConfigError(f"no such file: {source}")
-    lines = [(number, line) for number, line in enumerate(source.read_text().splitlines(), 1) if line.strip()]
-    rows = [_row(line, index, f"{source}, line {number}") for index, (number, line) in enumerate(lines)]
+    lines = enumerate(numbered_lines(source))
+    rows = [_row(line, index, f"{source}, line {number}") for index, (number, line) in lines]
     if not rows:
         raise ConfigError(f"{source} is empty")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,11 +42,11 @@ def _row(line: str, index: int, where: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
         question, answer = item["question"], item["answer"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        _, mark, number = answer.rpartition("####")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: must be a JSON object with question and answer, got {line[:80]!r}"
+            f"{where}: must be a JSON object with question and answer, both text, got {line[:80]!r}"
         ) from error
-    _, mark, number = answer.rpartition("####")
     if not mark:
         raise ConfigError(f"{where}: the answer has no `#### number`: {answer[-80:]!r}")
     return {

@@ -14,6 +14,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from rollout_server.jsonl import numbered_lines
 from rollout_server.rewards import rule_for_source
 from rollout_server.tasks import Question, Task
 
@@ -64,9 +65,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix != ".jsonl":
         raise ConfigError(f"{path} must end in .parquet or .jsonl")
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -112,7 +111,12 @@ def _question(row: dict[str, Any], where: str) -> Question:
         raise ConfigError(
             f"{where}: reward_model must be {{style, ground_truth}}, got {str(reward_model)[:120]}"
         )
-    extra = dict(row.get("extra_info") or {})
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        kind = "text" if isinstance(extra, str) else type(extra).__name__
+        raise ConfigError(
+            f"{where}: extra_info must be a mapping, got {kind}: {str(extra)[:120]!r}. Parse it, or leave it out"
+        )
     solution = extra.get("answer")
     return Question(
         messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),

@@ -89,6 +89,8 @@ def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix
         ({"prompt": "What?"}, "row 1: prompt must be a list of {role, content} messages, got What?"),
         ({"prompt": []}, "row 1: prompt must be"),
         ({"reward_model": {"style": "rule"}}, "row 1: reward_model must be"),
+        ({"extra_info": '{"index": 1}'}, "row 1: extra_info must be a mapping, got text: '{\"index\": 1}'. Parse"),
+        ({"extra_info": [1, 2]}, r"row 1: extra_info must be a mapping, got list: '\[1, 2\]'"),
         ({"data_source": "poems"}, "no reward rule belongs to data_source 'poems'"),
     ],
 )
@@ -111,6 +113,32 @@ def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         opened(tmp_path / name)
+
+
+SEPARATORS = "one\u2028two\u2029three\u0085four"
+"""Not line feeds, though str.splitlines cuts at them."""
+
+
+def test_a_jsonl_line_ends_at_a_line_feed_only(tmp_path: Path) -> None:
+    row = row_of(0, prompt=[{"role": "user", "content": SEPARATORS}])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8")
+    _, task = opened(tmp_path / "rows.jsonl")
+    assert [message["content"] for message in task.train_question(0).messages] == [SEPARATORS]
+
+    item = {"question": SEPARATORS, "answer": "#### 1"}
+    (tmp_path / "in.jsonl").write_text(json.dumps(item, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 1
+
+
+def test_a_jsonl_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    row, item = row_of(0), {"question": "Be brief.", "answer": "#### 1"}
+    for content, read in (
+        (row, opened), (item, lambda path: prepare_gsm8k(path, tmp_path / "out.jsonl")),
+    ):
+        good = json.dumps(content).encode()
+        (tmp_path / "rows.jsonl").write_bytes(good + b"\n" + good.replace(b"brief", b"br\xe8f") + b"\n")
+        with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: must be UTF-8, got b'\\xe8f"):
+            read(tmp_path / "rows.jsonl")
 
 
 def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
@@ -161,6 +189,7 @@ def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
     [
         ('{"question": "?"}', "line 1: must be a JSON object with question and answer"),
         ("nonsense", "line 1: must be"),
+        ('{"question": "?", "answer": 42}', "line 1: must be a JSON object with question and answer, both text"),
         ('{"question": "?", "answer": "42"}', "has no `#### number`"),
         ("", "is empty"),
     ],

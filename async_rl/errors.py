@@ -1,5 +1,7 @@
 """One root, and own types only where a caller acts differently."""
 
+import traceback
+
 
 class AsyncRLError(Exception):
     """Root of the errors that carry a complete message for the user; the CLI prints it without a stack trace."""
@@ -39,3 +41,9 @@ class WeightSyncError(AsyncRLError):
 
 class RewardError(AsyncRLError):
     """Too many groups failed in their reward function."""
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` where it was raised, leaving out Python's own import machinery; empty: it has no traceback."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -107,7 +107,9 @@ def check_inputs(config: Config) -> None:
     check_disk(config)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         interface_of(config.network.host)
-    open_reward(config, open_task(config, load_tokenizer(config.model.path)))
+    task = open_task(config, load_tokenizer(config.model.path))
+    task.prompt(0)  # a generated task finds only now that its template fails or that it can't give eval.size questions
+    open_reward(config, task)
 
 
 def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:

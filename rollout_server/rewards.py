@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, raised_at
 from async_rl.types import Prompt
 from rollout_server.math_checker import MathChecker
 
@@ -89,7 +89,7 @@ def _call_custom(function: Callable[..., float], prompt: Prompt, response: str) 
 
 def _import_function(name: str) -> Callable[..., float]:
     module_name, _, attribute = name.partition(":")
-    if not attribute:
+    if not attribute or not all(module_name.split(".")):
         matches = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
         raise ConfigError(
             f"task.reward must be one of {', '.join(RULES)} or package.module:function, got {name!r}."
@@ -98,9 +98,17 @@ def _import_function(name: str) -> Callable[..., float]:
     if os.getcwd() not in sys.path:  # an installed command does not look where the user stands
         sys.path.append(os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.reward {name!r} can't be imported from {os.getcwd()}: {error}") from error
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        at = raised_at(error)
+        place = f", at {at}" if at and not at.startswith(__file__) else ""
+        raise ConfigError(
+            f"task.reward {name!r} can't be imported from {os.getcwd()}: {type(error).__name__}: {error}{place}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        file = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"task.reward {name!r}: {file} defines no {attribute}")
     if not callable(function):
         raise ConfigError(f"task.reward {name!r} is not a function but {type(function).__name__}")
     return function  # type: ignore[no-any-return]

@@ -94,11 +94,22 @@ class Task(ABC):
 
     def text_of(self, question: Question) -> str:
         """The chat template applied, where the tokenizer has one; else the messages' contents, a line each.
+
+        Raises:
+            ConfigError: the template refuses the messages.
         """
         if self._tokenizer.chat_template:
             messages = list(question.messages)
             template = self._tokenizer.apply_chat_template
-            return str(template(messages, tokenize=False, add_generation_prompt=True))
+            try:
+                return str(template(messages, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # a template is code, which may raise what it wants
+                roles = ", ".join(message["role"] for message in messages)
+                raise ConfigError(
+                    f"the chat template of the model's tokenizer can't be applied to a prompt of {question.source} "
+                    f"with the roles {roles}: {type(error).__name__}: {error}. Change the prompts, or the model's "
+                    "chat_template.jinja (chat_template in tokenizer_config.json)"
+                ) from error
         return "\n".join(message["content"] for message in question.messages)
 
     def tokens_of(self, text: str) -> IntArray:

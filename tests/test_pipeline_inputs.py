@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from async_rl.config import (
     AlgorithmConfig,
     Config,
     CriticConfig,
+    EvalConfig,
     KlConfig,
     ModelConfig,
     NetworkConfig,
@@ -57,6 +59,22 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
     task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
     with pytest.raises(ConfigError, match="no_such_module"):
         check_inputs(config_of(model, task, tmp_path))
+
+
+def test_a_chat_template_that_raises_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    shutil.copytree(model.path, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('only tools may speak') }}")
+    config = config_of(ModelConfig(path=str(tmp_path / "model")), TaskConfig(name="reasoning_gym/gcd"), tmp_path)
+    with pytest.raises(ConfigError, match=r"gcd with the roles user: TemplateError: only tools may speak\. Change"):
+        check_inputs(dataclasses.replace(config, eval=EvalConfig(size=0)))
+
+
+def test_a_held_out_set_larger_than_a_task_can_give_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum", params=params), tmp_path)
+    with pytest.raises(ConfigError, match=r"only 200 different questions.*eval\.size = 256"):
+        dry_run(config)
+    check_inputs(dataclasses.replace(config, eval=EvalConfig(size=50)))
 
 
 def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_are(

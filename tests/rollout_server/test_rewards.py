@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -169,10 +170,31 @@ def test_a_custom_function_gets_prompt_text_response_reference_and_extra(
     [
         ("gsm8", "Did you mean gsm8k"),
         ("no_such_module_here:fn", "No module named 'no_such_module_here'"),
-        ("json:no_such_function", "no_such_function"),
+        ("json:no_such_function", r"json.__init__\.py defines no no_such_function"),
+        (":fn", "package.module:function, got ':fn'"),
+        (".x:fn", "package.module:function, got '.x:fn'"),
         ("json:__name__", "not a function but str"),
     ],
 )
 def test_a_reward_that_can_not_be_found_is_a_clear_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=name)), None)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(:\n", r"SyntaxError: invalid syntax \(broken_0\.py, line 1\)"),
+        ("\nscore = undefined\n", r"NameError: name 'undefined' is not defined, at .*broken_1\.py:2"),
+        ("int('x')\n", r"ValueError: invalid literal for int.*, at .*broken_2\.py:1"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3, at .*broken_3\.py:2"),
+    ],
+)
+def test_a_reward_module_that_raises_is_named_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    module = "broken_" + re.findall(r"broken_(\d)", message)[0]
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
+        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)

@@ -150,9 +150,9 @@ def _sft(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     target = Path(config.model.path)
     config_copy = target / "sft_config.yaml"
-    if target.exists() and not config_copy.is_file() and any(target.iterdir()):
+    if target.is_file() or (target.exists() and not config_copy.is_file() and any(target.iterdir())):
         raise ConfigError(
-            f"model.path {target} holds what `async-rl sft` did not make; it will not be overwritten. "
+            f"model.path {target} is or holds what `async-rl sft` did not make; it will not be overwritten. "
             "Set model.path to where the result shall go, and sft.base to the model to start from"
         )
     from learner.sft import base_tokenizer, train_sft

@@ -22,17 +22,17 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
-def check_model_folder(path: str | Path, longest_tokens: int = 0) -> None:
-    """Raises ConfigError unless `path` holds a causal LM that can be trained on `longest_tokens` tokens.
+def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> None:
+    """Raises ConfigError unless `path`, the value of `key`, holds a causal LM trainable on `longest_tokens` tokens.
 
     That is: config.json of a causal LM, all its safetensors files, a tokenizer with an end-of-text token and
     no token id beyond the model's vocabulary, and enough positions.
     """
     folder = Path(path)
-    model = _read_model_config(folder, "model.path", _CAUSAL)
+    model = _read_model_config(folder, key, _CAUSAL)
     _check_weights(folder)
-    positions = model.get("max_position_embeddings", longest_tokens)
-    if positions < longest_tokens:
+    positions = _size(model, "max_position_embeddings", folder)
+    if positions is not None and positions < longest_tokens:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
             f"positions of the model {folder}, got {longest_tokens}. Lower one of them"
@@ -45,8 +45,8 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0) -> None:
         )
     vocabulary = tokenizer.get_vocab()
     token, token_id = max(vocabulary.items(), key=lambda item: item[1])
-    vocab_size = model.get("vocab_size", len(vocabulary))
-    if token_id >= vocab_size:
+    vocab_size = _size(model, "vocab_size", folder)
+    if vocab_size is not None and token_id >= vocab_size:
         raise ConfigError(
             f"tokenizer and model in {folder} do not belong together: token {token!r} has id {token_id}, the "
             f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
@@ -79,8 +79,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[:1]
+    except Exception as error:  # the tokenizers library raises bare ones
+        first = (line.strip() for line in str(error).strip().splitlines()[:2])
         raise ConfigError(f"the tokenizer in {path} can't be loaded: {' '.join(first)}") from None
     return tokenizer
 
@@ -90,6 +90,10 @@ def check_disk(config: Config) -> None:
 
     Room is RUN_BYTES and twice the model's files: the result is saved in float32, the source may be bfloat16.
     """
+    run_dir = Path(config.run.dir).absolute()
+    for folder in (run_dir, *run_dir.parents):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            raise ConfigError(f"run.dir must be a folder or not exist yet, got {run_dir}: {folder} is no folder")
     parent = existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
@@ -124,10 +128,20 @@ def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict
         model = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"{file} must be a JSON object, got {str(model)[:80]}. Take the file of the model you want")
     architectures = model.get("architectures") or []
     if architectures and endings and not any(name.endswith(endings) for name in architectures):
         raise ConfigError(f"{file} must describe a model {' or '.join(endings)}, got {', '.join(architectures)}")
-    return {**model.get("text_config", {}), **model}
+    return {**(model.get("text_config") or {}), **model}
+
+
+def _size(model: dict[str, Any], name: str, folder: Path) -> int | None:
+    """Of config.json; None: it says nothing, or null."""
+    size = model.get(name)
+    if size is not None and not isinstance(size, int):
+        raise ConfigError(f"{folder / 'config.json'}: {name} must be an integer or null, got {size!r}")
+    return size
 
 
 def _check_weights(folder: Path) -> None:

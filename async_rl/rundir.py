@@ -68,15 +68,23 @@ def open_buffer_dir(config: Config) -> Iterator[None]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Create the run directory; a name that is taken gets the next free number, also between two runs at once."""
+    """Create the run directory; a name that is taken gets the next free number, also between two runs at once.
+
+    Raises:
+        ConfigError: it can't be created there.
+    """
     for number in range(1, 10_000):
         candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
         try:
             candidate.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir, run.name: {candidate} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
+            ) from None
         return candidate
-    raise FileExistsError(f"{config.run_dir} and 9998 numbered ones exist")
+    raise ConfigError(f"run.name {config.run.name}: {config.run_dir} and 9998 numbered ones exist. Set run.name=...")
 
 
 @contextlib.contextmanager

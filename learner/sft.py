@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.metrics import Metric, Report
-from async_rl.model_folder import load_tokenizer
+from async_rl.model_folder import check_model_folder, load_tokenizer
 from learner.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -28,8 +29,23 @@ _IGNORED = -100
 
 
 def base_tokenizer(config: Config) -> Any:
-    """The tokenizer of `sft.base`: tokenize the pairs with it."""
-    return character_tokenizer() if config.sft.base in TINY_MODELS else load_tokenizer(config.sft.base)
+    """The tokenizer of `sft.base`: tokenize the pairs with it.
+
+    Raises:
+        ConfigError: `sft.base` is neither a tiny model nor a folder with a causal LM.
+    """
+    base = config.sft.base
+    if base in TINY_MODELS:
+        return character_tokenizer()
+    if not Path(base).is_dir():
+        nearest = difflib.get_close_matches(base, TINY_MODELS, n=1)
+        from_hub = "A model of the hub: hf download MODEL --local-dir DIR"
+        raise ConfigError(
+            f"sft.base must be {' or '.join(TINY_MODELS)} or a Hugging Face folder, got {base!r}: there is no such "
+            f"folder. {f'Did you mean {nearest[0]}?' if nearest else from_hub}"
+        )
+    check_model_folder(base, key="sft.base")
+    return load_tokenizer(base)
 
 
 def train_sft(

@@ -118,6 +118,19 @@ def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
 
 
+def test_sft_from_a_base_that_is_not_there_names_the_nearest(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", str(config_file), "sft.base=tiny-qwen"]) == 2
+    error = capsys.readouterr().err
+    assert "sft.base must be tiny-qwen2 or tiny-llama or a Hugging Face folder, got 'tiny-qwen'" in error
+    assert "there is no such folder. Did you mean tiny-qwen2?" in error
+    (tmp_path / "empty").mkdir()
+    assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2
+    assert f"sft.base {tmp_path}/empty is no Hugging Face model: no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
 def test_prepare_converts_the_original_gsm8k_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     source.write_text('{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n')

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from async_rl import model_folder
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError
 from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
+from async_rl.rundir import new_run_dir
 from learner.tiny_model import character_tokenizer, tiny_model
 
 
@@ -62,6 +64,12 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
             edit_json("config.json", architectures=["BertForMaskedLM"]),
             "a model ForCausalLM or LMHeadModel, got BertForMaskedLM",
         ),
+        (write("config.json", "[]"), "config.json must be a JSON object, got []"),
+        (
+            edit_json("config.json", max_position_embeddings="many"),
+            "max_position_embeddings must be an integer or null, got 'many'",
+        ),
+        (edit_json("config.json", max_position_embeddings=None), "field 'max_position_embeddings'"),  # of a Qwen2
         (remove("model.safetensors"), "holds no *.safetensors weights"),
         (
             write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'),
@@ -90,6 +98,14 @@ def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> N
         check_model_folder(good, longest_tokens=1025)
 
 
+def test_a_model_that_does_not_say_how_many_positions_it_has_is_not_refused(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "model")
+    content = json.loads((good / "config.json").read_text())
+    del content["max_position_embeddings"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "text_config": None}))
+    check_model_folder(tmp_path / "model", longest_tokens=10_000)
+
+
 def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
         check_model_folder(tmp_path / "runs" / "sft" / "model")
@@ -114,6 +130,20 @@ def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
     monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
         check_disk(config(tmp_path / "not" / "yet", good))
+
+
+def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"run\.dir must be a folder or not exist .*/(file|link) is no folder"):
+            check_disk(config(run_dir, good))
+
+
+def test_a_run_dir_that_can_not_be_created_is_refused(good: Path, tmp_path: Path) -> None:
+    too_long = replace(config(tmp_path, good), run=RunConfig(dir=str(tmp_path), name="x" * 300))
+    with pytest.raises(ConfigError, match=r"run\.dir, run\.name: .*xxx can't be created: File name too long"):
+        new_run_dir(too_long)
 
 
 def test_a_run_dir_without_permission_is_refused(

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
+from async_rl.disk import RUN_BYTES, check_disk, existing_parent
 from async_rl.errors import ConfigError
-from async_rl.model_folder import RUN_BYTES, check_disk, check_model_folder, existing_parent
+from async_rl.model_folder import check_model_folder
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +12,6 @@ from async_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-RUN_BYTES = 2**30
-"""Room a run wants for its logs and metrics, besides the model."""
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
@@ -30,7 +25,7 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
     """
     folder = Path(path)
     model = _read_model_config(folder, key, _CAUSAL)
-    _check_weights(folder)
+    weight_files(folder)
     positions = _size(model, "max_position_embeddings", folder)
     if positions is not None and positions < longest_tokens:
         raise ConfigError(
@@ -64,7 +59,30 @@ def check_role_folders(config: Config) -> None:
     for key, (path, endings) in roles.items():
         if path:
             _read_model_config(Path(path), key, endings)
-            _check_weights(Path(path))
+            weight_files(Path(path))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that are loaded from `folder`; it may hold the weights a second time, in another layout.
+
+    Raises:
+        ConfigError: there are none, or not all that the index names.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{index} is not a safetensors index with a weight_map") from None
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ConfigError(f"{folder} lacks {len(missing)} of its weight files: {', '.join(missing[:3])}")
+        return [folder / name for name in names]
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no *.safetensors weights. Save them with model.save_pretrained({str(folder)!r})"
+        )
+    return files
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -83,33 +101,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         first = (line.strip() for line in str(error).strip().splitlines()[:2])
         raise ConfigError(f"the tokenizer in {path} can't be loaded: {' '.join(first)}") from None
     return tokenizer
-
-
-def check_disk(config: Config) -> None:
-    """Raises ConfigError unless the run directory can be written and has room for the run.
-
-    Room is RUN_BYTES and twice the model's files: the result is saved in float32, the source may be bfloat16.
-    """
-    run_dir = Path(config.run.dir).absolute()
-    for folder in (run_dir, *run_dir.parents):
-        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            raise ConfigError(f"run.dir must be a folder or not exist yet, got {run_dir}: {folder} is no folder")
-    parent = existing_parent(config.run_dir)
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
-    model_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed_bytes, free_bytes = RUN_BYTES + 2 * model_bytes, shutil.disk_usage(parent).free
-    if free_bytes < needed_bytes:
-        raise ConfigError(
-            f"too little disk for a run in {config.run_dir}: {free_bytes / 2**30:.1f} GiB free in {parent}, "
-            f"{needed_bytes / 2**30:.1f} GiB needed. Free some, or set run.dir=... to another disk"
-        )
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest folder on the way up from `path` that exists."""
-    absolute = path.absolute()
-    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
 def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict[str, Any]:
@@ -142,18 +133,3 @@ def _size(model: dict[str, Any], name: str, folder: Path) -> int | None:
     if size is not None and not isinstance(size, int):
         raise ConfigError(f"{folder / 'config.json'}: {name} must be an integer or null, got {size!r}")
     return size
-
-
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            expected = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index} is not a safetensors index with a weight_map") from None
-        if missing := sorted(name for name in expected if not (folder / name).is_file()):
-            raise ConfigError(f"{folder} lacks {len(missing)} of its weight files: {', '.join(missing[:3])}")
-    elif not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"{folder} holds no *.safetensors weights. Save them with model.save_pretrained({str(folder)!r})"
-        )

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
+from async_rl.disk import check_disk, full_disk_named
 from async_rl.errors import ProcessKilledError
 from async_rl.interrupts import Interrupts
-from async_rl.model_folder import check_disk, check_model_folder, check_role_folders, load_tokenizer
+from async_rl.model_folder import check_model_folder, check_role_folders, load_tokenizer
 from async_rl.network import interface_of
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.rundir import open_run_dir
@@ -55,7 +56,7 @@ def run(config: Config) -> dict[str, Any]:
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to go on.
     """
     check_inputs(config)
-    with Interrupts() as interrupts, open_run_dir(config) as config:
+    with Interrupts() as interrupts, open_run_dir(config) as config, full_disk_named(config.run_dir):
         summary = _run(config, interrupts)
     if interrupts.requested:
         raise KeyboardInterrupt(f"go on with: async-rl train --resume {config.run_dir}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,12 +132,12 @@ class RunLog:
 
     def close(self) -> None:
         """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
-        while self._pending:
-            self._close_step(*self._pending.pop(0))
-        prune(self.run_dir, self._checkpoint, self._best_values)
-        write_chrome_trace(self.spans, self.run_dir / "timeline.json", self.samples)
-        draw_lanes(self.spans, self.step_ends_s, self.run_dir / "timeline.png")
-        self.logger.close()
+        with contextlib.closing(self.logger):
+            while self._pending:
+                self._close_step(*self._pending.pop(0))
+            prune(self.run_dir, self._checkpoint, self._best_values)
+            write_chrome_trace(self.spans, self.run_dir / "timeline.json", self.samples)
+            draw_lanes(self.spans, self.step_ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
         """What the run came to; a value that was not measured is left out or None."""

@@ -122,7 +122,8 @@ class Supervisor:
         """The run ends with `error`: keep what may explain it."""
         if isinstance(error, WaitTimeoutError):
             self._processes.dump_stacks()
-        self.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        with suppress(OSError):  # of a full disk, say, which may be `error` itself
+            self.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 
     def _stream(self, name: str, _: object = None) -> None:
         stream: Any = self._processes.actors[name].run.options(num_returns="streaming").remote()

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from async_rl import model_folder
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError
-from async_rl.model_folder import check_disk, check_model_folder, load_tokenizer
-from async_rl.rundir import new_run_dir
+from async_rl.model_folder import check_model_folder, load_tokenizer
 from learner.tiny_model import character_tokenizer, tiny_model
 
 
@@ -113,42 +107,3 @@ def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
         ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"
     ):
         check_model_folder("Qwen/Qwen2.5-0.5B")
-
-
-def config(run_dir: Path, model: Path) -> Config:
-    return Config(
-        model=ModelConfig(path=str(model)),
-        task=TaskConfig(name="reasoning_gym/spell_backward"),
-        run=RunConfig(dir=str(run_dir)),
-    )
-
-
-def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_disk(config(tmp_path / "not" / "yet", good))
-    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
-    with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
-        check_disk(config(tmp_path / "not" / "yet", good))
-
-
-def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "missing")
-    for run_dir in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
-        with pytest.raises(ConfigError, match=r"run\.dir must be a folder or not exist .*/(file|link) is no folder"):
-            check_disk(config(run_dir, good))
-
-
-def test_a_run_dir_that_can_not_be_created_is_refused(good: Path, tmp_path: Path) -> None:
-    too_long = replace(config(tmp_path, good), run=RunConfig(dir=str(tmp_path), name="x" * 300))
-    with pytest.raises(ConfigError, match=r"run\.dir, run\.name: .*xxx can't be created: File name too long"):
-        new_run_dir(too_long)
-
-
-def test_a_run_dir_without_permission_is_refused(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
-    with pytest.raises(ConfigError, match="no permission to write in"):
-        check_disk(config(tmp_path / "runs", good))

@@ -262,6 +262,15 @@ def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
+def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched: Any) -> None:
+    run = watched()
+    (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
+    supervisor = Supervisor(run.config, run.processes, run.log)
+    with pytest.raises(OSError, match="No space left"):
+        supervisor.write_status("running")
+    supervisor.give_up(OSError(28, "No space left on device"))
+
+
 def stop(actor: Any) -> None:
     """SIGSTOP: it is there, and says nothing."""
     os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60), signal.SIGSTOP)

@@ -15,7 +15,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.placement import Reservation
 from async_rl.processes import LearnerProcess
 from async_rl.status import Status
@@ -66,10 +66,15 @@ class ProcessGroup:
         try:
             return get()
         except RayTaskError as error:
-            if isinstance(error.cause, AsyncRLError):
-                raise error.cause from None
+            cause = error.cause
+            if isinstance(cause, ConfigError):  # it says all that is needed to mend it
+                raise cause from None
+            if isinstance(cause, AsyncRLError):
+                raise type(cause)(
+                    f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, told=str(cause))}"
+                ) from None
             raise AsyncRLError(
-                f"{self.on_host(name)} failed: {type(error.cause).__name__}: {error.cause}{self.log_tail(name)}\n"
+                f"{self.on_host(name)} failed: {type(cause).__name__}: {cause}{self.log_tail(name)}\n"
                 f"{_last_frames(error)}"
             ) from None
         except RayActorError as error:
@@ -97,10 +102,16 @@ class ProcessGroup:
     def on_host(self, name: str) -> str:
         return f"{name} on {self._reservation.host_of(name)}"
 
-    def log_tail(self, name: str) -> str:
-        """The last lines of the process's log files, indented, for an error message."""
+    def log_tail(self, name: str, told: str = "") -> str:
+        """The last lines of the process's log files, indented, for an error message.
+
+        Args:
+            told: what the message says already; the files that are named there are left out.
+        """
         text = ""
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
+            if str(file) in told:
+                continue
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-LOG_TAIL_LINES:]
             text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])
         return text

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from async_rl.errors import RewardError
+from async_rl.errors import RewardError, raised_at
 
 MAX_THREADS = 32
 _Calls = Sequence[Callable[[], float]]
@@ -104,7 +104,7 @@ class RewardThreads:
 def _as_reward_error(error: Exception) -> RewardError:
     if isinstance(error, RewardError):
         return error
-    wrapped = RewardError(f"{type(error).__name__}: {error}")
+    wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
     wrapped.__cause__ = error
     return wrapped
 

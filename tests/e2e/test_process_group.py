@@ -12,7 +12,15 @@ import pytest
 import ray
 
 from async_rl.config import Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
-from async_rl.errors import ConfigError, ProcessDiedError
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    ProcessDiedError,
+    RewardError,
+    StalenessError,
+    WaitTimeoutError,
+    WeightSyncError,
+)
 from async_rl.placement import Reservation
 from async_rl.process_group import ProcessGroup
 from async_rl.processes import BufferProcess
@@ -70,6 +78,39 @@ def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
         with pytest.raises(ConfigError, match=message):
             call(group, "buffer", BufferProcess, config_of(tmp_path, network))
         group.kill("buffer")
+
+
+class Failing:
+    def __init__(self, folder: str, error: Exception) -> None:
+        self._error = error
+
+    def start(self) -> None:
+        raise self._error
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [RewardError, WaitTimeoutError, WeightSyncError, StalenessError])
+def test_an_error_out_of_a_process_names_process_host_and_last_log_lines(
+    group: ProcessGroup, tmp_path: Path, kind: type[AsyncRLError]
+) -> None:
+    logs = tmp_path / "r" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rollout-0.log").write_text("last words\n")
+    (logs / "sglang-rollout-0.log").write_text("told already\n")
+    error = kind(f"what went wrong\nlast lines of {logs}/sglang-rollout-0.log:\n    told")
+    with pytest.raises(kind) as caught:
+        call(group, "rollout/0", Failing, error)
+    text = str(caught.value)
+    assert text.startswith("what went wrong\n")
+    assert f"raised in rollout/0 on 10.0.0.9\nlast lines of {logs}/rollout-0.log:\n    last words" in text
+    assert "told already" not in text
+
+
+def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ProcessGroup) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(group, "rollout/0", Failing, ConfigError("a.key must be 1, got 2"))
+    assert str(caught.value) == "a.key must be 1, got 2"
 
 
 class Stillborn:

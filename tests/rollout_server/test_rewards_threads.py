@@ -24,6 +24,12 @@ def test_a_raising_call_is_named_by_its_error() -> None:
         run([lambda: 1.0, lambda: 1 / 0])
 
 
+def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
+    line = _raise.__code__.co_firstlineno + 1
+    with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_rewards_threads\.py:{line}$"):
+        run([_raise])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
 def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
     with pytest.raises(RewardError, match=str(value)):
@@ -47,6 +53,10 @@ def test_a_call_that_hangs_fails_its_own_group_only() -> None:
 
 def test_the_timeout_is_for_one_call_not_for_the_group() -> None:
     assert run([partial(_slow, 0.15)] * 4, timeout_s=0.4) == [1.0] * 4
+
+
+def _raise() -> float:
+    return {}["unit"]  # type: ignore[no-any-return]
 
 
 def _slow(seconds: float) -> float:

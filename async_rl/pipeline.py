@@ -68,6 +68,8 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
         interrupts.install()
         log.logger.note(f"run directory: {run_dir}")
+        for caution in cautions(config):
+            log.logger.note(f"caution: {caution}")
         from async_rl.process_group import ProcessGroup
         from async_rl.supervision import Supervisor
 
@@ -221,8 +223,21 @@ def dry_run(config: Config) -> str:
         "correction": config.correction_kind,
         "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
     }
-    sections = {"derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config)}
+    sections = {
+        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
+        "caution": cautions(config),
+    }
     text = dump_config(config)
-    for title, lines in sections.items():
+    for title, lines in ((title, lines) for title, lines in sections.items() if lines):
         text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
     return text
+
+
+def cautions(config: Config) -> list[str]:
+    """What works, but may not be what was meant; a line each."""
+    if config.rollout.top_p == 1:
+        return []
+    return [
+        f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the behaviour logprobs are "
+        "those of the full one: importance ratios are biased. 1.0 is exact."
+    ]

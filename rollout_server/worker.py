@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
@@ -72,12 +71,6 @@ class Worker:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._granted_s: dict[int, float] = {}
         """time.time() of each running group's grant, the oldest first."""
-        if config.rollout.top_p < 1:
-            warnings.warn(
-                f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the "
-                "behaviour logprobs are those of the full one: importance ratios are biased. 1.0 is exact.",
-                stacklevel=2,
-            )
 
     async def run(self) -> AsyncIterator[Report]:
         """Rolls out until `stop`; yields what happened twice a second.

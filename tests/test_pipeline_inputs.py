@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -11,16 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from async_rl import pipeline
 from async_rl.config import (
     AlgorithmConfig,
     Config,
     CriticConfig,
     EvalConfig,
     KlConfig,
+    LoggingConfig,
     ModelConfig,
     NetworkConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RolloutConfig,
     RunConfig,
     TaskConfig,
 )
@@ -93,6 +97,25 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
     assert derived["rollouts at the engines, at most"] == "128"  # staleness 0: no more than a step's
     assert derived["longest sequence, tokens"] == "356"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_narrowed_sampling_distribution_is_told_once_at_the_console_and_by_a_dry_run(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: Config) -> None:
+        raise ConfigError("no further")
+
+    monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "reserve", refuse)
+    config = config_of(model, TaskConfig(name="reasoning_gym/gcd"), tmp_path)
+    for top_p, times in ((0.9, 1), (1.0, 0)):
+        narrowed = dataclasses.replace(
+            config, rollout=RolloutConfig(top_p=top_p), logging=LoggingConfig(wandb="disabled")
+        )
+        assert dry_run(narrowed).count("importance ratios are biased") == times
+        with pytest.raises(ConfigError, match="no further"):
+            run(narrowed)
+        assert capsys.readouterr().out.count("caution: rollout.top_p = 0.9 samples from a narrowed") == times
 
 
 def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(

@@ -46,7 +46,7 @@ class RolloutConfig:
     max_response_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
-    """Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased (a warning says so)."""
+    """Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased (the run says so)."""
     concurrency: int = 256
     """Rollout groups one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: float = 0.6

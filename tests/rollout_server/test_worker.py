@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -320,19 +319,6 @@ def test_the_workers_spans_leave_no_gap() -> None:
     assert parts["other"] < 1e-6
     assert parts["busy"] > 0 and parts["wait_weights"] > 0
     assert sum(parts.values()) == pytest.approx(1)
-
-
-def test_a_narrowed_sampling_distribution_is_warned_about_once() -> None:
-    config = config_of(rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8, top_p=0.9))
-
-    async def make() -> None:
-        worker = Worker(config, 0, EchoEngine(), None, None, TOKENIZER, "tcp://127.0.0.1:9")
-        await worker.stop()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        asyncio.run(make())
-    assert len([w for w in caught if "importance ratios are biased" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("advantage", ["remax", "grpo"])

@@ -22,9 +22,6 @@ CORRECT = 1 - 1e-6
 _SEED_OFFSET = 2**32
 """Added to run.seed: the random numbers are not those of training, and the same in every evaluation."""
 
-_SHARE_BESIDE_TRAINING = 0.25
-"""Of rollout.concurrency: all prompts at once would hold up the groups that the learner waits for."""
-
 Answers = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
 
 
@@ -45,13 +42,13 @@ class Evaluation:
         An answer whose reward fails counts as reward 0, and in `eval/failed`.
 
         Args:
-            beside_training: take a share of the engine only. With eval.pin_version a push waits for the end of the
+            beside_training: keep no more groups in flight than training may, rollout.concurrency: all prompts at once
+                would hold up what the learner waits for. With eval.pin_version a push waits for the end of the
                 evaluation, which then takes all it can get.
         """
-        limit = self._config.eval.size
-        if beside_training and not self._config.eval.pin_version:
-            limit = math.ceil(_SHARE_BESIDE_TRAINING * self._config.rollout.concurrency)
-        places = asyncio.Semaphore(max(1, limit))
+        evaluation = self._config.eval
+        is_limited = beside_training and not evaluation.pin_version
+        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
         self._activity.enter_evaluation()
         try:
             prompts = await asyncio.to_thread(self._task.eval_prompts, self._config.eval.size)

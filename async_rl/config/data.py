@@ -103,8 +103,8 @@ class BufferConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every_steps: int = 0
-    """Held-out evaluation beside training every so many versions; 0: only at start and end. Beside training it keeps a
-    quarter of rollout.concurrency in flight, so that it holds no group up; with pin_version everything at once."""
+    """Held-out evaluation beside training every so many versions; 0: only at start and end. Beside training it keeps
+    rollout.concurrency groups in flight, as many as training may; with pin_version all at once."""
     size: int = 256
     samples: int = 1
     pin_version: bool = False

@@ -270,12 +270,12 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
 )
-def test_an_evaluation_beside_training_takes_a_quarter_of_the_engine(
+def test_an_evaluation_beside_training_keeps_no_more_groups_in_flight_than_training_may(
     beside_training: bool, pinned: bool, at_once: int
 ) -> None:
     config = config_of(staleness=1)
     config = replace(
-        config, rollout=replace(config.rollout, concurrency=8),
+        config, rollout=replace(config.rollout, concurrency=2),
         eval=replace(config.eval, size=6, every_steps=1, pin_version=pinned),
     )
     engine = CountingEngine()

@@ -177,7 +177,8 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
     """Markdown: a row for each kind of process, with one column for each thing that was checked."""
     lines = [
         f"SIGKILL (silent: SIGSTOP) to one process of a run at a random moment. {machine['processor']}, "
-        f"{machine['cores']} cores, {machine['system']}, {machine['commit']}; load average, other programs' included, "
+        f"{machine['cores']} cores, {machine['system']}, {', '.join(dict.fromkeys(o['commit'] for o in outcomes))}; "
+        "load average, other programs' included, "
         f"{min(o['load'] for o in outcomes):.0f} to {max(o['load'] for o in outcomes):.0f}.", "",
         "| killed | engine | servers, ranks | runs | outcome | recovered after, s | ended after, s | counts add up | "
         "bound kept | orphans |", "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -201,6 +202,8 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
         "", "Seconds are median (least to most). A server or worker has recovered when it serves the learner's current "
         "version again, a buffer when the second batch after its return is trained on; learner and driver: from "
         "`--resume` to the next step. Ended: no process is left.", "",
+        f"Every run had checkpoint.every_steps=2, and where silence is to be noticed timeouts.silent_s={SILENT_S:.0f}, which "
+        "is part of the time.", "",
         f"`python -m benchmarks.kill_matrix {config} --kinds KIND rollout.engine=ENGINE placement.rollout.servers=S "
         "placement.learner.ranks=R eval.size=0`", "",
     ]
@@ -223,7 +226,7 @@ def main() -> None:
     from async_rl.configfile import load_config
 
     config = load_config(arguments.config, arguments.overrides)
-    rng = random.Random(arguments.seed)
+    rng, machine = random.Random(arguments.seed), describe_machine()
     known = json.loads(arguments.out.read_text())["outcomes"] if arguments.out.exists() else []
     for kind in arguments.kinds.split(","):
         for _ in range(arguments.times):
@@ -233,10 +236,9 @@ def main() -> None:
             placement = f"{config.placement.rollout.servers}, {config.placement.learner.ranks}"
             known.append(asdict(outcome) | {
                 "engine": config.rollout.engine, "bound": config.staleness.max, "placement": placement,
-                "load": round(os.getloadavg()[0], 1),
+                "load": round(os.getloadavg()[0], 1), "commit": machine["commit"],
             })
             arguments.out.parent.mkdir(exist_ok=True)
-            machine = describe_machine()
             arguments.out.write_text(json.dumps({"machine": machine, "outcomes": known}, indent=1) + "\n")
             arguments.out.with_suffix(".md").write_text(format_table(known, machine, arguments.config))
 

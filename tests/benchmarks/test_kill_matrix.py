@@ -10,7 +10,7 @@ MACHINE = {"processor": "P", "cores": "2 of 2", "system": "L", "commit": "abc"}
 def outcome(kind: str, code: int, recovered_s: float, **more: Any) -> dict[str, Any]:
     known = {"ended_s": 3.0, "names_all": True, "counts_add_up": True, "staleness_max": 2.0, "orphans": 0}
     return known | {"kind": kind, "exit_code": code, "recovered_s": recovered_s, "engine": "hf", "bound": 2,
-                    "placement": "1, 2", "load": 2.0} | more
+                    "placement": "1, 2", "load": 2.0, "commit": "abc"} | more
 
 
 def test_the_table_has_a_row_for_each_kind_with_what_went_wrong_in_it() -> None:

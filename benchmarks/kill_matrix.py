@@ -202,8 +202,8 @@ def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], co
         "", "Seconds are median (least to most). A server or worker has recovered when it serves the learner's current "
         "version again, a buffer when the second batch after its return is trained on; learner and driver: from "
         "`--resume` to the next step. Ended: no process is left.", "",
-        f"Every run had checkpoint.every_steps=2, and where silence is to be noticed timeouts.silent_s={SILENT_S:.0f}, which "
-        "is part of the time.", "",
+        f"Every run had checkpoint.every_steps=2, and where silence is to be noticed timeouts.silent_s={SILENT_S:.0f}, "
+        "which is part of the time.", "",
         f"`python -m benchmarks.kill_matrix {config} --kinds KIND rollout.engine=ENGINE placement.rollout.servers=S "
         "placement.learner.ranks=R eval.size=0`", "",
     ]

@@ -32,13 +32,14 @@ def draw_all(rows: Sequence[Row], folder: Path, forecasts: dict[int, Forecast]) 
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+    bounded = [row for row in rows if not row.exact]
     pictures: list[tuple[str, Callable[[], Any]]] = [
         ("trade_off", lambda: _trade_off(rows)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
-        ("accuracy_by_time", lambda: _accuracy_curves(rows, 1, SECONDS)),
+        ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
         ("reward_by_step", lambda: _reward_curves(rows, 0, STEP)),
-        ("reward_by_time", lambda: _reward_curves(rows, 1, SECONDS)),
-        ("utilisation", lambda: _utilisation(rows, forecasts)),
+        ("reward_by_time", lambda: _reward_curves(bounded, 1, SECONDS)),
+        ("utilisation", lambda: _utilisation(bounded, forecasts)),
         ("offpolicy", lambda: _offpolicy(rows)),
         ("staleness", lambda: _staleness_histogram(rows)),
         ("drops", lambda: _drop_bias(rows)),
@@ -62,8 +63,11 @@ def by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
     return {series: sorted(of_series, key=lambda row: row.staleness) for series, of_series in found.items()}
 
 
-def series_name(series: Series) -> str:
-    return ", ".join(f"{key} {label}" for key, label in series)
+def series_name(series: Series, others: Sequence[Series] = ()) -> str:
+    """Without what all `others`, if there are any, have in common with it."""
+    return ", ".join(
+        f"{key} {label}" for key, label in series if not others or any((key, label) not in other for other in others)
+    )
 
 
 def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
@@ -87,13 +91,15 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any)
 def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
     """One line a series, means with standard errors over seeds, at evenly spaced bounds."""
     bounds = sorted({row.staleness for row in rows})
-    for number, (series, of_series) in enumerate(by_series(rows).items()):
+    all_series = by_series(rows)
+    for number, (series, of_series) in enumerate(all_series.items()):
         estimates = [row.estimate(key) for row in of_series]
-        shift = 0.08 * (number - (len(by_series(rows)) - 1) / 2)
+        shift = 0.08 * (number - (len(all_series) - 1) / 2)
         axes.errorbar(
             [bounds.index(row.staleness) + shift for row in of_series], [e.mean for e in estimates],
             yerr=[0.0 if math.isnan(e.error) else e.error for e in estimates], capsize=3,
-            color=OKABE_ITO[number % len(OKABE_ITO)], marker=MARKERS[number % len(MARKERS)], label=series_name(series),
+            color=OKABE_ITO[number % len(OKABE_ITO)], marker=MARKERS[number % len(MARKERS)],
+            label=series_name(series, list(all_series)),
         )
     axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
     axes.set_xlabel("staleness.max, versions")
@@ -103,7 +109,8 @@ def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) ->
 def _legend(figure: Any, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if any(labels):
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), frameon=False)
+        columns = min(len(labels), int(figure.get_figwidth() // 2.2))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def _trade_off(rows: Sequence[Row]) -> Any:
@@ -158,6 +165,8 @@ def _curves(
     rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
 ) -> Any:
     """A panel for each series, a line for each bound."""
+    if not rows:
+        return None
     from matplotlib import colormaps
 
     series = by_series(rows)
@@ -187,9 +196,9 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
 
 def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
     """Shares of time by state, stacked; predicted busy share and occupancy as marks. First series only, by name."""
-    series, rows = next(iter(by_series([row for row in rows if not row.exact]).items()), ((), []))
     if not rows:
         return None
+    series, rows = next(iter(by_series(rows).items()))
     figure, panels = _panels(2, width=5.6, height=4.2, sharey=True)
     for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
         bottom = np.zeros(len(rows))

@@ -126,7 +126,9 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     ]
     assert len(of_system) == 5
     assert all(row[place] == "-" for row in table[2:] for place in of_system)
-    assert not (exact / "plots" / "utilisation.png").exists()
+    drawn = {path.stem for path in (exact / "plots").iterdir()}
+    assert {"accuracy_by_step", "trade_off"} <= drawn
+    assert not {"utilisation", "accuracy_by_time", "reward_by_time"} & drawn
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:

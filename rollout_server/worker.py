@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.checkpoints import resumed_cut
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
 from async_rl.gpu import GpuSampler
@@ -62,8 +61,8 @@ class Worker:
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)
         self._counts: Counter[str] = Counter()
-        cut = resumed_cut(config)
-        self._version = cut.version if cut else 0
+        self._version = 0
+        """The newest that a slot was granted at. Not read from run.resume: pruned by the time a server is restarted."""
         self._failures_in_a_row = 0
         self._group_finished = asyncio.Event()
         self._stopping = asyncio.Event()

@@ -334,3 +334,15 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert all(request.n == 1 and request.group_id < 0 for request in greedy)
     assert advantage == "remax" or not greedy
     assert all(len(group.rollouts) == 3 for group in batch.groups)
+
+
+def test_a_worker_of_a_resumed_run_starts_without_the_checkpoint_which_may_be_pruned_by_then(tmp_path: Path) -> None:
+    config = config_of()
+    config = replace(config, run=replace(config.run, resume=str(tmp_path / "removed")))
+
+    async def make() -> None:
+        task = open_task(config, TOKENIZER)
+        worker = Worker(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER, "tcp://127.0.0.1:1")
+        await worker.stop()
+
+    asyncio.run(make())

@@ -176,7 +176,7 @@ class WeightPublisher(ABC):
             post(self.session, url, "/pause_generation", {"mode": "retract"}, self.timeouts.push_s)
             post(self.session, url, "/release_memory_occupation", {}, self.timeouts.push_s)
         except WeightSyncError:
-            if _answers(url):
+            if self._answers(url):
                 raise
             return  # it died: the next push will find out
         self._released[url] = RELEASED
@@ -198,11 +198,17 @@ class WeightPublisher(ABC):
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
             with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
-                alive = dict(zip(self.servers, threads.map(_answers, self.servers.values()), strict=True))
+                alive = dict(zip(self.servers, threads.map(self._answers, self.servers.values()), strict=True))
             lost = tuple(name for name in alive if not alive[name])
             if lost or time.monotonic() > deadline:
                 return lost
             time.sleep(0.2)
+
+    def _answers(self, url: str) -> bool:
+        try:  # the session has the API key
+            return self.session.get(url + "/ready", timeout=PROBE_TIMEOUT_S).status_code == 200
+        except requests.RequestException:
+            return False
 
     def close(self) -> None:
         self.session.close()
@@ -289,13 +295,6 @@ class WeightPublisher(ABC):
             seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
             spans=tuple(Span(name, "sync", self.paused_s, end_s, "weights") for name in self.servers),
         )
-
-
-def _answers(url: str) -> bool:
-    try:
-        return requests.get(url + "/ready", timeout=PROBE_TIMEOUT_S).status_code == 200
-    except requests.RequestException:
-        return False
 
 
 def post(session: requests.Session, url: str, path: str, body: dict[str, Any], timeout_s: float) -> Any:

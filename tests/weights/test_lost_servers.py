@@ -6,14 +6,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import Config, ModelConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.config import Config, ModelConfig, NetworkConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import WeightSyncError
+from async_rl.network import authorization
 from async_rl.weights import publisher as publisher_module
 from async_rl.weights.nccl_gloo import BroadcastPublisher
 from async_rl.weights.publisher import PushReport, WeightPublisher
@@ -41,9 +44,11 @@ class Pausing(WeightPublisher):
 
 class Answering(BaseHTTPRequestHandler):
     status = 200
+    key = ""
+    """What `Authorization` must say, if anything."""
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(401 if self.key and self.headers["Authorization"] != self.key else 200)
         self.end_headers()
 
     def do_POST(self) -> None:
@@ -92,6 +97,17 @@ def test_a_live_server_that_refuses_is_an_error(urls: dict[str, str], monkeypatc
     publisher = Pausing(CONFIG, [urls["Refusing"]], 0, CPU)
     with pytest.raises(WeightSyncError, match=r"rollout/0 failed.*answered 400"):
         publisher.push([("w", torch.zeros(1))], 1)
+    publisher.close()
+
+
+def test_a_live_server_that_asks_for_the_key_is_not_counted_as_lost(
+    urls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "client.key_secret").write_text("secret")
+    network = NetworkConfig(host="10.0.0.9", keys=str(tmp_path))
+    monkeypatch.setattr(Answering, "key", authorization(network)["Authorization"])
+    publisher = Pausing(replace(CONFIG, network=network), [urls["Answering"], "http://127.0.0.1:9"], 0, CPU)
+    assert publisher.push([("w", torch.zeros(1))], 1).lost == ("rollout/1",)
     publisher.close()
 
 

@@ -45,6 +45,8 @@ class Report:
     """For the person at the console; a learner's report with a note is not a step's, and its metrics come after one."""
     eval_due: bool = False
     """Every server serves version `step`, and a held-out evaluation of it is due."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """(name, URL) of the rollout servers that a push has dropped: alive or not, they get no weights any more."""
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

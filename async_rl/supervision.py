@@ -3,6 +3,8 @@
     what ends                       what follows
     rollout server or its worker    it is started again; its groups go to others, it is brought to the learner's
                                     current version, and only then asks for groups of its own
+    nothing, but a push dropped a   as if it had died
+    rollout server
     buffer                          another goes on from its journal, if there is one
     learner rank                    the run, with one error that names it, its host and its last log lines
     nothing, but no sign of life    as if it had died, after timeouts.silent_s
@@ -58,6 +60,8 @@ class Supervisor:
         self._evaluating: defaultdict[str, list[int]] = defaultdict(list)
         """Versions, by the server that answers their held-out prompts."""
         self._deaths: Counter[str] = Counter()
+        self._urls: dict[str, str] = {}
+        """Of the servers that were started again."""
         self._statuses: dict[str, Status] = {}
         self._questions: dict[Any, str] = {}
         self._heard_s: dict[str, float] = {}
@@ -143,9 +147,21 @@ class Supervisor:
         else:
             self._log.add(name, report)
             if name == "learner/0":
-                self._deaths.clear()
-            if report.eval_due and name == "learner/0":
-                self._evaluate(report.step)
+                self._heed(report)
+
+    def _heed(self, report: Report) -> None:
+        """Of learner/0."""
+        if report.metrics:  # a step's
+            self._deaths.clear()
+        for name, url in report.lost:
+            # Else its end was seen already: it is on its way back, or has come back at another URL.
+            if name in self._streaming and self._urls.get(name, url) == url:
+                self._died(name, ProcessDiedError(
+                    f"{self._processes.on_host(name)} did not answer after a weight push that failed, and gets no "
+                    f"more weights{self._processes.log_tail(name)}"
+                ))
+        if report.eval_due:
+            self._evaluate(report.step)
 
     def _evaluate(self, version: int) -> None:
         """Beside training, on one server: the others would answer the same."""
@@ -251,6 +267,7 @@ class Supervisor:
         self._expect(name, actor.start.remote(), partial(self._connect, name))
 
     def _connect(self, name: str, url: str) -> None:
+        self._urls[name] = url
         actor = self._processes.actors[name]
         self._expect(name, actor.connect.remote(self._buffer_address), lambda _: self._resync(name, url))
 

@@ -35,6 +35,7 @@ class Pushes:
         """Of what the servers get."""
         self._is_verified = not config.weight_sync.verify
         self._metrics: list[Metric] = []
+        self._lost: list[tuple[str, str]] = []
 
     def push(self, version: int) -> tuple[Span, ...]:
         """Push the policy as `version` to every live server; again without those that die on the way. Collective.
@@ -47,8 +48,10 @@ class Pushes:
         """
         while True:
             self._servers.apply(self._publisher.servers)
+            urls = dict(self._publisher.servers)
             report = self._publisher.push(full_parameters(self._updater.policy, self.dtype), version)
             self._servers.pushed(self._publisher.servers, report.lost)
+            self._lost += [(name, urls[name]) for name in report.lost]
             failed = torch.tensor(bool(report.lost), device=self._publisher.device)
             dist.broadcast(failed, 0)
             if not failed:
@@ -65,6 +68,11 @@ class Pushes:
         """What the pushes since the last call took: those of a step, and those out of turn before it."""
         metrics, self._metrics = self._metrics, []
         return metrics
+
+    def drain_lost(self) -> tuple[tuple[str, str], ...]:
+        """(name, URL) of the servers that the pushes since the last call dropped."""
+        lost, self._lost = tuple(self._lost), []
+        return lost
 
     def verify_once(self, batch: Batch) -> None:
         """After the first push, compare servers and learner on a prompt of the batch and an answer to it. Collective.

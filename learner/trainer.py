@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -83,8 +83,9 @@ class Learner:
     def run(self) -> Iterator[Report]:
         """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
 
-        Yields one Report per step, for the version it produced; metrics are on rank 0's, spans on all. At the
-        end the policy is saved in run_dir/model; after `stop` there is only the checkpoint.
+        Yields one Report per step, for the version it produced; metrics are on rank 0's, spans on all. What the driver
+        must know before a step has ended comes in reports without metrics. At the end the policy is saved in
+        run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
@@ -96,7 +97,7 @@ class Learner:
         is_last = False
         while not is_last:
             start_s = time.time()
-            frames = self._take()
+            frames = yield from self._take()
             if not frames:
                 yield self._end_early()
                 break
@@ -131,6 +132,7 @@ class Learner:
                 spans=self._timeline.drain() + spans,
                 samples=self._gpus.drain(),
                 eval_due=eval_due,
+                lost=self._pushes.drain_lost(),
             )
         self._close()
 
@@ -166,10 +168,11 @@ class Learner:
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
 
-    def _take(self) -> list[bytes]:
+    def _take(self) -> Generator[Report, None, list[bytes]]:
         """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come.
 
-        A server that came back is brought up to date meanwhile: the batch may be waiting for its groups.
+        A server that came back is brought up to date meanwhile: the batch may be waiting for its groups, and for those
+        of a server that is lost in that push.
         """
         while True:
             with self._timeline.span("wait_data"):
@@ -178,6 +181,8 @@ class Learner:
                 return frames
             with self._timeline.span("sync", "push"):
                 self._pushes.push(self.version)
+            if lost := self._pushes.drain_lost():
+                yield Report(step=self.version, lost=lost)
 
     def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:
@@ -202,7 +207,10 @@ class Learner:
                 spans = self._pushes.push(self.version)
         self._save()
         metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
-        return Report(step=self.version, metrics=metrics, spans=self._timeline.drain() + spans, note=self._end)
+        return Report(
+            step=self.version, metrics=metrics, spans=self._timeline.drain() + spans, note=self._end,
+            lost=self._pushes.drain_lost(),
+        )
 
     def _was_stopped(self) -> bool:
         """Whether there are no frames because of `stop`: what rank 0 says."""

@@ -111,7 +111,8 @@ class Learner(Pretender):
             time.sleep(0.05)
             self.obey()
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.time()),)
-            yield Report(step=step, metrics=(Metric("reward/mean", 1.0),), spans=spans, eval_due=step == 3)
+            lost = (("rollout/0", "http://old"),) if self.told("drops a server") else ()
+            yield Report(step=step, metrics=(Metric("reward/mean", 1.0),), spans=spans, eval_due=step == 3, lost=lost)
             if self.told("ends"):
                 return
 
@@ -252,6 +253,17 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched
     line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
     assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
     assert line.split()[-2:] == ["1800", "s"]
+
+
+def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -> None:
+    run = watched()
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    back = "rollout/0 is back, with the weights of version 5"
+    thread = ends_when(run, lambda: back in run.notes and run.log.version > 10)  # and hears of the old one after that
+    run.train()
+    thread.join(5)
+    lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
+    assert len(lost) == run.notes.count(back) == 1
 
 
 def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:

@@ -54,6 +54,8 @@ class FakePublisher:
         self.servers = {"rollout/0": "http://x"}
         self.rank = 0
         self.device = torch.device("cpu")
+        self.dies_next = ""
+        """Name of a server that the next push drops."""
 
     def connect(self) -> None:
         self.calls.append(("connect", -1))
@@ -64,6 +66,10 @@ class FakePublisher:
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         self.calls.append(("push", version))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+        if lost := self.dies_next:
+            self.dies_next = ""
+            del self.servers[lost]
+            return PushReport(lost=(lost,))
         return PushReport(
             seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
         )

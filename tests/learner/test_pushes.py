@@ -10,8 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import RunConfig, WeightSyncConfig
+from learner.trainer import Learner
 from tests.learner.fakes import FakePublisher
 from tests.learner.test_trainer import fake_buffer, open_learner, publisher, pushed_bytes  # noqa: F401
+
+
+def joining(learner: Learner) -> threading.Thread:
+    """A server that has come back waits for weights."""
+    thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", 20.0))
+    thread.start()
+    while not learner.servers.someone_waits():
+        pass
+    return thread
 
 
 def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
@@ -21,15 +31,30 @@ def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
         tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)),
         weight_sync=WeightSyncConfig(every_steps=2, verify=False),
     )
-    back = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", 20.0))
-    back.start()
-    while not learner.servers.someone_waits():
-        pass
+    back = joining(learner)
     reports = list(learner.run())
     back.join()
     assert [number for name, number in publisher.calls if name == "push"] == [0, 2, 3]
     assert [pushed_bytes(report) for report in reports] == [[7.0], [7.0], [7.0]]
     assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
+
+
+def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
+    )
+    back = joining(learner)
+    publisher.dies_next = "rollout/0"
+    reports = learner.run()
+    early = next(reports)
+    back.join()
+    assert (early.step, early.metrics, early.lost) == (0, (), (("rollout/0", "http://x"),))
+    assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
+    publisher.dies_next = "rollout/1"
+    publisher.servers["rollout/2"] = "http://y"
+    assert [(report.step, report.lost) for report in reports] == [(1, (("rollout/1", "http://new"),)), (2, ())]
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

@@ -72,6 +72,10 @@ class Learner:
         self._consumed = Consumed(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._saved_version = 0
+        self._served_version = 0
+        """Every server's, of which groups are sampled."""
+        self._waits: list[Metric] = []
+        """For how long pushes were held back since the last step's report."""
         if config.run.resume:
             self._resume(Path(config.run.resume))
 
@@ -92,8 +96,7 @@ class Learner:
             AsyncRLError: a wait ran out, a push failed, or the numbers stopped being finite.
         """
         self._begin()
-        if self.evaluations.served(self.version):
-            yield Report(step=self.version, eval_due=True)
+        yield from self._tell(self.evaluations.served(self.version))
         is_last = False
         while not is_last:
             start_s = time.time()
@@ -115,12 +118,13 @@ class Learner:
             trained_s = time.time()
             is_last = self._is_last(trained_s)
             is_push_due = self._is_push_due(is_last)
-            wait_metrics, spans, eval_due = self._push(batch, is_last) if is_push_due else ([], (), False)
+            spans, eval_due = self._push(batch, is_last) if is_push_due else ((), False)
             metrics += self._checkpoint() if self._is_checkpoint_due(is_last) else []
             end_s = time.time()
             metrics += [
-                *wait_metrics, *self._pushes.drain(), *_time_metrics(batch, start_s, taken_s, trained_s, end_s)
+                *self._waits, *self._pushes.drain(), *_time_metrics(batch, start_s, taken_s, trained_s, end_s)
             ]
+            self._waits.clear()
             alarms, states = self._alarms.check(self.version, metrics)
             metrics += states
             if is_last:
@@ -144,6 +148,13 @@ class Learner:
                 self._pushes.push(self.version)
         if self._client:
             self._client.served(self.version)
+        self._served_version = self.version
+
+    def _tell(self, eval_due: bool) -> Iterator[Report]:
+        """What the driver must know before a step has ended, if anything."""
+        lost = self._pushes.drain_lost()
+        if eval_due or lost:
+            yield Report(step=self.version, eval_due=eval_due, lost=lost)
 
     def _resume(self, folder: Path) -> None:
         cut = self._checkpointer.load(folder)
@@ -179,10 +190,8 @@ class Learner:
                 frames = broadcast_frames(self._poll(), self._device)
             if frames != WEIGHTS_WANTED:
                 return frames
-            with self._timeline.span("sync", "push"):
-                self._pushes.push(self.version)
-            if lost := self._pushes.drain_lost():
-                yield Report(step=self.version, lost=lost)
+            _, eval_due = self._push(None, is_last=False)
+            yield from self._tell(eval_due)
 
     def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:
@@ -202,7 +211,7 @@ class Learner:
         if self._was_stopped():
             return self._end_stopped()
         spans: tuple[Span, ...] = ()
-        if self.version % self.config.weight_sync.every_steps:
+        if self.version > self._served_version:
             with self._timeline.span("sync", "push"):
                 spans = self._pushes.push(self.version)
         self._save()
@@ -269,38 +278,46 @@ class Learner:
                 self._publisher.make_room()
             dist.barrier()
 
-    def _push(self, batch: Batch, is_last: bool) -> tuple[list[Metric], tuple[Span, ...], bool]:
+    def _push(self, batch: Batch | None, is_last: bool) -> tuple[tuple[Span, ...], bool]:
         """Make every server serve the current version, then open admission for it.
 
+        Args:
+            batch: the step's. None: out of turn, for a server that came back; the others may serve the version already.
+
         Returns:
-            (metrics of what it waited for, spans of the servers, whether an evaluation of the version is due).
+            (spans of the servers, whether an evaluation of the version is due).
         """
-        metrics = self._await_evaluation() if self.config.eval.pin_version else []
-        metrics += self._drain() if self.config.weight_sync.on_update == "drain" and not is_last else []
+        is_new = self.version > self._served_version
+        if is_new and self.config.eval.pin_version:
+            self._await_evaluation()
+        if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
+            self._drain()
         with self._timeline.span("sync", "push"):
             spans = self._pushes.push(self.version)
-            self._pushes.verify_once(batch)
-            if self._client and not is_last:  # after the last step nobody may start
+            if batch:
+                self._pushes.verify_once(batch)
+            if self._client and is_new and not is_last:  # after the last step nobody may start
                 self._client.served(self.version)
-        return metrics, spans, not is_last and self.evaluations.served(self.version)
+        self._served_version = self.version
+        return spans, not is_last and self.evaluations.served(self.version)
 
-    def _await_evaluation(self) -> list[Metric]:
+    def _await_evaluation(self) -> None:
         """Hold the push back until the evaluation that runs, if any, has ended."""
         start_s = time.time()
         with self._timeline.span("eval", "held push"):
             if self.rank == 0:
                 self.evaluations.wait()
             dist.barrier()
-        return [Metric("time/held_by_eval_s", time.time() - start_s)]
+        self._waits.append(Metric("time/held_by_eval_s", time.time() - start_s, "sum"))
 
-    def _drain(self) -> list[Metric]:
+    def _drain(self) -> None:
         """Wait for the groups that run, while no other may start."""
         start_s = time.time()
         with self._timeline.span("wait_data", "drain"):
             if self._client:
                 self._client.await_push(self.version)
             dist.barrier()
-        return [Metric("time/drain_s", time.time() - start_s)]
+        self._waits.append(Metric("time/drain_s", time.time() - start_s, "sum"))
 
     def _save(self) -> None:
         with self._timeline.span("checkpoint", "save"):

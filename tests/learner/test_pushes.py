@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import RunConfig, WeightSyncConfig
+from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
+from async_rl.metrics import reduce_metrics
 from learner.trainer import Learner
-from tests.learner.fakes import FakePublisher
+from tests.learner.fakes import FakeClient, FakePublisher
 from tests.learner.test_trainer import fake_buffer, open_learner, publisher, pushed_bytes  # noqa: F401
 
 
@@ -55,6 +56,37 @@ def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
     publisher.dies_next = "rollout/1"
     publisher.servers["rollout/2"] = "http://y"
     assert [(report.step, report.lost) for report in reports] == [(1, (("rollout/1", "http://new"),)), (2, ())]
+
+
+def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admission_for_it(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=4, dir=str(tmp_path)), eval=EvalConfig(every_steps=1, pin_version=True),
+        weight_sync=WeightSyncConfig(every_steps=2, on_update="drain", verify=False),
+    )
+    assert isinstance(learner._client, FakeClient)
+    calls = learner._client.calls = publisher.calls
+
+    def end_the_evaluation() -> None:
+        calls.append(("evaluated", -1))
+        learner.evaluations.ended()
+
+    reports = []
+    for report in learner.run():
+        reports.append(report)
+        if len(reports) == 3:  # the evaluation of version 2 still runs
+            back = joining(learner)
+            threading.Timer(0.3, end_the_evaluation).start()
+        if len(reports) == 4:  # that of version 3
+            end_the_evaluation()
+    back.join()
+    assert [(r.step, r.eval_due) for r in reports] == [(1, False), (2, True), (3, False), (3, True), (4, False)]
+    at = calls.index(("trained", 3))
+    held, *rest = calls[at + 1 : at + 5]
+    assert (held, rest) == (("evaluated", -1), [("await_push", 3), ("push", 3), ("served", 3)])
+    values = reduce_metrics(reports[-1].metrics)
+    assert values["time/held_by_eval_s"] > 0.1 and "time/drain_s" in values
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

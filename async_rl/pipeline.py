@@ -120,7 +120,7 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
 
     Returns the buffer's address.
     """
-    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, share_of_cores
+    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, learner_threads, share_of_cores
 
     if config.placement.pin_cpus:
         share_of_cores(config, 0, sorted(os.sched_getaffinity(0)))
@@ -132,7 +132,7 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
         f"rollout/{i}": processes.start(f"rollout/{i}", RolloutProcess, config, i) for i in range(servers)
     }
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r)
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
     # First, as it is quick: what is wrong in `network` is known before a server has loaded its model.

@@ -17,13 +17,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.placement import Reservation
-from async_rl.processes import LearnerProcess
 from async_rl.status import Status
 
 LOG_TAIL_LINES = 15
 DUMP_TIMEOUT_S = 2.0
-CONTROL_THREADS = 8
-"""Of a learner rank: a server that waits for weights holds one."""
 
 
 class ProcessGroup:
@@ -34,13 +31,19 @@ class ProcessGroup:
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
 
-    def start(self, name: str, cls: type, *args: Any, max_concurrency: int = 1) -> ActorHandle:
+    def start(
+        self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
+    ) -> ActorHandle:
+        """
+        Args:
+            threads: [concurrency group of `cls`] how many of its calls run at once.
+        """
         options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
-        if cls is LearnerProcess:
-            remote = remote(concurrency_groups={"control": CONTROL_THREADS})
+        if threads:
+            remote = remote(concurrency_groups=dict(threads))
         remote_class: Any = remote(cls)
         self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
         return self.actors[name]

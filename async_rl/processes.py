@@ -131,6 +131,11 @@ class RolloutProcess:
             await self._engine.aclose()
 
 
+def learner_threads(config: Config) -> dict[str, int]:
+    """By concurrency group of LearnerProcess: all servers may wait for weights at once, and no other call for them."""
+    return {"control": 8, "join": config.placement.rollout.servers}
+
+
 class LearnerProcess:
     """One learner rank. The control calls run beside `run`, in threads of their own."""
 
@@ -162,7 +167,7 @@ class LearnerProcess:
         """Let `run` end after its step, with a checkpoint."""
         self._learner.stop()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
         """A rollout server came back at `url`: returns once it has the current weights, with their version."""
         self._learner.servers.join(name, url, self._config.timeouts.batch_s)

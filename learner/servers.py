@@ -13,11 +13,14 @@ class ServerList:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._urls: dict[str, str] = {}  # told and not yet pushed to; empty: gone
-        self._outcome: dict[str, str] = {}  # of who waits in `join`: `current` or `lost`
+        self._outcome: dict[str, str] = {}  # by URL, of who waits in `join`: `current` or `lost`
 
     def leave(self, name: str) -> None:
         """It died: no push needs to find out."""
         with self._changed:
+            if url := self._urls.get(name):
+                self._outcome[url] = "lost"  # who waits for it ends
+                self._changed.notify_all()
             self._urls[name] = ""
 
     def join(self, name: str, url: str, timeout_s: float) -> None:
@@ -29,10 +32,10 @@ class ServerList:
         """
         with self._changed:
             self._urls[name] = url
-            self._outcome.pop(name, None)
-            if not self._changed.wait_for(lambda: name in self._outcome, timeout_s):
+            self._outcome.pop(url, None)
+            if not self._changed.wait_for(lambda: url in self._outcome, timeout_s):
                 raise WaitTimeoutError(f"{name} waited {timeout_s:.0f} s for the learner's current weights")
-            if self._outcome.pop(name) == "lost":
+            if self._outcome.pop(url) == "lost":
                 raise WeightSyncError(f"{name} died before it had the learner's current weights")
 
     def someone_waits(self) -> bool:
@@ -52,9 +55,8 @@ class ServerList:
         """After a push to `servers`; `lost` died in it."""
         with self._changed:
             for name in lost:
-                if self._urls.pop(name, ""):
-                    self._outcome[name] = "lost"
+                if url := self._urls.pop(name, ""):
+                    self._outcome[url] = "lost"
             for name in [name for name, url in self._urls.items() if servers.get(name) == url]:
-                del self._urls[name]
-                self._outcome[name] = "current"
+                self._outcome[self._urls.pop(name)] = "current"
             self._changed.notify_all()

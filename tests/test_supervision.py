@@ -30,6 +30,7 @@ from async_rl.interrupts import Interrupts
 from async_rl.metrics import Metric, Report
 from async_rl.placement import Reservation
 from async_rl.process_group import ProcessGroup
+from async_rl.processes import learner_threads
 from async_rl.runlog import RunLog
 from async_rl.status import Status, format_status
 from async_rl.supervision import Supervisor
@@ -116,8 +117,10 @@ class Learner(Pretender):
             if self.told("ends"):
                 return
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
+        while self.told("has no weights to give"):
+            time.sleep(0.05)
         return 5
 
     @ray.method(concurrency_group="control")
@@ -170,7 +173,8 @@ class Watched:
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
         for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
             for index in range(count):
-                self.processes.start(f"{kind}/{index}", cls, self.config, index)
+                threads = learner_threads(self.config) if cls is Learner else None
+                self.processes.start(f"{kind}/{index}", cls, self.config, index, threads=threads)
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
         self.notes: list[str] = []
         self.log.logger.note = self.notes.append  # type: ignore[method-assign]
@@ -193,7 +197,6 @@ class Watched:
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "RolloutProcess", Rollout)
-    monkeypatch.setattr("async_rl.process_group.LearnerProcess", Learner)
     monkeypatch.setattr(supervision, "WATCH_INTERVAL_S", 0.2)
     runs: list[Watched] = []
 
@@ -264,6 +267,17 @@ def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -
     thread.join(5)
     lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
     assert len(lost) == run.notes.count(back) == 1
+
+
+def test_a_learner_that_every_server_waits_on_for_weights_still_says_what_it_does(watched: Any) -> None:
+    run = watched(servers=9)
+    learner = run.processes.actors["learner/0"]
+    run.tell("learner-0-has no weights to give")
+    joining = [learner.join_server.remote(f"rollout/{index}", "http://new") for index in range(9)]
+    assert ray.wait(joining, num_returns=1, timeout=1)[0] == []
+    assert ray.get(learner.status.remote(), timeout=10).doing == "waits for a batch"
+    (run.folder / "learner-0-has no weights to give").unlink()
+    assert ray.get(joining, timeout=10) == [5] * 9
 
 
 def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:

@@ -8,10 +8,10 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 from learner.servers import ServerList
 
 
-def joining(servers: ServerList, results: list[object]) -> threading.Thread:
+def joining(servers: ServerList, results: list[object], url: str = "http://new") -> threading.Thread:
     def join() -> None:
         try:
-            servers.join("rollout/1", "http://new", 10.0)
+            servers.join("rollout/1", url, 10.0)
             results.append("current")
         except WeightSyncError as error:
             results.append(str(error))
@@ -62,6 +62,18 @@ def test_a_server_that_left_gets_no_push() -> None:
     servers.leave("rollout/0")
     servers.apply(live)
     assert live == {"rollout/1": "http://b"}
+
+
+def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_in_its_place() -> None:
+    servers, results, live = ServerList(), list[object](), dict[str, str]()
+    first = joining(servers, results, "http://first")
+    servers.leave("rollout/1")
+    first.join()
+    second = joining(servers, results)
+    servers.apply(live)
+    servers.pushed(live, ())
+    second.join()
+    assert results == ["rollout/1 died before it had the learner's current weights", "current"]
 
 
 def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:

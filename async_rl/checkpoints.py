@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -68,10 +69,13 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that `run.resume` names: a checkpoint itself, or a run directory with at least one.
 
+    Returns:
+        An absolute path: `step_40`, `.` and `..` don't name the run directory that `run_dir_of` reads from it.
+
     Raises:
         ConfigError: it is neither.
     """
-    folder = Path(path)
+    folder = Path(os.path.abspath(path))
     if (folder / _CUT_FILE).is_file():
         return folder
     found = list_checkpoints(folder)

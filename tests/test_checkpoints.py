@@ -15,6 +15,7 @@ from async_rl.checkpoints import (
     list_checkpoints,
     prune,
     read_cut,
+    run_dir_of,
     set_aside_later,
     to_remove,
     write_cut,
@@ -50,6 +51,18 @@ def test_a_run_is_resumed_from_its_newest_whole_checkpoint_or_the_one_named(tmp_
     assert list(list_checkpoints(tmp_path)) == [3, 20, 100]
     assert find_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 100)
     assert find_checkpoint(tmp_path / "checkpoints" / "step_20") == checkpoint_folder(tmp_path, 20)
+
+
+@pytest.mark.parametrize(
+    ("where", "path"), [("checkpoints", "step_7"), ("checkpoints", ".."), ("checkpoints/step_7", "."), ("", ".")]
+)
+def test_a_checkpoint_named_from_within_its_run_directory_is_found_with_the_runs_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, path: str
+) -> None:
+    save(tmp_path / "x", 7)
+    monkeypatch.chdir(tmp_path / "x" / where)
+    assert find_checkpoint(path) == checkpoint_folder(tmp_path / "x", 7)
+    assert run_dir_of(find_checkpoint(path)).name == "x"
 
 
 @pytest.mark.parametrize(("path", "hint"), [("none", "no such folder"), ("", "checkpoint.every_steps")])

@@ -7,7 +7,8 @@
     rollout server
     buffer                          another goes on from its journal, if there is one
     learner rank                    the run, with one error that names it, its host and its last log lines
-    nothing, but no sign of life    as if it had died, after timeouts.silent_s
+    nothing, but no sign of life    as if it had died, after timeouts.silent_s; the buffer, if another one can take its
+                                    place, already after timeouts.wire_s / 3
     nothing, but its wait exceeds   as if it had died
     its limit
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -296,14 +297,29 @@ class Supervisor:
                 self._heard_s[name] = time.monotonic()
         self.write_status("running")
         self._end_overdue()
-        silent_s = self._config.timeouts.silent_s
-        for name in [n for n in self._processes.actors if now_s - self._heard_s[n] > silent_s]:
+        self._end_silent(asked.intersection(self._questions.values()))
+
+    def _end_silent(self, unanswered: Set[str]) -> None:
+        """Of those who were asked at an earlier turn: had the driver been away, it would have heard none of them."""
+        for name in sorted(unanswered.intersection(self._processes.actors)):
+            silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
+            outlived_s = self._config.timeouts.wire_s / 3
+            if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:
+                silent_s, setting = outlived_s, "a third of timeouts.wire_s: its clients give up after all of it"
+            if time.monotonic() - self._heard_s[name] <= silent_s:
+                continue
             last = self._statuses.get(name)
             self._processes.dump_stacks()
-            self._died(name, ProcessDiedError(
-                f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s (timeouts.silent_s); "
+            text = (
+                f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s ({setting}); "
                 f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
-            ))
+            )
+            if name == "buffer":
+                self._log.logger.note(text.splitlines()[0])
+                self._processes.kill(name)
+                self._died(name, ProcessKilledError(text))
+            else:
+                self._died(name, ProcessDiedError(text))
 
     def _end_overdue(self) -> None:
         """Whoever waits longer than its own limit, by timeouts.silent_s and more, does not give up by itself."""

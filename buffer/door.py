@@ -10,8 +10,8 @@ from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
 from buffer.keys import Doorkeeper, lock
 
-BIND_S = 2.0
-"""How long a port may take to become free: the buffer before this one may just have been killed."""
+BIND_S = 10.0
+"""How long a port may take to become free: where the buffer before this one was silent, Ray ends it only after 5 s."""
 FREE_PORTS = (61000, 65536)
 """Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
 

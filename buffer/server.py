@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from async_rl.checkpoints import Cut, resumed_cut
-from async_rl.codec import check_group
+from async_rl.codec import Limits, check_group
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from buffer.cut import go_on_from
@@ -46,6 +46,10 @@ class BufferServer:
 
     def __init__(self, config: Config) -> None:
         self._shutdown_s = config.timeouts.shutdown_s
+        # First: who has the port is alone with the journal, also where the buffer before is slow to die.
+        # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
+        self._door = Door(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
+        self.address = self._door.address
         self._journal = _open_journal(config)
         found = self._journal.load() if self._journal else None
         state = StoreState(record=self._journal.record) if self._journal else StoreState()
@@ -60,9 +64,6 @@ class BufferServer:
             self._go_on_from(cut, config.run_dir)
         self._lock = threading.Lock()
         self._serving = threading.Lock()
-        # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
-        self._door = Door(config.network, 2**20 + 4 * self._operations.limits.max_group_bytes)
-        self.address = self._door.address
 
     def serve(self, stop: threading.Event) -> None:
         """Answers until `stop` is set; blocks.

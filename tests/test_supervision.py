@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -157,13 +158,13 @@ def ray_here() -> Iterator[None]:
 class Watched:
     """A supervised run in `folder`, whose processes obey the files there."""
 
-    def __init__(self, folder: Path, servers: int, ranks: int, silent_s: float) -> None:
+    def __init__(self, folder: Path, servers: int, ranks: int, silent_s: float, wire_s: float) -> None:
         self.folder = folder
         self.config = Config(
             model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
             run=RunConfig(name="r", dir=str(folder)), logging=LoggingConfig(wandb="disabled"),
             placement=PlacementConfig(rollout=RolloutPlacement(servers=servers, max_restarts=1)),
-            timeouts=TimeoutsConfig(silent_s=silent_s),
+            timeouts=TimeoutsConfig(silent_s=silent_s, wire_s=wire_s),
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         for name in ("learner-0", "learner-1", "rollout-0"):
@@ -183,13 +184,12 @@ class Watched:
         for each in what:
             (self.folder / each).touch()
 
-    def train(self, config: Config | None = None) -> Supervisor:
-        supervisor = Supervisor(config or self.config, self.processes, self.log)
-
-        def revive(death: ProcessKilledError) -> None:
+    def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> Supervisor:
+        def fail(death: ProcessKilledError) -> None:
             raise death
 
-        supervisor.train("tcp://buffer", revive, Interrupts())
+        supervisor = Supervisor(self.config, self.processes, self.log)
+        supervisor.train("tcp://buffer", revive or fail, Interrupts())
         return supervisor
 
 
@@ -200,8 +200,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(supervision, "WATCH_INTERVAL_S", 0.2)
     runs: list[Watched] = []
 
-    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60) -> Watched:
-        runs.append(Watched(tmp_path, servers, ranks, silent_s))
+    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300) -> Watched:
+        runs.append(Watched(tmp_path, servers, ranks, silent_s, wire_s))
         return runs[0]
 
     yield start
@@ -228,6 +228,38 @@ def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(wa
         run.train()
     assert "timeouts.silent_s" in str(caught.value)
     assert "last words of learner-0" in str(caught.value)
+
+
+@pytest.mark.parametrize(("silent_s", "wire_s", "told"), [
+    (2, 60, r"2 s \(timeouts\.silent_s\)"), (60, 6, r"2 s \(a third of timeouts\.wire_s: its clients give up"),
+])
+def test_a_silent_buffer_is_killed_and_another_takes_its_place(
+    watched: Any, silent_s: float, wire_s: float, told: str
+) -> None:
+    run = watched(silent_s=silent_s, wire_s=wire_s)
+    deaths: list[ProcessKilledError] = []
+
+    def revive(death: ProcessKilledError) -> None:
+        deaths.append(death)
+        ray.get(run.processes.start("buffer", Buffer, run.config, max_concurrency=4).status.remote(), timeout=60)
+        run.tell("learner-0-ends")
+
+    run.tell("rollout-0-answers")
+    pid = stop(run.processes.actors["buffer"])
+    run.train(revive)
+    assert len(deaths) == 1
+    assert re.match(rf"buffer on 10\.0\.0\.9 has given no sign of life for {told}", str(deaths[0]))
+    deadline_s = time.monotonic() + 10  # Ray's grace: 5 s
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_silent_buffer_that_none_can_replace_ends_the_run(watched: Any) -> None:
+    run = watched(silent_s=2)
+    stop(run.processes.actors["buffer"])
+    with pytest.raises(ProcessKilledError, match=r"buffer on 10\.0\.0\.9 has given no sign of life for 2 s"):
+        run.train()
 
 
 def test_a_process_that_outstays_its_own_limit_is_named_with_whom_it_waits_on(watched: Any) -> None:
@@ -297,9 +329,11 @@ def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched
     supervisor.give_up(OSError(28, "No space left on device"))
 
 
-def stop(actor: Any) -> None:
-    """SIGSTOP: it is there, and says nothing."""
-    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60), signal.SIGSTOP)
+def stop(actor: Any) -> int:
+    """SIGSTOP: it is there, and says nothing. Returns its process id."""
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
 
 
 def ends_when(run: Watched, condition: Callable[[], bool]) -> threading.Thread:

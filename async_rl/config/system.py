@@ -206,7 +206,7 @@ class TimeoutsConfig:
     wire_s: float = 30.0
     """One request to the buffer."""
     silent_s: float = 60.0
-    """A process that tells the driver nothing for so long counts as dead."""
+    """A process that tells the driver nothing for so long counts as dead; a buffer with a journal after wire_s / 3."""
     shutdown_s: float = 30.0
     interrupt_s: float = 300.0
     """After Ctrl-C or SIGTERM: the step that runs, and its checkpoint. Then the run ends without."""

@@ -13,8 +13,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 
-from async_rl.checkpoints import Cut, read_cut, write_cut
+from async_rl.checkpoints import Cut, read_cut, run_dir_of, write_cut
 from async_rl.config import Config
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from learner.optimizer import Optimizer
 
 
@@ -68,7 +67,7 @@ class Checkpointer:
         """Start a checkpoint that becomes whole as folder `target`; returns once training may go on.
 
         Raises:
-            WaitTimeoutError, OSError: see `wait`, of the checkpoint before.
+            AsyncRLError: see `wait`, of the checkpoint before.
         """
         self.wait()
         start_s = time.monotonic()
@@ -92,18 +91,32 @@ class Checkpointer:
 
         Raises:
             WaitTimeoutError: not within timeouts.checkpoint_s.
-            OSError: it could not be written.
+            AsyncRLError: it could not be written.
         """
         if self._running is None:
             return
-        try:
-            self._running.result(self._timeout_s)
-        except FutureTimeoutError:
+        if not wait([self._running], self._timeout_s).done:
             raise WaitTimeoutError(
                 f"learner/{dist.get_rank()} waited {self._timeout_s:.0f} s (timeouts.checkpoint_s) for its checkpoint "
                 f"{self._target} to be written: is the disk slow or full, or another rank gone?"
+            )
+        try:
+            self._running.result()
+        except (dcp.api.CheckpointException, OSError) as error:  # the first is no Exception
+            raise AsyncRLError(
+                f"the checkpoint {self._target} can't be written: {_first_reason(error)}. Free some space there or "
+                "mend the disk, then go on from the newest whole checkpoint, if there is one: async-rl train --resume "
+                f"{run_dir_of(self._target)}"
             ) from None
         self._running = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            AsyncRLError: the checkpoint that was being written could not be.
+        """
+        if self._running is not None and self._running.done():
+            self.wait()
 
     def load(self, folder: Path) -> Cut:
         """Networks, optimizers and this rank's random state as they were; a new rank goes on with its own.
@@ -122,8 +135,9 @@ class Checkpointer:
         try:
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         except dcp.api.CheckpointException as error:
-            reason = next(iter(error.failures.values()))[0]
-            raise ConfigError(f"{folder} can't be loaded into the networks of this configuration: {reason}") from error
+            raise ConfigError(
+                f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}"
+            ) from error
         for name, network in self._networks.items():
             network.optimizer.set_counts(cut.networks[name])
         if rank < cut.ranks:
@@ -171,6 +185,13 @@ def load_unsharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Read a checkpoint's tensors in place in this one process, whatever number of ranks wrote it."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is no process group
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+
+
+def _first_reason(error: BaseException) -> str:
+    """Without the frames of every rank that DCP adds."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or type(error).__name__
 
 
 def _network_tensors(name: str, network: Network) -> Iterator[tuple[str, Tensor]]:

@@ -113,6 +113,7 @@ class Learner:
                 self._consumed.add(group.group_id for group in batch.groups)
                 metrics += self._updater.update(batch)
             self.version += 1
+            self._checkpointer.check()  # now, not when the next one is due
             if self._client:
                 self._client.trained(self.version)
             trained_s = time.time()

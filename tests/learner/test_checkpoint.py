@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from async_rl.checkpoints import Cut, checkpoint_folder, list_checkpoints, read_cut
@@ -25,7 +27,7 @@ from async_rl.config import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from learner.checkpoint import Checkpointer
 from learner.evaluations import Evaluations
 from learner.trainer import Learner
@@ -203,6 +205,37 @@ def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
     checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
     with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.checkpoint_s\) .*step_3"):
         checkpointer.wait()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason_at_the_next_step(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    updater = Updater(make_config(tiny_model_path), CPU)
+    checkpointer = Checkpointer(updater.config, updater.networks, CPU)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    checkpointer.save(tmp_path / "checkpoints" / "step_3", cut_at(checkpointer, 3))
+    assert checkpointer._running
+    futures.wait([checkpointer._running], 60)
+    with pytest.raises(AsyncRLError) as caught:
+        checkpointer.check()
+    text = str(caught.value)
+    assert f"checkpoint {tmp_path}/checkpoints/step_3 can't be written: [Errno 28] No space left on device." in text
+    assert text.endswith(f"async-rl train --resume {tmp_path}")
+    assert "Traceback" not in text
+
+
+def test_a_checkpoint_whose_folder_cannot_get_its_name_is_named_too(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    checkpointer = Checkpointer(make_config(tiny_model_path), {}, CPU)
+    checkpointer._running, checkpointer._target = Future(), tmp_path / "checkpoints" / "step_3"
+    checkpointer.check()  # still being written
+    checkpointer._running.set_exception(PermissionError(13, "Permission denied"))
+    with pytest.raises(AsyncRLError, match=r"step_3 can't be written: .*Permission denied\. Free some space"):
+        checkpointer.close()
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])

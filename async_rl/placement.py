@@ -24,6 +24,10 @@ JOIN_COMMANDS = (
 )
 
 
+class NoClusterError(ConfigError):
+    """No Ray cluster is where one was looked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """What a host has to offer."""
@@ -249,7 +253,8 @@ def open_ray(config: Config) -> Iterator[None]:
     """A private Ray on this machine, or the cluster: the one RAY_ADDRESS names, or this host's if the run spans hosts.
 
     Raises:
-        ConfigError: there is no cluster to join.
+        NoClusterError: there is no cluster to join.
+        ConfigError: this process can't join it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -264,9 +269,15 @@ def open_ray(config: Config) -> Iterator[None]:
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
-            raise ConfigError(
+            raise NoClusterError(
                 f"placement wants {placement.num_nodes} hosts, but no Ray cluster is found ({error}). "
                 f"Start one: {JOIN_COMMANDS}"
+            ) from None
+        except RuntimeError as error:  # of another version of Ray or Python, above all
+            raise ConfigError(
+                f"the Ray cluster at {address} can't be joined: {str(error).strip()}\nEvery host and this process must "
+                "have the same versions of Python and Ray: install them anew where they differ, then `ray stop` and "
+                f"start the cluster again: {JOIN_COMMANDS}"
             ) from None
     else:
         ray.init(
@@ -281,21 +292,24 @@ def open_ray(config: Config) -> Iterator[None]:
 
 
 def explain(config: Config) -> list[str]:
-    """Who would land where, one line a host; starts nothing, but looks at the Ray cluster that RAY_ADDRESS names.
+    """Who would land where, one line a host; starts nothing, but looks at the Ray cluster that the run would join.
 
     Raises:
-        ConfigError: it can't fit.
+        ConfigError: it can't fit, or the cluster can't be joined.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        with open_ray(config):
-            hosts = ray_hosts()
-    elif config.placement.num_nodes == 1:
+    if config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS"):
         hosts = [Host(name="this host", cpus=float("inf"), gpus=_local_gpus())]
     else:
-        return [
-            *(f"host {number}: {bundle}" for number, bundle in enumerate(bundles(config), 1)),
-            "not held against any host: set RAY_ADDRESS to a Ray cluster's for that",
-        ]
+        try:
+            with open_ray(config):
+                hosts = ray_hosts()
+        except NoClusterError:
+            if os.environ.get("RAY_ADDRESS"):
+                raise
+            return [
+                *(f"host {number}: {bundle}" for number, bundle in enumerate(bundles(config), 1)),
+                "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+            ]
     wanted = bundles(config, sum(host.gpus for host in hosts))
     return [f"{host.name}: {bundle}" for host, bundle in zip(assign(wanted, hosts), wanted, strict=True)]
 

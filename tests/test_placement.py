@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,10 +22,11 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.configfile import load_config
+from async_rl.doctor_nodes import examine_nodes
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
-from async_rl.placement import Bundle, Host, Reservation, assign, bundles, settle
+from async_rl.placement import Bundle, Host, Reservation, assign, bundles, explain, settle
 from buffer.keys import new_keys
 from learner.tiny_model import save_tiny_model
 
@@ -169,6 +171,40 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"model.path={folder / 'model'}", f"task.path={rows}", f"task.eval_path={rows}", f"run.dir={folder}"]
 
 
+def failing(error: Exception) -> Callable[..., None]:
+    def init(**_: object) -> None:
+        raise error
+
+    return init
+
+
+def test_a_dry_run_is_held_against_the_cluster_of_this_host_that_training_would_join(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
+    monkeypatch.setattr("async_rl.placement.ray_hosts", lambda: hosts)
+    assert {line.partition(":")[0] for line in explain(TWO_NODES)} == {"10.0.0.1", "10.0.0.2"}
+    assert joined == ["auto"]
+    monkeypatch.setattr("async_rl.placement.ray_hosts", lambda: hosts[:1])
+    with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
+        explain(TWO_NODES)
+
+
+def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.init", failing(RuntimeError("Version mismatch: The cluster was started with Ray: 2.1.0")))
+    words = r"(?s)10\.0\.0\.1:6379 can't be joined: Version mismatch.*Ray: 2\.1\.0\nEvery host"
+    with pytest.raises(ConfigError, match=words):
+        explain(TWO_NODES)
+    (check,) = examine_nodes(TWO_NODES)
+    assert (check.what, check.state) == ("Ray", "broken")
+    assert "Version mismatch" in check.found
+
+
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
@@ -176,7 +212,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("gsm8k_two_node", [
             "host 1: buffer, learner/0..7: 8 CPUs, 8 GPUs (8 learner ranks x 1)",
             "host 2: rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)",
-            "not held against any host: set RAY_ADDRESS to a Ray cluster's for that",
+            "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
         ]),
     ],
 )
@@ -185,6 +221,7 @@ def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 0.0)
+    monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
     text = dry_run(load_config(ROOT / "configs" / f"{name}.yaml", stand_ins))
     assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
 

@@ -17,10 +17,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.placement import Reservation
-from async_rl.status import Status
+from async_rl.status import Status, write_status
 
 LOG_TAIL_LINES = 15
 DUMP_TIMEOUT_S = 2.0
+STATUS_INTERVAL_S = 5.0
 
 
 class ProcessGroup:
@@ -49,12 +50,23 @@ class ProcessGroup:
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
-        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards."""
+        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards.
+
+        Meanwhile `async-rl status` tells of the wait.
+        """
         pending = {ref: name for name, ref in calls.items()}
         results: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        since_s, deadline = time.time(), time.monotonic() + timeout_s
+        host = ray.util.get_node_ip_address()
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            write_status(self.run_dir, [Status(
+                process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
+                since_s=since_s, limit_s=timeout_s,
+            )], "running")
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(pending), timeout=min(left_s, STATUS_INTERVAL_S))
+            if not ready and left_s > STATUS_INTERVAL_S:
+                continue
             if not ready:
                 raise WaitTimeoutError(
                     f"the driver waited {timeout_s:.0f} s for {what} of {', '.join(pending.values())}"

@@ -301,7 +301,7 @@ class Supervisor:
 
     def _end_silent(self, unanswered: Set[str]) -> None:
         """Of those who were asked at an earlier turn: had the driver been away, it would have heard none of them."""
-        for name in sorted(unanswered.intersection(self._processes.actors)):
+        for name in sorted(unanswered & self._processes.actors.keys()):
             silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
             outlived_s = self._config.timeouts.wire_s / 3
             if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from async_rl.placement import Reservation
 from async_rl.process_group import ProcessGroup
 from async_rl.processes import learner_threads
 from async_rl.runlog import RunLog
-from async_rl.status import Status, format_status
+from async_rl.status import Status, format_status, write_status
 from async_rl.supervision import Supervisor
 from async_rl.timeline import Span
 
@@ -318,6 +318,31 @@ def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
     with pytest.raises(ProcessKilledError, match=r"It died 2 times since the last step \(placement\.rollout\.max_"):
         run.train()
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
+
+
+def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched(servers=2)
+    monkeypatch.setattr("async_rl.process_group.STATUS_INTERVAL_S", 0.1)
+    seen: list[str] = []
+
+    def note(folder: Path, statuses: Sequence[Status], text: str) -> None:
+        write_status(folder, statuses, text)
+        seen.append(format_status(folder))
+        if len(seen) == 4:
+            run.tell("rollout-1-answers")
+
+    monkeypatch.setattr("async_rl.process_group.write_status", note)
+    run.tell("rollout-0-answers")
+    servers = {name: actor for name, actor in run.processes.actors.items() if name.startswith("rollout")}
+    calls = {name: actor.evaluate.remote(7, beside_training=False) for name, actor in servers.items()}
+    assert set(run.processes.gather(calls, 60, "the evaluation of version 7")) == set(calls)
+    words = seen[3].splitlines()[2].split()
+    assert " ".join([words[0], *words[2:]]) == "driver waits for the evaluation of version 7 rollout/1 0 s 60 s"
+    asked = run.processes.actors["buffer"].serve.remote()
+    with pytest.raises(WaitTimeoutError, match="waited 0 s for the end of buffer"):
+        run.processes.gather({"buffer": asked}, 0.25, "the end")
 
 
 def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched: Any) -> None:

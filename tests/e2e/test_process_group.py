@@ -41,6 +41,7 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture
 def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
     processes = ProcessGroup(tmp_path / "r", cast(Reservation, Anywhere()))
     yield processes
     processes.stop(1.0)

@@ -16,7 +16,7 @@ from async_rl import supervision
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.status import Status, format_status, write_status
 from async_rl.supervision import Supervisor
-from tests.pretenders import Buffer, Watched, ends_when, stop
+from tests.pretenders import Buffer, Rollout, Watched, ends_when, stop
 
 pytestmark = pytest.mark.e2e
 

@@ -25,7 +25,7 @@ from async_rl.placement import Reservation
 from async_rl.process_group import ProcessGroup
 from async_rl.processes import BufferProcess
 from benchmarks.marked_command import MarkedCommand
-from tests.test_supervision import Anywhere
+from tests.pretenders import Anywhere
 
 pytestmark = pytest.mark.e2e
 

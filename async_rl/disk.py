@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -89,9 +90,9 @@ def _checkpoint_bytes(config: Config) -> int:
     if lora_rank:  # at most: for every matrix, be it an adapted layer or not
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
-        trained = sum(map(_product, shapes))
+        trained = sum(map(math.prod, shapes))
     if config.algorithm.advantage in CRITIC_ADVANTAGES:
-        trained += sum(map(_product, _shapes(Path(config.critic.path or config.model.path))))
+        trained += sum(map(math.prod, _shapes(Path(config.critic.path or config.model.path))))
     return BYTES_PER_PARAMETER * trained
 
 
@@ -118,13 +119,6 @@ def _shapes(folder: Path) -> list[list[int]]:
 def _files(folder: Path) -> list[Path]:
     """Without those of a folder that is not there: async_rl/model_folder.py tells about it."""
     return weight_files(folder) if folder.is_dir() else []
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _gib(num_bytes: int) -> str:

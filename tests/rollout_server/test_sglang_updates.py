@@ -53,15 +53,19 @@ def push(config: Config, url: str) -> int:
     return version
 
 
+def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> Config:
+    return dataclasses.replace(
+        server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
+    )
+
+
 @pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
 def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, url = sglang_server, sglang_server.engine.url
-    config = dataclasses.replace(
-        server.config, run=dataclasses.replace(server.config.run, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
-    )
+    config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     request = request_for(6, n=8, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
@@ -99,10 +103,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_older_weights(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, url = sglang_server, sglang_server.engine.url
-    config = dataclasses.replace(
-        server.config, run=dataclasses.replace(server.config.run, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
-    )
+    config = pushing_over_disk(server, on_update, tmp_path)
     request = request_for(9, n=4, max_tokens=20, temperature=TEMPERATURE)
     first, post = push(config, url), server.engine._post
 

@@ -29,5 +29,5 @@ def export(source: str | Path, target: Path) -> Path:
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     load_unsharded(policy_tensors(policy), checkpoint)
-    write_folder(dict(merged_parameters(policy.lm)), Path(config.model.path), target)
+    write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
     return checkpoint

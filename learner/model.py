@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.errors import ConfigError
+from async_rl.weights.files import write_weights
 from learner.lora import add_adapters, dropouts, merged_parameters
 from learner.microbatches import Layout, MicroBatch, attention_mask, block_mask
 from learner.scoring import score_tokens
@@ -26,6 +26,8 @@ from learner.scoring import score_tokens
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _MASKED = ("sdpa", "eager")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+SHARD_BYTES = 4 * 2**30
+"""Largest file of a saved model."""
 
 
 class Policy(nn.Module):
@@ -149,23 +151,24 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
     """Save as a Hugging Face folder like `source`, see write_folder. Collective; only the writer touches the disk."""
-    dtype = _stored_dtype(source)
-    weights = {name: tensor.cpu() for name, tensor in full_parameters(policy, dtype) if is_writer}
-    if is_writer:
-        write_folder(weights, source, target)
+    weights = full_parameters(policy, _stored_dtype(source))
+    try:
+        if is_writer:
+            write_folder(weights, source, target)
+    finally:
+        for _ in weights:  # the other ranks gather on: every rank must
+            pass
 
 
-def write_folder(weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
+def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
     """A Hugging Face folder: weights in the type of the `source` folder, its other files as they are.
 
     `target` appears whole or not at all.
     """
-    dtype = _stored_dtype(source)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    stored = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    save_file(stored, partial / "model.safetensors", metadata={"format": "pt"})
+    write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
             shutil.copy(file, partial / file.name)

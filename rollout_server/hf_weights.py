@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rl.config import NetworkConfig, TimeoutsConfig
+from async_rl.model_folder import weight_files
 from async_rl.network import authorization
 from async_rl.weights.nccl_gloo import Receiver
 
@@ -203,11 +204,12 @@ def _answering(
 
 
 def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}")
     # Copied: what safetensors gives is the file itself, which a later push writes over.
-    return [(name, tensor.to(device, copy=True)) for file in files for name, tensor in load_file(file).items()]
+    return [
+        (name, tensor.to(device, copy=True))
+        for file in weight_files(folder)
+        for name, tensor in load_file(file).items()
+    ]
 
 
 def _check_whole(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from async_rl.config import Config
+from async_rl.weights.files import write_weights
 from async_rl.weights.publisher import PushReport, WeightPublisher
 
 
@@ -33,18 +33,18 @@ class DiskPublisher(WeightPublisher):
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
         start_s = time.time()
-        tensors = {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named_tensors}
         target = self.folder / str(version % 2)
-        target.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)  # shards that are more than now
+        target.mkdir()
         for source in self.model_path.glob("*.json"):
             if not source.name.endswith(".index.json"):
                 shutil.copy(source, target)
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        num_bytes = write_weights(named_tensors, target, self.dtype, self.bucket_bytes)
         self.open_update()
         body = {"model_path": str(target), "weight_version": str(version), "flush_cache": False}
         self.call_servers("/update_weights_from_disk", body, f"push of version {version}")
         self.close_update()
-        return self.report(start_s, sum(t.nbytes for t in tensors.values()))
+        return self.report(start_s, num_bytes)
 
     def close(self) -> None:
         super().close()

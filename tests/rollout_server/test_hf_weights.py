@@ -131,7 +131,7 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     assert begin[0] == 200 and one_tensor[0] == 200
     assert shape[0] == 400 and "[96], got [95]" in shape[1]
     assert dtype[0] == 400 and "must be torch.float32, got torch.bfloat16" in dtype[1]
-    assert empty[0] == 400 and "no *.safetensors" in empty[1]
+    assert empty[0] == 400 and "holds no *.safetensors weights" in empty[1]
     assert whole[0] == 400 and "lacks" in whole[1]
 
 

@@ -56,7 +56,7 @@ def push(config: Config, url: str) -> int:
 def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> Config:
     return dataclasses.replace(
         server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
-        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk"),  # type: ignore[arg-type]
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk", bucket_bytes=100_000),  # type: ignore
     )
 
 

@@ -134,8 +134,10 @@ class MetricsLogger:
         self.note(format_step(version, self._steps, values))
 
     def log_late(self, version: int, values: dict[str, float]) -> None:
-        """What was measured after the step of policy version `version` had ended: a line of its own in the file."""
-        self._write({"step": version, **values})
+        """What was measured after the step of policy version `version` had ended: a line of its own in the file, under
+        names that leave the step's own values alone.
+        """
+        self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})
 
     def note(self, text: str) -> None:
         """One line for the person at the console, above the bar."""

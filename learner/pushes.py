@@ -35,16 +35,15 @@ class Pushes:
         """Of what the servers get."""
         self._is_verified = not config.weight_sync.verify
         self._metrics: list[Metric] = []
+        self._spans: list[Span] = []
         self._lost: list[tuple[str, str]] = []
 
-    def push(self, version: int) -> tuple[Span, ...]:
-        """Push the policy as `version` to every live server; again without those that die on the way. Collective.
-
-        Returns:
-            The spans of the servers that stood still.
+    def push(self, version: int) -> None:
+        """Push the policy as `version` to every live server; again without those that die on the way, even without any:
+        the driver brings them back. Collective.
 
         Raises:
-            WeightSyncError, WaitTimeoutError: a server refused, or none is left, or one did not answer.
+            WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
         """
         while True:
             self._servers.apply(self._publisher.servers)
@@ -62,12 +61,17 @@ class Pushes:
             Metric("push/pause_s", report.pause_s),
         ]
         self._metrics += [Metric(f"version/{name}", float(version), "last") for name in self._publisher.servers]
-        return report.spans
+        self._spans += report.spans
 
     def drain(self) -> list[Metric]:
         """What the pushes since the last call took: those of a step, and those out of turn before it."""
         metrics, self._metrics = self._metrics, []
         return metrics
+
+    def drain_spans(self) -> tuple[Span, ...]:
+        """Of the servers that stood still for the pushes since the last call."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
 
     def drain_lost(self) -> tuple[tuple[str, str], ...]:
         """(name, URL) of the servers that the pushes since the last call dropped."""
@@ -75,12 +79,17 @@ class Pushes:
         return lost
 
     def verify_once(self, batch: Batch) -> None:
-        """After the first push, compare servers and learner on a prompt of the batch and an answer to it. Collective.
+        """After the first push that reached a server, compare servers and learner on a prompt of the batch and an
+        answer to it. Collective.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.
         """
         if self._is_verified:
+            return
+        is_served = torch.tensor(bool(self._publisher.servers), device=self._publisher.device)
+        dist.broadcast(is_served, 0)
+        if not is_served:
             return
         self._is_verified = True
         group = batch.groups[0]

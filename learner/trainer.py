@@ -16,7 +16,7 @@ from async_rl.errors import NothingToLearnError
 from async_rl.gpu import GpuSampler
 from async_rl.metrics import Metric, Report
 from async_rl.status import Status
-from async_rl.timeline import Span, Timeline
+from async_rl.timeline import Timeline
 from async_rl.types import Batch
 from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
@@ -119,7 +119,7 @@ class Learner:
             trained_s = time.time()
             is_last = self._is_last(trained_s)
             is_push_due = self._is_push_due(is_last)
-            spans, eval_due = self._push(batch, is_last) if is_push_due else ((), False)
+            eval_due = is_push_due and self._push(batch, is_last)
             metrics += self._checkpoint() if self._is_checkpoint_due(is_last) else []
             end_s = time.time()
             metrics += [
@@ -134,7 +134,7 @@ class Learner:
                 step=self.version,
                 metrics=tuple(metrics) if self.rank == 0 else (),
                 alarms=alarms if self.rank == 0 else (),
-                spans=self._timeline.drain() + spans,
+                spans=self._timeline.drain() + self._pushes.drain_spans(),
                 samples=self._gpus.drain(),
                 eval_due=eval_due,
                 lost=self._pushes.drain_lost(),
@@ -191,8 +191,7 @@ class Learner:
                 frames = broadcast_frames(self._poll(), self._device)
             if frames != WEIGHTS_WANTED:
                 return frames
-            _, eval_due = self._push(None, is_last=False)
-            yield from self._tell(eval_due)
+            yield from self._tell(eval_due=self._push(None, is_last=False))
 
     def _poll(self) -> Sequence[bytes | memoryview]:
         if not self._client:
@@ -211,15 +210,14 @@ class Learner:
         """Serve and save what was learned so far; the report says why the run is over."""
         if self._was_stopped():
             return self._end_stopped()
-        spans: tuple[Span, ...] = ()
         if self.version > self._served_version:
             with self._timeline.span("sync", "push"):
-                spans = self._pushes.push(self.version)
+                self._pushes.push(self.version)
         self._save()
         metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
         return Report(
-            step=self.version, metrics=metrics, spans=self._timeline.drain() + spans, note=self._end,
-            lost=self._pushes.drain_lost(),
+            step=self.version, metrics=metrics, spans=self._timeline.drain() + self._pushes.drain_spans(),
+            note=self._end, lost=self._pushes.drain_lost(),
         )
 
     def _was_stopped(self) -> bool:
@@ -235,7 +233,8 @@ class Learner:
         self._checkpointer.wait()
         note = f"stopped at version {self.version}" + (f", checkpoint {folder}" if self.version else "")
         metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
-        return Report(step=self.version, metrics=metrics, spans=self._timeline.drain(), note=note)
+        spans = self._timeline.drain() + self._pushes.drain_spans()
+        return Report(step=self.version, metrics=metrics, spans=spans, note=note)
 
     def _is_checkpoint_due(self, is_last: bool) -> bool:
         every_steps = self.config.checkpoint.every_steps
@@ -279,14 +278,14 @@ class Learner:
                 self._publisher.make_room()
             dist.barrier()
 
-    def _push(self, batch: Batch | None, is_last: bool) -> tuple[tuple[Span, ...], bool]:
+    def _push(self, batch: Batch | None, is_last: bool) -> bool:
         """Make every server serve the current version, then open admission for it.
 
         Args:
             batch: the step's. None: out of turn, for a server that came back; the others may serve the version already.
 
         Returns:
-            (spans of the servers, whether an evaluation of the version is due).
+            Whether an evaluation of the version is due.
         """
         is_new = self.version > self._served_version
         if is_new and self.config.eval.pin_version:
@@ -294,13 +293,13 @@ class Learner:
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
             self._drain()
         with self._timeline.span("sync", "push"):
-            spans = self._pushes.push(self.version)
+            self._pushes.push(self.version)
             if batch:
                 self._pushes.verify_once(batch)
             if self._client and is_new and not is_last:  # after the last step nobody may start
                 self._client.served(self.version)
         self._served_version = self.version
-        return spans, not is_last and self.evaluations.served(self.version)
+        return not is_last and self.evaluations.served(self.version)
 
     def _await_evaluation(self) -> None:
         """Hold the push back until the evaluation that runs, if any, has ended."""

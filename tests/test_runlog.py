@@ -57,5 +57,5 @@ def test_what_a_push_after_the_last_step_took_has_a_line_of_its_own(tmp_path: Pa
     log.add("learner/0", Report(step=1, metrics=pushed, note="the task is solved"))
     log.close()
     (record,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
-    assert (record["reward/mean"], record["push/bytes"]) == (1.0, 7.0)
+    assert (record["reward/mean"], record["late/push/bytes"]) == (1.0, 7.0)
     assert len(log.steps) == 1

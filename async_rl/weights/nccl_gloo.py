@@ -134,8 +134,10 @@ class Receiver:
         self._in_use: list[Tensor] = []
 
     def begin(self) -> None:
-        """A push begins; what one that broke off has brought is not wanted any more."""
-        self._spare += self._received
+        """A push begins; what one that broke off has brought is not wanted any more.
+
+        Nor is it spare: a thread of that push may still write to it.
+        """
         self._received = []
 
     def taken(self) -> None:

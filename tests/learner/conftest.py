@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 import torch.multiprocessing as mp
 from hypothesis import settings
 
-from tests.learner.handmade import save_tiny_model, save_tiny_reward_model
+from async_rl.types import Batch
+from learner import trainer
+from tests.learner.fakes import FakeClient, FakePublisher
+from tests.learner.handmade import make_batch, save_tiny_model, save_tiny_reward_model
 from tests.learner.rank_process import ALGORITHMS, Case, rank_main
 
 torch.set_num_threads(1)
@@ -42,3 +46,23 @@ def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dic
         rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
     )
     return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
+    fake = FakePublisher()
+    monkeypatch.setattr(trainer, "open_publisher", lambda *_: fake)
+    return fake
+
+
+@pytest.fixture
+def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LearnerClient", FakeClient)
+
+    def decode(frames: list[bytes]) -> Batch:
+        version = frames[0][0]
+        batch = make_batch(seed=version, version=version)
+        groups = tuple(dataclasses.replace(g, group_id=3 * version + g.group_id) for g in batch.groups)
+        return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
+
+    monkeypatch.setattr(trainer, "decode_batch", decode)

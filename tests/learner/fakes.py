@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from async_rl.config import TimeoutsConfig
 from async_rl.timeline import Span
 from async_rl.weights.publisher import PushReport
+from learner.servers import ServerList
 
 
 class FakeClient:
@@ -80,3 +82,10 @@ class FakePublisher:
 
     def close(self) -> None:
         pass
+
+
+def until_someone_waits(servers: ServerList) -> None:
+    deadline = time.monotonic() + 60
+    while not servers.someone_waits():
+        assert time.monotonic() < deadline, "no server has asked to join within a minute"
+        time.sleep(0.002)

@@ -34,7 +34,7 @@ from learner.trainer import Learner
 from learner.update import Updater
 from tests.learner.fakes import FakePublisher
 from tests.learner.handmade import make_batch, make_config
-from tests.learner.test_trainer import fake_buffer, open_learner, publisher, pushed_bytes  # noqa: F401
+from tests.learner.test_trainer import open_learner, pushed_bytes
 
 CPU = torch.device("cpu")
 
@@ -157,7 +157,7 @@ def test_another_number_of_ranks_resumes_to_the_same_weights(
 
 
 def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     every = {"checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False)}
     list(open_learner(tiny_model_path, run=RunConfig(name="a", steps=5, dir=str(tmp_path)), **every).run())
@@ -181,7 +181,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
 
 
 def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None  # noqa: F811
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=50, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=0)
@@ -240,7 +240,7 @@ def test_a_checkpoint_whose_folder_cannot_get_its_name_is_named_too(
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])
 def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_short(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,  # noqa: F811
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,
     every: int, due: list[int],
 ) -> None:
     kept: dict[str, Any] = {

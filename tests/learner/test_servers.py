@@ -6,6 +6,7 @@ import pytest
 
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from learner.servers import ServerList
+from tests.learner.fakes import until_someone_waits
 
 
 def joining(servers: ServerList, results: list[object], url: str = "http://new") -> threading.Thread:
@@ -18,8 +19,7 @@ def joining(servers: ServerList, results: list[object], url: str = "http://new")
 
     thread = threading.Thread(target=join)
     thread.start()
-    while not servers.someone_waits():
-        pass
+    until_someone_waits(servers)
     return thread
 
 

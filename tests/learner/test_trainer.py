@@ -48,26 +48,6 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
-    fake = FakePublisher()
-    monkeypatch.setattr(trainer, "open_publisher", lambda *_: fake)
-    return fake
-
-
-@pytest.fixture
-def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "LearnerClient", FakeClient)
-
-    def decode(frames: list[bytes]) -> Batch:
-        version = frames[0][0]
-        batch = make_batch(seed=version, version=version)
-        groups = tuple(dataclasses.replace(g, group_id=3 * version + g.group_id) for g in batch.groups)
-        return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
-
-    monkeypatch.setattr(trainer, "decode_batch", decode)
-
-
 def pushed_bytes(report: Report) -> list[float]:
     """Of each push that the report tells of."""
     return [metric.value for metric in report.metrics if metric.key == "push/bytes"]

@@ -23,6 +23,8 @@ from async_rl.config import CheckpointConfig, Config
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
+FORMAT = 1
+"""Of a checkpoint: one more with each change of what `Cut`, the buffer's part of it or the tensors are."""
 _CUT_FILE = "cut.json"
 _NAME = re.compile(r"step_(\d+)")
 _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
@@ -98,7 +100,7 @@ def run_dir_of(checkpoint: Path) -> Path:
 
 
 def write_cut(folder: Path, cut: Cut) -> None:
-    (folder / _CUT_FILE).write_text(json.dumps(dataclasses.asdict(cut)) + "\n")
+    (folder / _CUT_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(cut)}) + "\n")
 
 
 def read_cut(folder: Path) -> Cut:
@@ -107,11 +109,10 @@ def read_cut(folder: Path) -> Cut:
         ConfigError: written by another version of this program.
     """
     fields = json.loads((folder / _CUT_FILE).read_text())
-    expected = {field.name for field in dataclasses.fields(Cut)}
-    if set(fields) != expected:
+    if (found := fields.pop("format", None)) != FORMAT:
         raise ConfigError(
-            f"{folder / _CUT_FILE} must have the fields {', '.join(sorted(expected))}, got "
-            f"{', '.join(sorted(fields))}: another version of async-rl wrote it"
+            f"{folder / _CUT_FILE} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
+            "Resume with that one, or begin a new run with model.path at what its `async-rl export` makes of it"
         )
     return Cut(**fields)
 

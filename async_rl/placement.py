@@ -215,7 +215,8 @@ def settle(config: Config, reservation: Reservation) -> Config:
         from buffer.keys import new_keys
 
         keys = config.run_dir / "keys"
-        new_keys(keys)
+        if not (keys / "client.key_secret").is_file():  # a resumed run has them
+            new_keys(keys)
         config = replace(config, network=replace(network, keys=str(keys)))
     return config
 

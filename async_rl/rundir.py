@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         if cut is not None:
             _take_up(config, cut)
         restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
-        (run_dir / "config.yaml").write_text(dump_config(restartable))
+        partial = run_dir / "config.yaml.partial"
+        partial.write_text(dump_config(restartable))
+        partial.replace(run_dir / "config.yaml")
         yield config
 
 
@@ -51,13 +54,17 @@ def open_buffer_dir(config: Config) -> Iterator[None]:
     """run_dir for a buffer that serves alone: new, or with the journal of an earlier one. Nobody else's meanwhile.
 
     Raises:
-        ConfigError: it is a run's, whose journal is no other buffer's to write to; or another buffer is using it.
+        ConfigError: it can't be created; or it is a run's, whose journal is no other buffer's to write to; or another
+            buffer is using it.
     """
     if not config.buffer.journal:  # nothing is kept
         yield
         return
     run_dir = config.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_created(run_dir, error) from None
     with _locked(run_dir):
         if (run_dir / "config.yaml").exists():
             raise ConfigError(
@@ -80,11 +87,15 @@ def new_run_dir(config: Config) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(
-                f"run.dir, run.name: {candidate} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
-            ) from None
+            raise _not_created(candidate, error) from None
         return candidate
     raise ConfigError(f"run.name {config.run.name}: {config.run_dir} and 9998 numbered ones exist. Set run.name=...")
+
+
+def _not_created(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir, run.name: {folder} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
+    )
 
 
 @contextlib.contextmanager
@@ -127,7 +138,10 @@ def _take_up(config: Config, cut: Cut) -> None:
         partial = run_dir / "metrics.jsonl.partial"
         partial.write_text("".join(kept))
         partial.replace(metrics)
-    # Last, as it ends the lineage: a resume that is cut short before this is taken up by the next one.
+    # Last, as it ends the lineage: a resume that is cut short before this is taken up by the next one. A copy, as the
+    # next one reads config.yaml, too.
     old_config = run_dir / "config.yaml"
     old_config.touch()
-    old_config.rename(run_dir / f"config.{suffix}.yaml")
+    partial = run_dir / "config.yaml.partial"
+    shutil.copy(old_config, partial)
+    partial.rename(run_dir / f"config.{suffix}.yaml")

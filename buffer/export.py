@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from async_rl.codec import Limits, decode_group
 from async_rl.errors import ConfigError
-from buffer.journal import FILE_NAME, payload_folder
+from buffer.journal import FILE_NAME, check_schema, payload_folder
 from buffer.payload_files import Place, read_payload
 
 GROUPS_A_CHUNK = 128
@@ -48,6 +48,7 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
 
     Raises:
         ConfigError: the run has no journal, or nothing in it yet, or the file can't be written.
+        AsyncRLError: another version of this program wrote the journal.
     """
     journal = run_dir / FILE_NAME
     if not journal.is_file():
@@ -55,10 +56,11 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     number = 0
     try:
         with closing(sqlite3.connect(journal)) as database:
+            check_schema(database, journal)
             database.execute("BEGIN")  # one moment of a run that goes on
-            limits = _limits(database, journal)
+            _check_used(database, journal)
             with pq.ParquetWriter(target, SCHEMA) as writer:
-                for chunk in _chunks(database, payload_folder(journal), limits):
+                for chunk in _chunks(database, payload_folder(journal)):
                     writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
                     number += len(chunk)
     except (OSError, sqlite3.Error) as error:
@@ -66,18 +68,15 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     return number
 
 
-def _limits(database: sqlite3.Connection, journal: Path) -> Limits:
-    """Of the groups in it, by which they are decoded."""
-    found = database.execute("SELECT scalars FROM state").fetchone()
-    if found is None:
+def _check_used(database: sqlite3.Connection, journal: Path) -> None:
+    if database.execute("SELECT scalars FROM state").fetchone() is None:
         raise ConfigError(
             f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever asked for. "
             f"The logs in {journal.parent / 'logs'} may say why; if the run is starting, try again later"
         )
-    return Limits(**json.loads(found[0])["limits"])
 
 
-def _chunks(database: sqlite3.Connection, folder: Path, limits: Limits) -> Iterator[list[dict[str, Any]]]:
+def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
     """Rows of whole groups."""
     cursor = database.execute(_ROLLOUTS)
     names = [column[0] for column in cursor.description]
@@ -88,7 +87,7 @@ def _chunks(database: sqlite3.Connection, folder: Path, limits: Limits) -> Itera
         place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
         if place:
             with suppress(FileNotFoundError):  # pruned since this export began
-                _add_arrays(rows, read_payload(folder, Place(*place)), limits)
+                _add_arrays(rows, read_payload(folder, Place(*place)))
         for row in rows:
             row["trained_steps"] = json.loads(row["trained_steps"])
         chunk += rows
@@ -99,7 +98,9 @@ def _chunks(database: sqlite3.Connection, folder: Path, limits: Limits) -> Itera
         yield chunk
 
 
-def _add_arrays(rows: list[dict[str, Any]], payload: bytes, limits: Limits) -> None:
+def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
+    """The group was within the limits of its time: a resume may have changed them."""
+    limits = Limits(group_size=len(rows), max_prompt_tokens=len(payload), max_response_tokens=len(payload))
     group = decode_group(payload, limits)
     for row, rollout in zip(rows, group.rollouts, strict=True):
         row |= {

@@ -34,7 +34,9 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """What a resume makes of the journal of the lineage that it ends."""
 FINAL = ("trained", "dropped")
-SCHEMA = """
+SCHEMA_VERSION = 1
+"""Of the tables below and of what `state` holds: one more with each change of either."""
+SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
     granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
@@ -74,7 +76,7 @@ class Journal:
         keep_steps: payloads of a trained or dropped group are kept for so many further versions; -1: for ever.
 
     Raises:
-        AsyncRLError: in every method: the file can't be read or written.
+        AsyncRLError: in every method: the file can't be read or written; here: it has another schema version.
     """
 
     def __init__(self, file: Path, keep_steps: int) -> None:
@@ -86,6 +88,7 @@ class Journal:
         with self._errors_named():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            check_schema(self._db, file)
             self._db.execute("PRAGMA journal_mode = WAL")
             # What is committed survives the end of the process; the end of the machine may cost the last commits.
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -116,6 +119,9 @@ class Journal:
 
         So the tables tell of the whole run, resumed or not. What came after the cut never was. Files of payloads are
         shared where the disk can do that. Without a journal at `past` nothing is taken over; a second time is harmless.
+
+        Raises:
+            AsyncRLError: `past` can't be read to its end.
         """
         if not _has_commits(past):
             return
@@ -123,7 +129,7 @@ class Journal:
             "version": cut.version, "next_id": cut.buffer["scalars"]["next_group_id"],
             "live": json.dumps([group_id for group_id, *_ in cut.buffer["live"]]),
         }
-        with self._errors_named():
+        try:
             numbers["files"] = json.dumps(share_files(payload_folder(past), payload_folder(self._file)))
             self._db.execute("ATTACH ? AS past", (str(past),))
             self._db.execute("BEGIN")
@@ -132,6 +138,11 @@ class Journal:
             self._db.execute("COMMIT")
             self._db.execute("DETACH past")
             self._open_payloads()
+        except (sqlite3.Error, OSError) as error:
+            raise AsyncRLError(
+                f"the journal of this run's past, {past}, can't be taken over into {self._file}: {error}. Free some "
+                "disk; if the file is damaged, move it away: the run then goes on without its past"
+            ) from None
 
     def record(self, row: Row) -> None:
         """A row that is new or changed."""
@@ -214,6 +225,16 @@ class Journal:
             raise AsyncRLError(
                 f"the buffer's journal {self._file}: {error}. Free some disk there, or set buffer.journal=false"
             ) from None
+
+
+def check_schema(database: sqlite3.Connection, file: Path) -> None:
+    """Raises AsyncRLError if another version of this program wrote the journal."""
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise AsyncRLError(
+            f"the journal {file} must have schema version {SCHEMA_VERSION}, got {version}: another version of async-rl "
+            "wrote it. Use that one on this run, or begin a new run with another run.name"
+        )
 
 
 def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:

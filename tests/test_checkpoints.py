@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.checkpoints import (
+    FORMAT,
     Cut,
     checkpoint_folder,
     find_checkpoint,
@@ -72,9 +75,21 @@ def test_nothing_to_resume_from_is_refused(tmp_path: Path, path: str, hint: str)
 
 
 def test_a_cut_of_another_version_of_the_program_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cut.json").write_text('{"version": 3}')
-    with pytest.raises(ConfigError, match="another version of async-rl"):
-        read_cut(tmp_path)
+    save(tmp_path, 7)
+    file = checkpoint_folder(tmp_path, 7) / "cut.json"
+    for other in ({"format": 0}, {"format": FORMAT + 1}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | other))
+        with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got .: another version of async-rl"):
+            read_cut(file.parent)
+    file.write_text('{"version": 7}')
+    with pytest.raises(ConfigError, match="got None: another version of async-rl"):
+        read_cut(file.parent)
+
+
+def test_the_fields_of_a_cut_are_those_of_its_format() -> None:
+    """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
+    fields = {1: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
+    assert sorted(field.name for field in dataclasses.fields(Cut)) == fields[FORMAT]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them
     away = dataclasses.replace(settled.network, host="10.0.0.1")
     assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
     assert len(api_key(away)) == 64
+    resumed = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert resumed.network == settled.network, "its keys are in the run directory already"
     assert authorization(settled.network) == {}  # loopback
     new_keys(tmp_path / "others")
     assert api_key(dataclasses.replace(away, keys=str(tmp_path / "others"))) != api_key(away)

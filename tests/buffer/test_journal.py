@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sqlite3
 import threading
 from collections import Counter
@@ -19,7 +20,7 @@ from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfi
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal import FILE_NAME
+from buffer.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.wire import pack_request, view
 from tests.buffer.made import make_config, make_group, serving
@@ -220,6 +221,21 @@ def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
     (config.run_dir / FILE_NAME).write_bytes(b"not a database" * 100)
     with pytest.raises(AsyncRLError, match=r"the buffer's journal .*sqlite: .*Free some disk there"):
         BufferServer(config)
+
+
+def test_a_journal_of_another_version_of_the_program_is_neither_continued_nor_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / FILE_NAME
+    Journal(file, keep_steps=1).close()
+    Journal(file, keep_steps=1).close()
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("PRAGMA user_version = 0")
+    said = r"must have schema version 1, got 0: another version of async-rl wrote it\. Use that one"
+    with pytest.raises(AsyncRLError, match=said):
+        Journal(file, keep_steps=1)
+    assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_groups_that_may_be_used_again_survive_a_crash(tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from async_rl.checkpoints import Cut, checkpoint_folder, write_cut
 from async_rl.cli import main
 from async_rl.config import Config
+from async_rl.errors import AsyncRLError
 from async_rl.rundir import open_run_dir
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal import Journal
+from buffer.journal import FILE_NAME, Journal
 from buffer.wire import pack_request
 from tests.buffer.made import make_group, make_rollout, serving
 from tests.buffer.running import TIMEOUTS, with_worker
@@ -105,6 +109,33 @@ def test_the_journal_of_a_resumed_run_tells_of_all_of_it_once(tmp_path: Path) ->
     steps = {(row["group_id"], row["rollout"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
     assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
     assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
+
+
+def test_groups_of_before_a_resume_with_other_sizes_are_exported_too(tmp_path: Path) -> None:
+    again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # two answers of three tokens a group
+    rollout = dataclasses.replace(again.rollout, group_size=4, max_response_tokens=1)
+    with open_run_dir(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
+        assert server.counters()["buffer/depth"] == 0, "groups 2 and 3 are not of the new sizes"
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(resumed.run_dir), str(target)]) == 0
+    rows = [row for row in pq.read_table(target).to_pylist() if row["state"] == "trained"]
+    assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
+
+
+def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None:
+    cut = Cut(
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
+        buffer={"scalars": {"next_group_id": 9}, "live": []},
+    )
+    config = journalled(tmp_path, prompts_per_step=2)
+    run_past_its_checkpoint(config)
+    past = config.run_dir / FILE_NAME
+    with contextlib.closing(sqlite3.connect(past)) as database:
+        database.execute("DROP TABLE payloads")
+    journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
+    with pytest.raises(AsyncRLError, match=rf"past, {past}, can't be taken over .* move it away: the run then goes on"):
+        journal.take_over(past, cut)
+    journal._db.close()
 
 
 def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:

@@ -96,6 +96,9 @@ def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.C
     assert main([*command, "run.name=run"]) == 2
     assert "run.name must name a new folder or that of a buffer alone, got run" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/trajectories.sqlite*"))
+    (tmp_path / "file").touch()
+    assert main([*command, "run.name=file"]) == 2
+    assert "run.dir, run.name: " in (said := capsys.readouterr().err) and "can't be created: File exists" in said
 
 
 def test_a_buffer_without_a_journal_takes_no_folder(tmp_path: Path) -> None:

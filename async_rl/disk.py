@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from async_rl.checkpoints import find_checkpoint, list_checkpoints, run_dir_of
+from async_rl.checkpoints import find_checkpoint, list_checkpoints, read_cut, run_dir_of
 from async_rl.config import Config
 from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.errors import AsyncRLError, ConfigError
@@ -27,8 +27,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def check_disk(config: Config) -> None:
     """Raises ConfigError unless the run directory can be written and has room for the run.
 
-    Room is RUN_BYTES, twice the model's files (the result, and weights on their way by weight_sync.transport disk), and
-    the checkpoints that exist at once.
+    Room is RUN_BYTES, the checkpoints that exist at once, and the model's files: the result and, with
+    weight_sync.transport disk, the two folders that take turns.
     """
     run_dir = Path(config.run.dir).absolute()
     for folder in (run_dir, *run_dir.parents):
@@ -38,8 +38,9 @@ def check_disk(config: Config) -> None:
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
     model_bytes = sum(file.stat().st_size for file in _files(Path(config.model.path)))
+    num_models = 3 if config.weight_sync.transport == "disk" else 1
     count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
-    needed_bytes = RUN_BYTES + 2 * model_bytes + count * each_bytes
+    needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < needed_bytes:
         raise ConfigError(
@@ -62,8 +63,8 @@ def full_disk_named(run_dir: Path) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise AsyncRLError(
-            f"the disk that run.dir is on is full: {run_dir} can't be written ({error.strerror}). Free some, then "
-            f"go on from the newest checkpoint, if there is one: async-rl train --resume {run_dir}"
+            f"a disk is full: {error.filename or run_dir} can't be written ({error.strerror}). Free some, then go on "
+            f"from the newest checkpoint, if there is one: async-rl train --resume {run_dir}"
         ) from None
 
 
@@ -80,8 +81,10 @@ def _num_checkpoints(config: Config) -> int:
         return 0
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
-    there = len(list_checkpoints(run_dir_of(find_checkpoint(config.run.resume))))
-    return max(1, keep + 1 - there)
+    checkpoint = find_checkpoint(config.run.resume)
+    version = read_cut(checkpoint).version  # later ones are kept aside, and do not make room
+    there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
+    return max(1, keep + 1 - len(there))
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -12,9 +12,18 @@ import yaml
 from safetensors.torch import load_file
 
 from async_rl import disk, pipeline
-from async_rl.checkpoints import checkpoint_folder
+from async_rl.checkpoints import Cut, checkpoint_folder, write_cut
 from async_rl.cli import main
-from async_rl.config import AlgorithmConfig, CheckpointConfig, Config, LoraConfig, ModelConfig, RunConfig, TaskConfig
+from async_rl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
 from async_rl.disk import check_disk, full_disk_named
 from async_rl.errors import ConfigError
 from async_rl.rundir import new_run_dir
@@ -56,7 +65,8 @@ def test_room_is_wanted_for_the_result_and_for_all_checkpoints_that_exist_at_onc
 ) -> None:
     weights = load_file(good / "model.safetensors")
     parameters = sum(tensor.numel() for tensor in weights.values())
-    fixed = 2**30 + 2 * (good / "model.safetensors").stat().st_size
+    model_bytes = (good / "model.safetensors").stat().st_size
+    fixed = 2**30 + model_bytes
 
     def checkpoints(steps: int = 100, advantage: str = "grpo", **checkpoint: int) -> float:
         """In parameters, of 12 bytes each."""
@@ -74,6 +84,8 @@ def test_room_is_wanted_for_the_result_and_for_all_checkpoints_that_exist_at_onc
     lora = replace(config(tmp_path, good), model=ModelConfig(path=str(good), lora=LoraConfig(rank=1)))
     adapters = (needed_bytes(lora, monkeypatch) - fixed) / 12
     assert adapters == sum(sum(tensor.shape) for tensor in weights.values() if tensor.ndim == 2) < parameters / 4
+    over_disk = replace(config(tmp_path, good), weight_sync=WeightSyncConfig(transport="disk"))
+    assert needed_bytes(over_disk, monkeypatch) == 2 * model_bytes + needed_bytes(config(tmp_path, good), monkeypatch)
 
 
 def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
@@ -81,11 +93,15 @@ def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
 ) -> None:
     fresh = replace(config(tmp_path, good), checkpoint=CheckpointConfig(every_steps=10))
     for step in (10, 20):
-        checkpoint_folder(fresh.run_dir, step).mkdir(parents=True)
-        (checkpoint_folder(fresh.run_dir, step) / "cut.json").touch()
-    resumed = replace(fresh, run=replace(fresh.run, resume=str(fresh.run_dir)))
-    saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
-    assert saved == 2 * 12 * sum(tensor.numel() for tensor in load_file(good / "model.safetensors").values())
+        folder = checkpoint_folder(fresh.run_dir, step)
+        folder.mkdir(parents=True)
+        write_cut(
+            folder, Cut(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        )
+    for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 is kept aside
+        resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))
+        saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
+        assert saved == there * 12 * sum(t.numel() for t in load_file(good / "model.safetensors").values())
 
 
 def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
@@ -140,7 +156,7 @@ def test_a_disk_that_is_full_in_mid_run_is_one_error_that_names_the_run_director
     }))  # fmt: skip
     assert main(["train", str(tmp_path / "c.yaml"), f"run.dir={tmp_path}"]) == 1
     error = capsys.readouterr().err
-    assert f"async-rl: error: the disk that run.dir is on is full: {tmp_path}/run can't be written (No space" in error
+    assert f"async-rl: error: a disk is full: {tmp_path}/run can't be written (No space" in error
     assert f"--resume {tmp_path}/run" in error
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from async_rl.config import Config
 from async_rl.configfile import dump_config, load_config
 from async_rl.errors import ConfigError
@@ -25,6 +27,9 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "coupled": ("algorithm.proximal=behaviour", "algorithm.correction.kind=none"),
     "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
+
+PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
+"""Of the config: where a cell runs, which is no setting of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,34 @@ class Record:
     command: str
     commit: str = ""
     """Of the program that ran it."""
+    varied: Sequence[str] = ()
+    """Config keys that its axes set."""
+
+
+def common_settings(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Of each cell's config, by dotted key, what no axis varies: cells that are compared have it in common."""
+    records = list(records)
+    left_out = {*PLACE_KEYS, *(key for record in records for key in record.varied)}
+    if "algorithm.preset" in left_out:  # it sets others of its section
+        left_out.add("algorithm")
+    return [
+        {
+            key: value for key, value in _leaves(yaml.safe_load(record.config)).items()
+            if key not in left_out and key.partition(".")[0] not in left_out
+        }
+        for record in records
+    ]
+
+
+def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys down to the values that are no sections."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= {f"{key}.{inner}": leaf for inner, leaf in _leaves(value).items()}
+        else:
+            leaves[key] = value
+    return leaves
 
 
 def read_record(folder: Path) -> Record | None:
@@ -127,6 +160,7 @@ def read_record(folder: Path) -> Record | None:
 def write_record(cell: Cell, config: Config, seconds: float, command: str, commit: str) -> None:
     record: dict[str, Any] = {
         "labels": cell.labels, "config": dump_config(config), "seconds": seconds, "command": command, "commit": commit,
+        "varied": [override.partition("=")[0] for override in cell.overrides],
     }  # fmt: skip
     partial = cell.folder / "cell.json.part"
     partial.write_text(json.dumps(record, indent=2) + "\n")

@@ -182,7 +182,9 @@ def _curves(
         axes.set_title(series_name(name), fontsize=10)
         axes.set_xlabel(x_label)
     panels[0].set_ylabel(y_label)
-    handles, labels = panels[0].get_legend_handles_labels()
+    drawn = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = sorted(drawn, key=int)
+    handles = [drawn[label] for label in labels]
     figure.legend(handles, labels, title="staleness.max", loc="outside right upper", frameon=False)
     return figure
 

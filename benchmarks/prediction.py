@@ -129,7 +129,7 @@ def stages(run: Run) -> Stages:
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.mean("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.mean("push/pause_s"),
-        handout_s=0.0 if run.staleness == 0 else float(np.quantile(waits, 0.1)),  # at 0 every wait is for generation
+        handout_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
         group_s=mean_s * (1 - paused / max(busy + paused, 1e-9)), group_cv=_group_cv(run),
         together=run.mean("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,

@@ -15,7 +15,7 @@ from benchmarks.cells import SEED, STALENESS, read_record
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
 from benchmarks.results import Row, Run, read_runs, rows_of
-from benchmarks.verdicts import corrections_compared, ranked, recommendation, time_to_accuracy
+from benchmarks.verdicts import corrections_compared, ended_early, ranked, recommendation, time_to_accuracy
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("is_variance", "IS-weight variance", "{:.3g}"),
@@ -53,7 +53,7 @@ NOTES = (
     "times and utilisation say nothing and are left out.",
 )
 CAPTIONS = {
-    "trade_off": "What staleness costs (left), what it buys (middle), and the trade (right). Bars: standard error.",
+    "trade_off": "What staleness costs and, where times count, what it buys, and the trade. Bars: standard error.",
     "accuracy_by_step": "Held-out accuracy by learner steps. Bars: standard error over seeds.",
     "accuracy_by_time": "Held-out accuracy by wall-clock. Bars: standard error over seeds.",
     "reward_by_step": "Training reward by learner steps, smoothed. Bands: standard error over seeds.",
@@ -75,7 +75,8 @@ def write_report(folder: Path) -> str:
     rows = rows_of(read_runs(folder))
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
-    sentences = [text for text in (recommendation(rows), time_to_accuracy(rows), corrections_compared(rows)) if text]
+    said = (recommendation(rows), time_to_accuracy(rows), corrections_compared(rows), ended_early(rows))
+    sentences = [text for text in said if text]
     tables = markdown(rows) + ("\n" + prediction_table(measured) if measured else "")
     (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
     _write_csv(rows, folder / "table.csv")

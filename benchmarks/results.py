@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import yaml
 
 from async_rl.errors import ConfigError
 from async_rl.metrics import read_metrics
-from benchmarks.cells import SEED, STALENESS, read_record
+from benchmarks.cells import SEED, STALENESS, Record, common_settings, read_record
 from benchmarks.statistics import Estimate, estimate
 
-Record = dict[str, float | None]
+Step = dict[str, float | None]
 OF_THE_SYSTEM = ("learner", "rollout", "occupancy", "steps_per_minute", "per_minute", "train_s", "push_s")
 """Values that say nothing in exact mode, where a push waits for the groups of a batch."""
 
@@ -28,15 +28,13 @@ class Run:
 
     labels: dict[str, str]
     summary: dict[str, Any]
-    steps: list[Record]
+    steps: list[Step]
     evals: list[tuple[float, float, float]]
     """(version, seconds since the end of the first step, held-out accuracy); where weights changed while answers were
     sampled, the newest version of them"""
     folder: Path
     exact: bool = False
     """staleness.mode exact: made to study an algorithm apart from the system."""
-    limits: tuple[float, float] = (0, 0)
-    """run.steps and run.seconds that it was to take."""
 
     @property
     def staleness(self) -> int:
@@ -108,25 +106,38 @@ def read_runs(folder: Path) -> list[Run]:
     Cells of an earlier sweep in the same folder, over other axes than the last one, are left out.
 
     Raises:
-        ConfigError: it holds neither, or cells that were to take different numbers of steps.
+        ConfigError: it holds neither, or cells that differ in more than the axes.
     """
     if (folder / "cells").is_dir():
-        cells = [one for one in sorted((folder / "cells").glob("*")) if read_record(one) is not None]
-        runs = [_read_run(one) for one in cells]
+        found = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
         plan = folder / "sweep.json"
         if plan.is_file():
             axes = json.loads(plan.read_text())["axes"].keys()
-            runs = [run for run in runs if run.labels.keys() == axes]
+            found = {cell: record for cell, record in found.items() if record.labels.keys() == axes}
+        _check_comparable(found)
+        runs = [_read_run(cell) for cell in found]
     else:
         runs = [_read_run(folder)] if (folder / "summary.json").is_file() else []
     if not runs:
         raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
-    if len(limits := sorted({run.limits for run in runs})) > 1:
-        raise ConfigError(
-            f"cells in {folder} were to take different numbers of steps, (run.steps, run.seconds): {limits}. "
-            "They can't be compared: move those of one kind away, and give the next sweep another --name"
-        )
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
+
+
+def _check_comparable(records: Mapping[Path, Record]) -> None:
+    """Keys that the config of another version of the program does not have are left out, and so are cells of one that
+    did not write down what it varied.
+    """
+    records = {cell: record for cell, record in records.items() if record.varied}
+    seen: dict[str, tuple[Any, Path]] = {}
+    for cell, settings in zip(records, common_settings(records.values()), strict=True):
+        for key, value in settings.items():
+            other, elsewhere = seen.setdefault(key, (value, cell))
+            if value != other:
+                raise ConfigError(
+                    f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
+                    f"in {cell}. Move those of one kind away, and give the next sweep another --name, or vary the key: "
+                    f"--axis {key}=..."
+                )
 
 
 def _read_run(folder: Path) -> Run:
@@ -145,8 +156,7 @@ def _read_run(folder: Path) -> Run:
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
     summary = json.loads((folder / "summary.json").read_text())
-    limits = config["run"]["steps"], config["run"].get("seconds", 0)
-    return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact", limits)
+    return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact")
 
 
 @dataclass(frozen=True, slots=True)

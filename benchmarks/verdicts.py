@@ -93,6 +93,8 @@ def time_to_accuracy(rows: Sequence[Row]) -> str:
         return ""
     first, last = (estimate([run.evals[end][2] for run in base.runs]).mean for end in (0, -1))
     target = math.floor(100 * (first + WAY * (last - first))) / 100
+    if target <= max(run.evals[0][2] for run in (*best.runs, *base.runs)):
+        return ""  # the baseline learned too little to tell the way from the start
     what = f"Held-out accuracy {target:.2f}, {WAY:.0%} of the way that {base.name} made,"
     fast, slow = ([seconds_to(run, target) for run in row.runs] for row in (best, base))
     if missing := sum(seconds is None for seconds in (*fast, *slow)):
@@ -124,11 +126,22 @@ def corrections_compared(rows: Sequence[Row]) -> str:
             gains.append(f"{test.difference:+.3f} at {row.staleness} (p = {p:.2g})")
     if not found:
         return ""
+    if all(math.isnan(p) for p in adjusted):
+        return "What a correction is worth at exact staleness can't be judged from a single seed."
     parts = [f"{correction} {', '.join(gains) or 'nothing significant'}" for correction, gains in found.items()]
     return (
         "At exact staleness, improvement per 100 steps against no correction (Welch's t tests, Holm's correction for "
         f"{len(pairs)} comparisons): {'; '.join(parts)}."
     )
+
+
+def ended_early(rows: Sequence[Row]) -> str:
+    """Which runs had nothing left to learn from, and count with the steps they took."""
+    ended = [
+        f"{run.folder.name} after {len(run.steps)} steps ({run.summary['ended'].rstrip('.')})"
+        for row in rows for run in row.runs if run.summary.get("ended")
+    ]
+    return f"Ended before the others, and counted as they are: {'; '.join(ended)}." if ended else ""
 
 
 def _correction(row: Row) -> str:

@@ -40,11 +40,6 @@ def rows(text: str) -> dict[int, list[str]]:
     return {int(line[0]): line[1:] for line in lines if len(line) == 10 and line[0].isdecimal()}
 
 
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sweep(tmp_path_factory.mktemp("made"))
-
-
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
     """Heavy tails: every bound up to 8 helps."""
     heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -10,17 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.configfile import dump_config
 from async_rl.errors import ConfigError
+from benchmarks.cells import all_cells, cell_config, key_axis, seed_axis, write_record
 from benchmarks.prediction import compare
 from benchmarks.report import write_report
 from benchmarks.results import Row, Run, read_runs, rows_of
-from benchmarks.verdicts import corrections_compared, recommendation, seconds_to, time_to_accuracy
-from tests.benchmarks.made import WORKLOAD, make_sweep
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sweep(tmp_path_factory.mktemp("made"))
+from benchmarks.verdicts import corrections_compared, ended_early, recommendation, seconds_to, time_to_accuracy
+from tests.benchmarks.made import base_yaml, make_run
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +106,6 @@ def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: P
         assert measured.predicted.learner == pytest.approx(measured.learner, rel=0.1)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
         assert measured.learner + measured.rollout <= measured.bound * 1.05
-    assert WORKLOAD.train_s == 0.4
 
 
 def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep: Path, tmp_path: Path) -> None:
@@ -139,7 +136,8 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
 def test_a_single_run_makes_a_report_too(sweep: Path, printed: str) -> None:
     run = sorted((sweep / "cells").iterdir())[0]
     text = write_report(run)
-    assert "can't" not in text
+    assert text.splitlines()[2].startswith("| **0** | ")
+    assert "next best" not in text
     assert (run / "report.html").exists()
 
 
@@ -164,13 +162,35 @@ def test_cells_that_are_not_finished_or_of_another_sweep_are_left_out(sweep: Pat
     assert len(runs) == 7
 
 
-def test_cells_of_different_lengths_are_not_compared(sweep: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "other"), [("run.steps", "7"), ("rollout.group_size", "3")])
+def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
+    sweep: Path, tmp_path: Path, key: str, other: str
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sweep, copy)
-    config = copy / "cells" / "staleness-1.seed-0" / "config.yaml"
-    config.write_text(re.sub(r"(?m)^  steps: \d+", "  steps: 7", config.read_text(), count=1))
-    with pytest.raises(ConfigError, match=r"different numbers of steps.*\(7, 0"):
+    file = copy / "cells" / "staleness-1.seed-0" / "cell.json"
+    record, name = json.loads(file.read_text()), key.partition(".")[2]
+    file.write_text(json.dumps(
+        record | {"config": re.sub(rf"(?m)^  {name}: .*", f"  {name}: {other}", record["config"], count=1)}
+    ))
+    told = rf"differ in its axes alone, got {re.escape(key)} .* and {other} in .*--axis {key}="
+    with pytest.raises(ConfigError, match=told):
         read_runs(copy)
+    for cell in (copy / "cells").iterdir():  # an axis of the sweep now
+        other_record = json.loads((cell / "cell.json").read_text())
+        varied = [*other_record["varied"], key]
+        (cell / "cell.json").write_text(json.dumps(other_record | {"varied": varied}))
+    assert len(read_runs(copy)) == 9
+
+
+def test_presets_may_differ_in_all_that_a_preset_sets(tmp_path: Path) -> None:
+    config = str(base_yaml(tmp_path))
+    for cell in all_cells([key_axis("algorithm.preset=grpo,ppo,rloo"), seed_axis(1, 0)], tmp_path / "presets"):
+        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        resolved = cell_config(config, [], cell)
+        (cell.folder / "config.yaml").write_text(dump_config(resolved))
+        write_record(cell, resolved, 60.0, "", "")
+    assert len(read_runs(tmp_path / "presets")) == 3
 
 
 def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answered(
@@ -188,6 +208,27 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
     assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
 
 
+def test_a_baseline_that_learned_nothing_has_no_way_to_be_measured(sweep: Path) -> None:
+    def flat(run: Run) -> Run:
+        return dataclasses.replace(run, evals=[(v, s, 0.287 + 0.002 * (v > 20)) for v, s, _ in run.evals])
+
+    rows = rows_of([flat(run) if run.staleness == 0 else run for run in read_runs(sweep)])
+    assert "that of staleness 0" in recommendation(rows)
+    assert time_to_accuracy(rows) == ""
+
+
+def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path) -> None:
+    assert ended_early(rows_of(read_runs(sweep))) == ""
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    file = copy / "cells" / "staleness-3.seed-1" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": "1000 groups in a row had equal rewards."}))
+    assert (
+        "counted as they are: staleness-3.seed-1 after 40 steps (1000 groups in a row had equal rewards)."
+        in write_report(copy)
+    )
+
+
 def exact_row(bound: int, correction: str, gains: list[float]) -> Row:
     labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
     runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
@@ -203,3 +244,8 @@ def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
     assert "Holm's correction for 2 comparisons): coupled +0.300 at 8 (p = " in text
     assert "at 4" not in text
     assert corrections_compared(rows[:1]) == ""
+
+
+def test_corrections_with_one_seed_are_not_judged() -> None:
+    text = corrections_compared([exact_row(4, "none", [0.1]), exact_row(4, "coupled", [0.4])])
+    assert text == "What a correction is worth at exact staleness can't be judged from a single seed."

@@ -66,7 +66,8 @@ class ReasoningGymTask(Task):
             return float(dataset.score_answer(answer=answer, entry=entry))
         except Exception:
             # Some scorers parse the answer unguarded: int("abc") in prime_factorization. Such an answer is a wrong one
-            # like any other, not a failure of the reward function, which would end the run.
+            # like any other, not a failure of the reward function, unless the right one fails as well.
+            dataset.score_answer(answer=question.answer, entry=entry)
             return 0.0
 
     def _draw(self, position: int) -> Question:

@@ -62,9 +62,9 @@ ELSEWHERE = {
     "python -m benchmarks.correction configs/quickstart.yaml --name correction_3e-4 learner.lr=3e-4 run.steps=200":
         "benchmarks/results, by hand",
     "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
-    "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev]'": "scripts/setup.sh",
+    "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev,peers]'": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",
-    "pip install -c constraints/cuda.txt -e '.[dev,sglang-gpu]'": "scripts/setup.sh",
+    "pip install -c constraints/cuda.txt -e '.[dev,peers,sglang-gpu]'": "scripts/setup.sh",
 }
 """Commands that some other place runs."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import ray
 
 from async_rl.config import Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
 from async_rl.errors import (
@@ -28,14 +26,6 @@ from benchmarks.marked_command import MarkedCommand
 from tests.pretenders import Anywhere
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

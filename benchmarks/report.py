@@ -67,7 +67,7 @@ CAPTIONS = {
 
 
 def write_report(folder: Path) -> str:
-    """Writes table.md, table.csv, runs.csv, plots/*.png and report.html into `folder`; returns what to print.
+    """Writes table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; returns what to print.
 
     Raises:
         ConfigError: no finished run in it.
@@ -80,7 +80,9 @@ def write_report(folder: Path) -> str:
     tables = markdown(rows) + ("\n" + prediction_table(measured) if measured else "")
     (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
     _write_csv(rows, folder / "table.csv")
-    _write_runs([run for row in rows for run in row.runs], folder / "runs.csv")
+    runs = [run for row in rows for run in row.runs]
+    _write_runs(runs, folder / "runs.csv")
+    _write_evals(runs, folder / "evals.csv")
     (folder / "report.html").write_text(_page(folder, rows, measured, pictures, sentences))
     return tables + "\n" + "\n".join(sentences)
 
@@ -167,6 +169,17 @@ def _write_runs(runs: Sequence[Run], path: Path) -> None:
         writer.writerows(
             {**run.labels, **{key: f"{value:.6g}" for key, value in run.values().items()}} for run in runs
         )
+
+
+def _write_evals(runs: Sequence[Run], path: Path) -> None:
+    """Every held-out evaluation, so that the times to an accuracy can be taken again, too."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        axes = [STALENESS, *(key for key, _ in runs[0].series), SEED]
+        writer.writerow([*axes, "version", "seconds", "accuracy"])
+        for run in runs:
+            for version, seconds, accuracy in run.evals:
+                writer.writerow([*(run.labels[axis] for axis in axes), f"{version:g}", f"{seconds:.3f}", accuracy])
 
 
 STYLE = """

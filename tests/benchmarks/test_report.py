@@ -149,6 +149,14 @@ def test_every_run_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> Non
     assert sum(of_one) / 3 == pytest.approx(rows_of(read_runs(sweep))[1].estimate("per_minute").mean, rel=1e-4)
 
 
+def test_every_evaluation_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> None:
+    with (sweep / "evals.csv").open() as file:
+        records = [record for record in csv.DictReader(file) if (record["staleness"], record["seed"]) == ("1", "2")]
+    (run,) = [run for run in read_runs(sweep) if (run.staleness, run.labels["seed"]) == (1, "2")]
+    evals = [tuple(float(record[key]) for key in ("version", "seconds", "accuracy")) for record in records]
+    assert evals == pytest.approx([pytest.approx(each, abs=1e-3) for each in run.evals])
+
+
 def test_cells_that_are_not_finished_or_of_another_sweep_are_left_out(sweep: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sweep, copy)

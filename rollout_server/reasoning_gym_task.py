@@ -20,6 +20,8 @@ from rollout_server.tasks import Question, Task
 
 _MAX_DRAWS = 50
 """Replacements drawn for a question that is too long or held out before the task counts as exhausted."""
+_IN_VAIN = 20
+"""Times as many held-out questions as there are, drawn one after the other without a new one: there are no others."""
 _EVAL_CHUNK = 1000
 """Held-out questions generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
@@ -89,13 +91,16 @@ class ReasoningGymTask(Task):
 
     def _generate_held_out(self, size: int) -> dict[str, Question]:
         found: dict[str, Question] = {}
-        num_draws = max(_MAX_DRAWS, 20 * size)
-        for number in range(num_draws):
+        num_draws = in_vain = 0
+        while in_vain < _IN_VAIN * max(_MAX_DRAWS, len(found)):
             if len(found) == size:
                 return found
-            question = self._question(_HELD_OUT, *divmod(number, _EVAL_CHUNK))
-            if self.is_short_enough(question):
-                found.setdefault(question.messages[0]["content"], question)
+            question = self._question(_HELD_OUT, *divmod(num_draws, _EVAL_CHUNK))
+            num_draws += 1
+            in_vain += 1
+            if self.is_short_enough(question) and question.messages[0]["content"] not in found:
+                found[question.messages[0]["content"]] = question
+                in_vain = 0
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "

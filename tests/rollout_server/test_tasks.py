@@ -73,6 +73,13 @@ def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
         task.eval_prompts(300)
 
 
+def test_a_held_out_set_far_beyond_what_there_is_is_refused_after_few_draws() -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = open_task(config_of("chain_sum", params=params, eval_size=1_000_000), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"only 200 different questions of at most \d+ tokens in \d{4} draws"):
+        task.eval_prompts(1_000_000)
+
+
 NONSENSE = ("", "abc", "1", "-1", "9" * 30, "1/0", "[[1]]", "[1, 2]", "{}", '{"a": 1}', "None", "zzz 7 [", "\0")
 
 

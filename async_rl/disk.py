@@ -27,8 +27,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def check_disk(config: Config) -> None:
     """Raises ConfigError unless the run directory can be written and has room for the run.
 
-    Room is RUN_BYTES, the checkpoints that exist at once, and the model's files: the result and, with
-    weight_sync.transport disk, the two folders that take turns.
+    Room is RUN_BYTES, the checkpoints that exist at once, and the model's files: the result and, where
+    weight_sync.transport is or may become disk, the two folders that take turns.
     """
     run_dir = Path(config.run.dir).absolute()
     for folder in (run_dir, *run_dir.parents):
@@ -38,7 +38,7 @@ def check_disk(config: Config) -> None:
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
     model_bytes = sum(file.stat().st_size for file in _files(Path(config.model.path)))
-    num_models = 3 if config.weight_sync.transport == "disk" else 1
+    num_models = 3 if config.weight_sync.transport in ("auto", "disk") else 1
     count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
     needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
     free_bytes = shutil.disk_usage(parent).free

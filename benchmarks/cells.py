@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "coupled": ("algorithm.proximal=behaviour", "algorithm.correction.kind=none"),
     "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
-
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
 """Of the config: where a cell runs, which is no setting of it."""
 
@@ -131,13 +131,31 @@ def common_settings(records: Iterable[Record]) -> list[dict[str, Any]]:
     left_out = {*PLACE_KEYS, *(key for record in records for key in record.varied)}
     if "algorithm.preset" in left_out:  # it sets others of its section
         left_out.add("algorithm")
+    beginnings = tuple(f"{key}." for key in left_out)  # an axis may vary a whole section
     return [
-        {
-            key: value for key, value in _leaves(yaml.safe_load(record.config)).items()
-            if key not in left_out and key.partition(".")[0] not in left_out
-        }
-        for record in records
+        {key: value for key, value in leaves.items() if not f"{key}.".startswith(beginnings)}
+        for leaves in (_leaves(yaml.safe_load(record.config)) for record in records)
     ]
+
+
+def check_comparable(records: Mapping[Path, Record]) -> None:
+    """Keys that the config of another version of the program does not have are left out, and so are cells of one that
+    did not write down what it varied.
+
+    Raises:
+        ConfigError: cells, by folder, differ in more than what their axes set.
+    """
+    records = {cell: record for cell, record in records.items() if record.varied}
+    seen: dict[str, tuple[Any, Path]] = {}
+    for cell, settings in zip(records, common_settings(records.values()), strict=True):
+        for key, value in settings.items():
+            other, elsewhere = seen.setdefault(key, (value, cell))
+            if value != other:
+                raise ConfigError(
+                    f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
+                    f"in {cell}. Move those of one kind away, and give the next sweep another --name, or vary the key: "
+                    f"--axis {key}=..."
+                )
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
@@ -157,13 +175,25 @@ def read_record(folder: Path) -> Record | None:
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def write_record(cell: Cell, config: Config, seconds: float, command: str, commit: str) -> None:
-    record: dict[str, Any] = {
-        "labels": cell.labels, "config": dump_config(config), "seconds": seconds, "command": command, "commit": commit,
-        "varied": [override.partition("=")[0] for override in cell.overrides],
-    }  # fmt: skip
+def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
+    """Of the sweeps in `folder`; with `axes` of those over these and no other ones."""
+    records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
+    if axes is None:
+        return records
+    names = set(axes)
+    return {cell: record for cell, record in records.items() if record.labels.keys() == names}
+
+
+def make_record(cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "") -> Record:
+    return Record(
+        labels=cell.labels, config=dump_config(config), seconds=seconds, command=command, commit=commit,
+        varied=[override.partition("=")[0] for override in cell.overrides],
+    )
+
+
+def write_record(cell: Cell, record: Record) -> None:
     partial = cell.folder / "cell.json.part"
-    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
     partial.rename(cell.folder / "cell.json")
 
 

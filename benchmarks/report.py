@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import SEED, STALENESS, read_record
+from benchmarks.cells import SEED, STALENESS, finished_cells
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
 from benchmarks.results import Row, Run, read_runs, rows_of
@@ -229,7 +229,7 @@ def _origin(folder: Path) -> str:
     """Command, machine and config of the sweep, as far as they are there."""
     plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
-    commits = {record.commit for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
+    commits = {record.commit for record in finished_cells(folder).values()}
     commit = ", ".join(sorted(commits - {""}))  # a sweep may have gone on with another program
     facts = {"command": plan.get("command", ""), **plan.get("machine", {}), **({"commit": commit} if commit else {})}
     lines = [f"{key}: {value}" for key, value in facts.items() if value]

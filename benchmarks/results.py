@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import yaml
 
 from async_rl.errors import ConfigError
 from async_rl.metrics import read_metrics
-from benchmarks.cells import SEED, STALENESS, Record, common_settings, read_record
+from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
 from benchmarks.statistics import Estimate, estimate
 
 Step = dict[str, float | None]
@@ -109,35 +109,15 @@ def read_runs(folder: Path) -> list[Run]:
         ConfigError: it holds neither, or cells that differ in more than the axes.
     """
     if (folder / "cells").is_dir():
-        found = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
         plan = folder / "sweep.json"
-        if plan.is_file():
-            axes = json.loads(plan.read_text())["axes"].keys()
-            found = {cell: record for cell, record in found.items() if record.labels.keys() == axes}
-        _check_comparable(found)
+        found = finished_cells(folder, json.loads(plan.read_text())["axes"] if plan.is_file() else None)
+        check_comparable(found)
         runs = [_read_run(cell) for cell in found]
     else:
         runs = [_read_run(folder)] if (folder / "summary.json").is_file() else []
     if not runs:
         raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
-
-
-def _check_comparable(records: Mapping[Path, Record]) -> None:
-    """Keys that the config of another version of the program does not have are left out, and so are cells of one that
-    did not write down what it varied.
-    """
-    records = {cell: record for cell, record in records.items() if record.varied}
-    seen: dict[str, tuple[Any, Path]] = {}
-    for cell, settings in zip(records, common_settings(records.values()), strict=True):
-        for key, value in settings.items():
-            other, elsewhere = seen.setdefault(key, (value, cell))
-            if value != other:
-                raise ConfigError(
-                    f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
-                    f"in {cell}. Move those of one kind away, and give the next sweep another --name, or vary the key: "
-                    f"--axis {key}=..."
-                )
 
 
 def _read_run(folder: Path) -> Run:

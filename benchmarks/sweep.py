@@ -27,7 +27,18 @@ from rich.text import Text
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.interrupts import Interrupts
-from benchmarks.cells import SEED, Axis, Cell, all_cells, cell_config, finished, write_record
+from benchmarks.cells import (
+    SEED,
+    Axis,
+    Cell,
+    all_cells,
+    cell_config,
+    check_comparable,
+    finished,
+    finished_cells,
+    make_record,
+    write_record,
+)
 from benchmarks.machine import describe_machine
 from benchmarks.warm import WarmServer
 
@@ -114,6 +125,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     for cell in cells:
         if record := finished(cell, configs[cell.name]):
             progress.seconds[cell.name] = record.seconds
+    planned = {cell.folder: make_record(cell, configs[cell.name]) for cell in cells}
+    check_comparable(finished_cells(sweep.folder, (axis.name for axis in sweep.axes)) | planned)
     machine = describe_machine()
     _write_plan(sweep, machine)
     limit = sweep.max_cells or len(cells)
@@ -137,7 +150,7 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
                 warm.close()  # it may be the reason, and may be left in any state
             else:
                 command = shlex.join(train_command(sweep, cell))
-                write_record(cell, configs[cell.name], seconds, command, machine["commit"])
+                write_record(cell, make_record(cell, configs[cell.name], seconds, command, machine["commit"]))
                 progress.seconds[cell.name] = seconds
             show(cell)
     return progress

@@ -121,7 +121,7 @@ class Journal:
         shared where the disk can do that. Without a journal at `past` nothing is taken over; a second time is harmless.
 
         Raises:
-            AsyncRLError: `past` can't be read to its end.
+            AsyncRLError: `past` can't be read to its end, or another version of this program wrote it.
         """
         if not _has_commits(past):
             return
@@ -246,6 +246,7 @@ def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(sqlite3.Error))
         db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
+        check_schema(db, file)
         for group_id in group_ids:
             found = db.execute(
                 "SELECT groups.*, file, start, bytes FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
@@ -262,6 +263,7 @@ def _has_commits(file: Path) -> bool:
     """Whether it is a journal of a buffer that served."""
     if file.is_file():
         with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
+            check_schema(db, file)
             return db.execute("SELECT scalars FROM state").fetchone() is not None
     return False
 

@@ -8,7 +8,6 @@ sends the answers: whoever got one can rely on it. What arrives is checked befor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -147,10 +146,7 @@ class BufferServer:
     def _commit(self) -> None:
         if self._journal:
             operations = self._operations
-            more = {
-                "refused": operations.refused, "restarts": operations.restarts,
-                "limits": dataclasses.asdict(operations.limits),
-            }
+            more = {"refused": operations.refused, "restarts": operations.restarts}
             self._journal.commit({**self._store.state.scalars(), **more})
 
 

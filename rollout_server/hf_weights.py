@@ -204,7 +204,7 @@ def _answering(
 
 
 def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    # Copied: what safetensors gives is the file itself, which a later push writes over.
+    # Copied: what safetensors gives is the file itself, which a later push removes.
     return [
         (name, tensor.to(device, copy=True))
         for file in weight_files(folder)

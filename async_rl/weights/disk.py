@@ -19,7 +19,7 @@ class DiskPublisher(WeightPublisher):
     """Writes a model folder that both sides can read, then has every server load it.
 
     Servers write nothing: the receiving half is SGLang's own `/update_weights_from_disk`, which the hf engine answers
-    too. Two folders take turns, so a server never reads the one being written.
+    too. Two folders take turns: a server that is slow to read one does not meet the next push.
     """
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class DiskPublisher(WeightPublisher):
         start_s = time.time()
         target = self.folder / str(version % 2)
         shutil.rmtree(target, ignore_errors=True)  # shards that are more than now
-        target.mkdir()
+        target.mkdir(exist_ok=True)  # a network disk may keep what somebody still reads
         for source in self.model_path.glob("*.json"):
             if not source.name.endswith(".index.json"):
                 shutil.copy(source, target)

@@ -14,8 +14,8 @@ from torch import Tensor
 def write_weights(
     named_tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
 ) -> int:
-    """Write `model.safetensors` or, where that would exceed `shard_bytes`, shards and their index, as Hugging Face
-    names them. A tensor larger than `shard_bytes` gets a shard of its own.
+    """Write `model.safetensors` or, where that would exceed `shard_bytes`, shards and Hugging Face's index of them. A
+    tensor larger than `shard_bytes` gets a shard of its own.
 
     The iterable may gather each tensor: no more than one shard of them, and its copy on the way to the file, are alive.
 
@@ -46,7 +46,8 @@ def _shards(
         num_bytes = tensor.numel() * dtype.itemsize
         if shard and size + num_bytes > shard_bytes:
             yield shard
-            shard, size = {}, 0
+            shard.clear()  # the same one again: whoever asks for the next has written this one
+            size = 0
         shard[name] = tensor.detach().to("cpu", dtype).contiguous()
         size += num_bytes
     yield shard

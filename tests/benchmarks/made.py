@@ -11,7 +11,7 @@ import numpy as np
 from async_rl.config import Config, LearnerConfig, LoggingConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.configfile import dump_config
 from async_rl.timeline import STATES
-from benchmarks.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis, write_record
+from benchmarks.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from benchmarks.simulate import Workload, simulate
 from buffer.store_account import Account
 from buffer.store_rows import Outcome, Row
@@ -50,7 +50,7 @@ def make_sweep(
         make_run(cell, steps, workload)
         resolved = cell_config(config, overrides, cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
-        write_record(cell, resolved, 60.0, f"async-rl train {config}", "abc1234")
+        write_record(cell, make_record(cell, resolved, 60.0, f"async-rl train {config}", "abc1234"))
     return sweep
 
 

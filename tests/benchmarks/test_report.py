@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.configfile import dump_config
 from async_rl.errors import ConfigError
-from benchmarks.cells import all_cells, cell_config, key_axis, seed_axis, write_record
+from benchmarks.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
 from benchmarks.prediction import compare
 from benchmarks.report import write_report
 from benchmarks.results import Row, Run, read_runs, rows_of
@@ -191,13 +191,23 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
     assert len(read_runs(copy)) == 9
 
 
+def test_an_axis_may_vary_a_whole_section(tmp_path: Path) -> None:
+    axis = key_axis("task.params={min_terms: 2},{min_terms: 3}")
+    for cell in all_cells([axis, seed_axis(1, 0)], tmp_path / "sections"):
+        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        resolved = cell_config(str(base_yaml(tmp_path)), [], cell)
+        (cell.folder / "config.yaml").write_text(dump_config(resolved))
+        write_record(cell, make_record(cell, resolved, 60.0))
+    assert len(read_runs(tmp_path / "sections")) == 2
+
+
 def test_presets_may_differ_in_all_that_a_preset_sets(tmp_path: Path) -> None:
     config = str(base_yaml(tmp_path))
     for cell in all_cells([key_axis("algorithm.preset=grpo,ppo,rloo"), seed_axis(1, 0)], tmp_path / "presets"):
         make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
         resolved = cell_config(config, [], cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
-        write_record(cell, resolved, 60.0, "", "")
+        write_record(cell, make_record(cell, resolved, 60.0))
     assert len(read_runs(tmp_path / "presets")) == 3
 
 

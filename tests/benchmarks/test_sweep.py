@@ -101,6 +101,14 @@ def test_a_sweep_of_another_config_in_the_same_folder_is_refused(tmp_path: Path)
         run_sweep(make(tmp_path, overrides=("rollout.group_size=4",)), Trainer())
 
 
+def test_other_bounds_with_another_setting_in_the_same_folder_are_refused_before_they_run(tmp_path: Path) -> None:
+    axes = (staleness_axis("2"), seed_axis(1, 0))
+    run_sweep(make(tmp_path), Trainer())
+    with pytest.raises(ConfigError, match=r"differ in its axes alone, got learner\.lr .* and 0\.5 in .*staleness-2"):
+        run_sweep(make(tmp_path, axes=axes, overrides=("learner.lr=0.5",)), Trainer())
+    assert run_sweep(make(tmp_path, axes=axes), Trainer()).pending == []
+
+
 def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:
     sweep = make(tmp_path)
     left_over = tmp_path / "sweep" / "cells" / "staleness-0.seed-0" / "metrics.jsonl"

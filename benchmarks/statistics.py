@@ -64,6 +64,23 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
     return Comparison(difference, float(2 * stats.t.sf(abs(difference / error), df)))
 
 
+def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Comparison:
+    """As `welch`, of the mean difference over strata (a, b), each counting the same.
+
+    Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
+    """
+    differences = [estimate(a).mean - estimate(b).mean for a, b in pairs]
+    difference = math.fsum(differences) / len(pairs)
+    terms = [(each.error**2 / len(pairs) ** 2, each.count - 1) for a, b in pairs for each in (estimate(a), estimate(b))]
+    variance = math.fsum(square for square, _ in terms)
+    if math.isnan(variance):
+        return Comparison(difference, math.nan)
+    if variance == 0:
+        return Comparison(difference, 0.0 if difference else 1.0)
+    df = variance**2 / math.fsum(square**2 / free for square, free in terms)
+    return Comparison(difference, float(2 * stats.t.sf(abs(difference) / math.sqrt(variance), df)))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Each p-value corrected for how many there are, so that the chance of a single false alarm stays 5 %.
 

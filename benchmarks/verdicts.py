@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.results import Row, Run, baseline
-from benchmarks.statistics import CONFIDENCE, SIGNIFICANT, estimate, holm, ratio_interval, welch
+from benchmarks.statistics import CONFIDENCE, SIGNIFICANT, estimate, holm, ratio_interval, stratified, welch
 
 CORRECTION = "correction"
 UNCORRECTED = "none"
@@ -110,28 +110,37 @@ def time_to_accuracy(rows: Sequence[Row]) -> str:
 
 
 def corrections_compared(rows: Sequence[Row]) -> str:
-    """What each correction gains over none where staleness is exact; empty without such rows."""
-    exact = [row for row in rows if row.exact]
+    """What each correction gains over none where staleness is exact and above 0; empty without such rows."""
+    exact = [row for row in rows if row.exact and row.staleness > 0]
     pairs = [
         (row, other) for row in exact for other in exact
         if _correction(other) == UNCORRECTED and _correction(row) not in (UNCORRECTED, "")
         and row.staleness == other.staleness and _without(row) == _without(other)
     ]
-    tests = [welch(row.values["per_100_steps"], other.values["per_100_steps"]) for row, other in pairs]
-    adjusted = holm([test.p_value for test in tests])
-    found: dict[str, list[str]] = {}
-    for (row, _), test, p in zip(pairs, tests, adjusted, strict=True):
-        gains = found.setdefault(_correction(row), [])
-        if p < SIGNIFICANT:
-            gains.append(f"{test.difference:+.3f} at {row.staleness} (p = {p:.2g})")
-    if not found:
+    of_each: dict[str, list[tuple[int, Sequence[float], Sequence[float]]]] = {}
+    for row, other in pairs:
+        values = row.values["per_100_steps"], other.values["per_100_steps"]
+        of_each.setdefault(_correction(row), []).append((row.staleness, *values))
+    if not of_each:
         return ""
-    if all(math.isnan(p) for p in adjusted):
+    singles = [welch(ours, none) for found in of_each.values() for _, ours, none in found]
+    overall = [stratified([(ours, none) for _, ours, none in found]) for found in of_each.values()]
+    if all(math.isnan(test.p_value) for test in (*singles, *overall)):
         return "What a correction is worth at exact staleness can't be judged from a single seed."
-    parts = [f"{correction} {', '.join(gains) or 'nothing significant'}" for correction, gains in found.items()]
+    adjusted, overall_p = (holm([test.p_value for test in tests]) for tests in (singles, overall))
+    parts, tests = [], zip(singles, adjusted, strict=True)
+    for (correction, found), average, average_p in zip(of_each.items(), overall, overall_p, strict=True):
+        apart = [
+            f"{test.difference:+.3f} at {staleness} (p = {p:.2g})"
+            for (staleness, _, _), (test, p) in zip(found, tests, strict=False) if p < SIGNIFICANT
+        ]
+        parts.append(
+            f"{correction} {average.difference:+.3f} on average over {', '.join(str(k) for k, _, _ in found)} "
+            f"(p = {average_p:.2g}), singly {', '.join(apart) or 'nothing significant'}"
+        )
     return (
         "At exact staleness, improvement per 100 steps against no correction (Welch's t tests, Holm's correction for "
-        f"{len(pairs)} comparisons): {'; '.join(parts)}."
+        f"{len(overall)} averages and for {len(pairs)} single comparisons): {'; '.join(parts)}."
     )
 
 

@@ -259,8 +259,15 @@ def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
         exact_row(8, "none", [0.10, 0.11, 0.12]), exact_row(8, "coupled", [0.40, 0.41, 0.42]),
     ]
     text = corrections_compared(rows)
-    assert "Holm's correction for 2 comparisons): coupled +0.300 at 8 (p = " in text
-    assert "at 4" not in text
+    assert re.search(
+        r"Holm's correction for 1 averages and for 2 single comparisons\): coupled \+0\.150 on average over 4, 8 "
+        r"\(p = [\d.e-]+\), singly \+0\.300 at 8 \(p = [\d.e-]+\)\.", text,
+    )
+    at_0 = [exact_row(0, "none", [0.1, 0.2]), exact_row(0, "coupled", [0.4, 0.5])]
+    assert corrections_compared([*rows, *at_0]) == text, "at 0 there is nothing to correct"
+    two = corrections_compared([*rows, exact_row(8, "decoupled_tis", [0.10, 0.11, 0.12])])
+    assert "coupled +0.150" in two and "+0.300 at 8" in two and "decoupled_tis +0.000 on average over 8" in two
+    assert two.endswith("singly nothing significant.")
     assert corrections_compared(rows[:1]) == ""
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from benchmarks.statistics import estimate, holm, ratio_interval, welch
+from benchmarks.statistics import estimate, holm, ratio_interval, stratified, welch
 
 
 def test_an_estimate_is_mean_and_standard_error() -> None:
@@ -37,6 +37,17 @@ def test_welch_of_a_worked_example() -> None:
     assert result.p_value == pytest.approx(stats.ttest_ind([1, 2, 3], [3, 5, 7], equal_var=False).pvalue)
     assert 0.1 < result.p_value < 0.11
     assert not result.is_significant
+
+
+def test_strata_of_a_worked_example() -> None:
+    """Twice the example above: the variance of the mean is half of one's, df = (5/6)^2 / (17/144) = 100 / 17."""
+    example = [1.0, 2.0, 3.0], [3.0, 5.0, 7.0]
+    assert stratified([example]) == welch(*example)
+    twice = stratified([example, example])
+    assert twice.difference == -3.0
+    assert twice.p_value == pytest.approx(2 * stats.t.sf(3 / math.sqrt(5 / 6), 100 / 17))
+    assert stratified([([1.0, 1.0], [1.0, 1.0])]).p_value == 1.0
+    assert math.isnan(stratified([([1.0], [2.0, 3.0])]).p_value)
 
 
 def test_a_clear_difference_is_significant_and_equal_values_are_not() -> None:

@@ -220,7 +220,7 @@ def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
                 marker="D", markersize=7, markerfacecolor="white", markeredgecolor="black", label="busy, predicted",
             )
         if kind == "rollout":
-            occupancy = [np.nanmean(row.values["occupancy"]) for row in rows]
+            occupancy = [row.estimate("occupancy").mean for row in rows]
             axes.plot(range(len(rows)), occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
         axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
         axes.set_xlabel("staleness.max, versions")

@@ -22,7 +22,7 @@ from benchmarks.statistics import estimate, welch
 from benchmarks.sweep import Sweep
 
 SETTING = "setting"
-BASE = ("rollout.engine=hf", "run.steps=120", "eval.samples=4", "learner.lr=6e-4")
+BASE = ("rollout.engine=hf", "run.steps=120", "learner.decay_fraction=0", "eval.samples=4", "learner.lr=6e-4")
 """Twice the quickstart's learning rate: at staleness 0 it learns faster still."""
 SYNCHRONOUS, NONE, CORRECTED = "synchronous", "none", "decoupled_tis"
 

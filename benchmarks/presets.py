@@ -31,7 +31,7 @@ BELOW_GREEDY = ("learner.lr=1e-4",)
 """ReMax: most sampled answers are worse than the greedy one, so nearly all advantages are negative. At the quickstart's
 3e-4 one of three seeds collapsed within twenty steps (0.06 at the end; the others 0.75 and 0.74).
 """
-BASE = ("rollout.engine=hf", "run.steps=200", "eval.samples=4")
+BASE = ("rollout.engine=hf", "run.steps=200", "learner.decay_fraction=0", "eval.samples=4")
 
 
 def preset_axis(names: Sequence[str]) -> Axis:

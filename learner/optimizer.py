@@ -25,12 +25,20 @@ class OptimizerStep:
     skipped: bool
 
 
+def lr_decay(done: int, steps: int, fraction: float) -> float:
+    """Share of the learning rate after `done` of `steps` steps: 1, then linearly to 0 over the last `fraction` of them.
+
+    Warmup-stable-decay (MiniCPM, arXiv 2404.06395, section 4) with a linear decay.
+    """
+    return min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
+
+
 class Optimizer:
     """Steps a sharded network.
 
     Args:
         network: `policy` or `critic`, for the error message.
-        lr: after warm-up; the k-th step (from 1) uses lr * min(1, k / warmup_steps).
+        lr: after warm-up and before decay; the k-th step (from 1) uses lr * decay * min(1, k / warmup_steps).
     """
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
@@ -49,11 +57,12 @@ class Optimizer:
         self._steps = 0
         self._skipped_in_a_row = 0
 
-    def step(self, loss: Tensor) -> OptimizerStep:
+    def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
         """Clip, step and clear the gradients; collective.
 
         Args:
             loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
+            decay: share of the learning rate, see `lr_decay`.
 
         Raises:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
@@ -64,7 +73,7 @@ class Optimizer:
         dist.all_reduce(totals)
         squared_norm, total_loss = totals.tolist()
         grad_norm = squared_norm**0.5
-        lr = self._lr * min(1.0, (self._steps + 1) / max(1, self._warmup_steps))
+        lr = self._lr * decay * min(1.0, (self._steps + 1) / max(1, self._warmup_steps))
         finite = bool(torch.isfinite(totals).all())
         if finite:
             scale = self._grad_clip / (grad_norm + 1e-6)

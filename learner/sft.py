@@ -16,6 +16,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.metrics import Metric, Report
 from async_rl.model_folder import check_model_folder, load_tokenizer
+from learner.optimizer import lr_decay
 from learner.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -107,8 +108,8 @@ def _lr_factor(done: int, steps: int) -> float:
     Warm-up to the peak over the first half but at most 150 steps, then constant, then down to zero over the
     last fifth. A short warm-up leaves a tiny model where it does not get out of.
     """
-    warmup, decay = max(1, min(_MAX_WARMUP_STEPS, steps // 2)), max(1, steps // 5)
-    return min(1.0, (done + 1) / warmup, (steps - done) / decay)
+    warmup = max(1, min(_MAX_WARMUP_STEPS, steps // 2))
+    return min((done + 1) / warmup, lr_decay(done, steps, 0.2))
 
 
 def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:

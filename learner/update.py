@@ -37,7 +37,7 @@ from learner.microbatches import (
 )
 from learner.model import layout_of, load_policy, shard
 from learner.objective import Objective, policy_normaliser
-from learner.optimizer import Optimizer, OptimizerStep
+from learner.optimizer import Optimizer, OptimizerStep, lr_decay
 from learner.ranks import open_mesh
 from learner.reference import Reference
 from learner.reward_model import RewardModel
@@ -96,7 +96,8 @@ class Updater:
         minibatches = self._plan(batch)
         self._remember_step_start(minibatches)
         tally = Tally()
-        steps, stops = self._step_all(minibatches, tally, moves_policy)
+        decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
+        steps, stops = self._step_all(minibatches, tally, moves_policy, decay)
         totals = tally.reduce()
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, median_trained_tokens(batch))
@@ -106,7 +107,7 @@ class Updater:
         return metrics + stops
 
     def _step_all(
-        self, minibatches: Sequence[MiniBatch], tally: Tally, moves_policy: bool
+        self, minibatches: Sequence[MiniBatch], tally: Tally, moves_policy: bool, decay: float
     ) -> tuple[dict[str, list[OptimizerStep]], list[Metric]]:
         """The optimizer steps of a batch, unless it is too far off or the policy has moved enough.
 
@@ -128,9 +129,9 @@ class Updater:
                     self._critic_optimizer.drop()
                 break
             if self.critic is not None:
-                steps["critic"].append(self._critic_optimizer.step(critic_loss))
+                steps["critic"].append(self._critic_optimizer.step(critic_loss, decay))
             if moves_policy:
-                steps["policy"].append(self._optimizer.step(policy_loss))
+                steps["policy"].append(self._optimizer.step(policy_loss, decay))
         stops = {"policy/skipped_batches": is_skipped, "policy/early_stops": is_stopped}
         limits = (algorithm.skip_batch_kl, algorithm.early_stop_kl)
         counts = zip(stops.items(), limits, strict=True)

@@ -87,6 +87,9 @@ class LearnerConfig:
     grad_clip: float = 1.0
     warmup_steps: int = 0
     """Linear learning-rate warm-up, in optimizer steps."""
+    decay_fraction: float = 0.0
+    """Over the last such share of run.steps all learning rates go linearly to 0, so that a run does not end on a large
+    step; 0: they stay."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks; hybrid: over those of a node, each with
     a copy of them, so that only gradients travel between nodes."""
@@ -100,6 +103,7 @@ class LearnerConfig:
         check(self.weight_decay >= 0, "learner.weight_decay", self.weight_decay, "0 or more")
         check(self.grad_clip > 0, "learner.grad_clip", self.grad_clip, "above 0")
         check(self.warmup_steps >= 0, "learner.warmup_steps", self.warmup_steps, "0 or more")
+        check(0 <= self.decay_fraction <= 1, "learner.decay_fraction", self.decay_fraction, "between 0 and 1")
         check(self.max_skipped_steps >= 1, "learner.max_skipped_steps", self.max_skipped_steps, "at least 1")
 
 

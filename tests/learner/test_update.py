@@ -20,7 +20,15 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from async_rl.config import AlgorithmConfig, Config, CriticConfig, LearnerConfig, ModelConfig, StalenessConfig
+from async_rl.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    ModelConfig,
+    RunConfig,
+    StalenessConfig,
+)
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.metrics import Metric
 from async_rl.types import Batch
@@ -237,6 +245,19 @@ def test_the_learning_rate_warms_up_linearly(tiny_model_path: Path, one_rank: No
     updater = Updater(make_config(tiny_model_path, learner=learner), CPU)
     rates = [values_of(updater.update(make_batch()))["policy/lr"] for _ in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_learning_rates_go_to_zero_over_the_last_part_of_the_run(tiny_model_path: Path, one_rank: None) -> None:
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, decay_fraction=0.4, max_tokens_per_microbatch=4096)
+    algorithm = AlgorithmConfig(advantage="gae", minibatches=2)
+    config = make_config(
+        tiny_model_path, run=RunConfig(steps=10), learner=learner, algorithm=algorithm, critic=CriticConfig(lr=1e-2)
+    )
+    updater = Updater(config, CPU)
+    metrics = [values_of(updater.update(make_batch(version=version))) for version in range(10)]
+    shares = [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert [step["policy/lr"] for step in metrics] == pytest.approx([1e-3 * share for share in shares])
+    assert [step["critic/lr"] for step in metrics] == pytest.approx([1e-2 * share for share in shares])
 
 
 def test_bfloat16_compute_keeps_float32_master_weights_and_comes_close(

@@ -33,7 +33,7 @@ from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.disk import check_disk, full_disk_named
-from async_rl.errors import ProcessKilledError
+from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.interrupts import Interrupts
 from async_rl.model_folder import check_model_folder, check_role_folders, load_tokenizer
 from async_rl.network import interface_of
@@ -84,11 +84,11 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
             if not config.run.resume:
                 _evaluate(config, processes, log, "rollout/0", version=0)
             supervisor.train(buffer_address, revive_buffer, interrupts)
-            server = supervisor.settle()
+            servers = supervisor.end_restarts()
             if not interrupts.requested:
-                _evaluate(config, processes, log, server, version=log.version)
+                _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, revive_buffer)
-            supervisor.write_status("ended as it should")
+            supervisor.watch.write_status("ended as it should")
         except BaseException as error:
             supervisor.give_up(error)
             raise
@@ -158,10 +158,26 @@ def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, v
     if config.eval.size == 0:
         return
     report = processes.gather(
-        {name: processes.actors[name].evaluate.remote(version, beside_training=False)}, config.timeouts.generate_s,
+        {name: processes.actors[name].evaluate.remote(version, beside_training=False)}, config.timeouts.eval_s,
         f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)
+
+
+def _evaluate_trained(config: Config, processes: ProcessGroup, log: RunLog, servers: list[str]) -> None:
+    """On the first of `servers` that lives to its end. The model is saved: without any, only this number is missing."""
+    for name in servers:
+        try:
+            _evaluate(config, processes, log, name, version=log.version)
+            return
+        except (ProcessDiedError, WaitTimeoutError) as error:
+            log.logger.note(f"{name} did not evaluate version {log.version}: {str(error).splitlines()[0]}")
+            processes.kill(name)
+            if isinstance(error, WaitTimeoutError):  # another would take as long
+                break
+    log.logger.note(
+        f"version {log.version}, the trained model, is not evaluated: run `async-rl eval {config.run_dir / 'model'}`"
+    )
 
 
 def _revive_buffer(

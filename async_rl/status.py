@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from async_rl.errors import ConfigError
@@ -26,8 +26,15 @@ class Status:
     """Another process, or what it is to do; empty where this one works by itself."""
     since_s: float
     """time.time() of when it began."""
+    told_s: float = field(default_factory=time.time)
+    """When the process said so, by the same clock; that of another host may be wrong."""
     limit_s: float = 0.0
     """After so long it gives up by itself; 0: it does not wait."""
+
+    @property
+    def waited_s(self) -> float:
+        """Until it was told."""
+        return self.told_s - self.since_s
 
 
 def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
@@ -60,7 +67,7 @@ def format_status(run_dir: Path) -> str:
     rows = [("process", "host", "does", "waits on", "for", "at most")]
     for status in (Status(**entry) for entry in told["processes"]):
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"
-        since = f"{told['time_s'] - status.since_s:.0f} s"
+        since = f"{status.waited_s:.0f} s"
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,11 +31,8 @@ from async_rl.metrics import Report
 from async_rl.process_group import ProcessGroup
 from async_rl.processes import RolloutProcess
 from async_rl.runlog import RunLog
-from async_rl.status import Status, write_status
+from async_rl.watch import WATCH_INTERVAL_S, Watch
 
-WATCH_INTERVAL_S = 5.0
-ANSWER_S = 0.3
-"""For which the driver waits until all have said what they do; who takes longer is heard at the next turn."""
 GRACE_S = 3.0
 """A learner rank that dies makes its peers fail: so long the cause is waited for when an effect is seen first."""
 
@@ -52,8 +49,8 @@ class Supervisor:
         self._processes = processes
         self._log = log
         self._buffer_address = ""
-        self._abandoned: set[str] = set()
-        """Died, and the buffer has not yet been told."""
+        self._abandoned: dict[str, Callable[[int], None]] = {}
+        """Dead processes of which the buffer is being told, and what follows."""
         self._handlers: dict[Any, tuple[str, Callable[[], None]]] = {}
         """What to do when a call of a process returns, or its stream has an item."""
         self._learning: set[str] = set()
@@ -63,10 +60,7 @@ class Supervisor:
         self._deaths: Counter[str] = Counter()
         self._urls: dict[str, str] = {}
         """Of the servers that were started again."""
-        self._statuses: dict[str, Status] = {}
-        self._questions: dict[Any, str] = {}
-        self._heard_s: dict[str, float] = {}
-        self._next_watch_s = 0.0
+        self.watch = Watch(config, processes)
 
     def train(
         self, buffer_address: str, revive_buffer: Callable[[ProcessKilledError], None], interrupts: Interrupts
@@ -82,7 +76,8 @@ class Supervisor:
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
         names = list(self._processes.actors)
         self._learning = {name for name in names if name.startswith("learner")}
-        self._heard_s = dict.fromkeys(names, time.monotonic())
+        for name in names:
+            self.watch.begin(name)
         self._serve_buffer()
         for name in names:
             if name != "buffer":
@@ -99,7 +94,7 @@ class Supervisor:
                 ready, _ = ray.wait(list(self._handlers), num_returns=1, timeout=WATCH_INTERVAL_S)
                 for ref in ready:
                     self._handlers[ref][1]()
-                self._watch()
+                self._look()
 
     def _stop_learning(self) -> None:
         limit_s = self._config.timeouts.interrupt_s
@@ -110,25 +105,20 @@ class Supervisor:
         for name in self._learning:
             self._processes.actors[name].stop.remote()
 
-    def settle(self) -> str:
-        """Training is over: ends the servers that are still on their way back; returns the name of one that is up.
-
-        Raises:
-            ProcessDiedError: none is.
+    def end_restarts(self) -> list[str]:
+        """Training is over: ends the servers that are still on their way back; returns the names of those that are up.
         """
         servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
         for name in [name for name in servers if name not in self._streaming]:
             self._forget(name)
-        if not self._streaming.intersection(servers):
-            raise ProcessDiedError("every rollout server died in the last step; the trained model is saved")
-        return min(self._streaming.intersection(servers))
+        return [name for name in servers if name in self._streaming]
 
     def give_up(self, error: BaseException) -> None:
         """The run ends with `error`: keep what may explain it."""
         if isinstance(error, WaitTimeoutError):
             self._processes.dump_stacks()
         with suppress(OSError):  # of a full disk, say, which may be `error` itself
-            self.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            self.watch.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 
     def _stream(self, name: str, _: object = None) -> None:
         stream: Any = self._processes.actors[name].run.options(num_returns="streaming").remote()
@@ -198,14 +188,26 @@ class Supervisor:
     def _serve_buffer(self) -> None:
         buffer = self._processes.actors["buffer"]
         self._expect("buffer", buffer.serve.remote(), self._buffer_ended)
-        for name in self._abandoned:
-            self._expect("buffer", buffer.abandon.remote(name), partial(self._restart, name))
+        for name, then in list(self._abandoned.items()):
+            self._abandon(name, then)
+
+    def _abandon(self, name: str, then: Callable[[int], None]) -> None:
+        """The buffer forgets what the dead process `name` asked for and ran; `then(number of its running groups)`.
+
+        Should the buffer die meanwhile, the next one is told.
+        """
+        self._abandoned[name] = then
+        call: Any = self._processes.actors["buffer"].abandon.remote(name)
+        self._expect("buffer", call, partial(self._was_abandoned, name))
+
+    def _was_abandoned(self, name: str, num_groups: int) -> None:
+        if then := self._abandoned.pop(name, None):
+            then(num_groups)
 
     def _buffer_died(self, error: ProcessKilledError) -> None:
         self._handlers = {ref: entry for ref, entry in self._handlers.items() if entry[0] != "buffer"}
-        self._questions = {ref: of for ref, of in self._questions.items() if of != "buffer"}
         self._revive_buffer(error)
-        self._heard_s["buffer"] = time.monotonic()
+        self.watch.begin("buffer")
         self._serve_buffer()
 
     def _buffer_ended(self, _: object) -> None:
@@ -229,9 +231,7 @@ class Supervisor:
         self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
         self._forget(name)
         self._processes.actors["learner/0"].leave_server.remote(name)
-        self._abandoned.add(name)
-        abandoning = self._processes.actors["buffer"].abandon.remote(name)
-        self._expect("buffer", abandoning, partial(self._restart, name))
+        self._abandon(name, partial(self._restart, name))
 
     def _cause(self, name: str, error: AsyncRLError) -> AsyncRLError:
         """The death of another rank, if that is what made this one fail."""
@@ -251,9 +251,8 @@ class Supervisor:
         return error
 
     def _forget(self, name: str) -> None:
-        self._statuses.pop(name, None)
+        self.watch.forget(name)
         self._handlers = {ref: entry for ref, entry in self._handlers.items() if entry[0] != name}
-        self._questions = {ref: of for ref, of in self._questions.items() if of != name}
         self._streaming.discard(name)
         self._log.lost(name)
         self._processes.kill(name)
@@ -261,16 +260,19 @@ class Supervisor:
             self._evaluate(version)
 
     def _restart(self, name: str, num_groups: int) -> None:
-        self._abandoned.discard(name)
         self._log.logger.note(f"{name}: {num_groups} running groups go to others")
         actor = self._processes.start(name, RolloutProcess, self._config, int(name.partition("/")[2]))
-        self._heard_s[name] = time.monotonic()
+        self.watch.begin(name)
         self._expect(name, actor.start.remote(), partial(self._connect, name))
 
     def _connect(self, name: str, url: str) -> None:
         self._urls[name] = url
-        actor = self._processes.actors[name]
-        self._expect(name, actor.connect.remote(self._buffer_address), lambda _: self._resync(name, url))
+        # The one that was killed may have gone on for a moment, or its last request was on its way: again.
+        self._abandon(name, lambda _: self._introduce(name, url))
+
+    def _introduce(self, name: str, url: str) -> None:
+        connecting: Any = self._processes.actors[name].connect.remote(self._buffer_address)
+        self._expect(name, connecting, lambda _: self._resync(name, url))
 
     def _resync(self, name: str, url: str) -> None:
         self._expect(name, self._processes.actors["learner/0"].join_server.remote(name, url), partial(self._back, name))
@@ -279,69 +281,12 @@ class Supervisor:
         self._log.logger.note(f"{name} is back, with the weights of version {version}")
         self._stream(name)
 
-    def _watch(self) -> None:
-        """Every few seconds: hear what each process does, write it down, find who is silent."""
-        now_s = time.monotonic()
-        if now_s < self._next_watch_s:
-            return
-        self._next_watch_s = now_s + WATCH_INTERVAL_S
-        asked = set(self._questions.values())
-        for name, actor in self._processes.actors.items():
-            if name not in asked:
-                self._questions[actor.status.remote()] = name
-        answered, _ = ray.wait(list(self._questions), num_returns=len(self._questions), timeout=ANSWER_S)
-        for ref in answered:
-            name = self._questions.pop(ref)
-            with suppress(ray.exceptions.RayError):  # its stream tells of its death
-                self._statuses[name] = ray.get(ref)
-                self._heard_s[name] = time.monotonic()
-        self.write_status("running")
-        self._end_overdue()
-        self._end_silent(asked.intersection(self._questions.values()))
-
-    def _end_silent(self, unanswered: Set[str]) -> None:
-        """Of those who were asked at an earlier turn: had the driver been away, it would have heard none of them."""
-        for name in sorted(unanswered & self._processes.actors.keys()):
-            silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
-            outlived_s = self._config.timeouts.wire_s / 3
-            if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:
-                silent_s, setting = outlived_s, "a third of timeouts.wire_s: its clients give up after all of it"
-            if time.monotonic() - self._heard_s[name] <= silent_s:
-                continue
-            last = self._statuses.get(name)
-            self._processes.dump_stacks()
-            text = (
-                f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s ({setting}); "
-                f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
-            )
-            if name == "buffer":
-                self._log.logger.note(text.splitlines()[0])
+    def _look(self) -> None:
+        for name, error in self.watch.look():
+            if name == "buffer":  # it may only hang
+                self._log.logger.note(str(error).splitlines()[0])
                 self._processes.kill(name)
-                self._died(name, ProcessKilledError(text))
-            else:
-                self._died(name, ProcessDiedError(text))
-
-    def _end_overdue(self) -> None:
-        """Whoever waits longer than its own limit, by timeouts.silent_s and more, does not give up by itself."""
-        now_s, margin_s = time.time(), self._config.timeouts.silent_s
-        for name, status in list(self._statuses.items()):
-            waited_s = now_s - status.since_s
-            if name in self._processes.actors and status.limit_s and waited_s > status.limit_s + margin_s:
-                del self._statuses[name]
-                self._processes.dump_stacks()
-                self._died(name, WaitTimeoutError(
-                    f"{self._processes.on_host(name)} {status.doing} and has waited {waited_s:.0f} s on "
-                    f"{status.waits_on}; {status.limit_s:.0f} s are its limit, which it did not keep. Every process "
-                    f"that answers wrote its stacks into its log{self._processes.log_tail(name)}"
-                ))
-
-    def write_status(self, note: str) -> None:
-        """For `async-rl status`."""
-        known = [
-            self._processes.place(name, self._statuses[name])
-            for name in self._processes.actors if name in self._statuses
-        ]
-        write_status(self._config.run_dir, known, note)
+            self._died(name, error)
 
 
 def _next(stream: Any) -> Any:

@@ -13,7 +13,7 @@ class Evaluations:
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
-        self._timeout_s = config.timeouts.generate_s
+        self._timeout_s = config.timeouts.eval_s
         self._served = 0
         self._idle = threading.Event()
         self._idle.set()
@@ -40,11 +40,11 @@ class Evaluations:
         """Until the evaluation that pins the version, if any, has ended.
 
         Raises:
-            WaitTimeoutError: not within timeouts.generate_s.
+            WaitTimeoutError: not within timeouts.eval_s.
         """
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(
-                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.generate_s) for the held-out "
+                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.eval_s) for the held-out "
                 f"evaluation of version {self._served}, which has not ended. Make eval.size smaller, or set "
                 "eval.pin_version: false"
             )

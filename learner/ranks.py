@@ -31,7 +31,7 @@ def init_distributed(
         init_method=f"tcp://{master_address}:{master_port}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.generate_s) + timeouts.push_s),
+        timeout=timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.eval_s) + timeouts.push_s),
     )
     return device
 

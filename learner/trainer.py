@@ -171,7 +171,7 @@ class Learner:
         match state:
             case "eval":
                 on = "the held-out evaluation"
-                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.generate_s)
+                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.eval_s)
             case "wait_data":
                 return Status(doing="waits for a batch", waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
             case "sync":

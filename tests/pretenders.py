@@ -49,6 +49,11 @@ class Pretender:
     def tell(self, what: str) -> None:
         (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").touch()
 
+    def note(self, what: str) -> None:
+        """One line after the other of what happened to all of them."""
+        with (self._folder / "events").open("a") as events:
+            events.write(f"{what}\n")
+
     def obey(self) -> None:
         if self.told("dies"):
             os._exit(9)
@@ -69,6 +74,7 @@ class Buffer(Pretender):
             self.obey()
 
     def abandon(self, worker: str) -> int:
+        self.note(f"{worker} abandoned")
         return 3
 
     def status(self) -> Status:
@@ -79,7 +85,8 @@ class Rollout(Pretender):
     async def start(self) -> str:
         return "http://new"
 
-    async def connect(self, address: str) -> None: ...
+    async def connect(self, address: str) -> None:
+        self.note(f"rollout/{self._index} connected")
 
     async def run(self) -> AsyncIterator[Report]:
         start_s = time.time()
@@ -145,13 +152,13 @@ class Anywhere:
 class Watched:
     """A supervised run in `folder`, whose processes obey the files there."""
 
-    def __init__(self, folder: Path, servers: int, ranks: int, silent_s: float, wire_s: float) -> None:
+    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
         self.folder = folder
         self.config = Config(
             model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
             run=RunConfig(name="r", dir=str(folder)), logging=LoggingConfig(wandb="disabled"),
             placement=PlacementConfig(rollout=RolloutPlacement(servers=servers, max_restarts=1)),
-            timeouts=TimeoutsConfig(silent_s=silent_s, wire_s=wire_s),
+            timeouts=timeouts,
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         for name in ("learner-0", "learner-1", "rollout-0"):

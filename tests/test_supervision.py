@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import ray
 
-from async_rl import supervision
+from async_rl import supervision, watch
+from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.pipeline import _evaluate_trained
 from async_rl.status import Status, format_status, write_status
 from async_rl.supervision import Supervisor
 from tests.pretenders import Buffer, Rollout, Watched, ends_when, stop
@@ -24,11 +26,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "RolloutProcess", Rollout)
-    monkeypatch.setattr(supervision, "WATCH_INTERVAL_S", 0.2)
+    for module in (supervision, watch):
+        monkeypatch.setattr(module, "WATCH_INTERVAL_S", 0.2)
     runs: list[Watched] = []
 
-    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300) -> Watched:
-        runs.append(Watched(tmp_path, servers, ranks, silent_s, wire_s))
+    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> Watched:
+        runs.append(Watched(tmp_path, servers, ranks, TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)))
         return runs[0]
 
     yield start
@@ -111,7 +114,7 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
     assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]
 
-    supervisor.write_status("running")
+    supervisor.watch.write_status("running")
     line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
     assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
     assert line.split()[-2:] == ["1800", "s"]
@@ -147,6 +150,33 @@ def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
+def test_the_buffer_forgets_a_dead_server_again_before_the_next_of_that_name_asks_for_prompts(watched: Any) -> None:
+    run = watched()  # a request of the dead one may have been on its way
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    run.train()
+    thread.join(5)
+    events = (run.folder / "events").read_text().splitlines()
+    assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+
+
+def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_how_to(watched: Any) -> None:
+    run = watched(servers=2, eval_s=3)
+    run.tell("rollout-1-answers", "learner-0-ends")
+    servers = run.train().end_restarts()
+    assert servers == ["rollout/0", "rollout/1"]
+    ray.kill(run.processes.actors["rollout/0"])
+    _evaluate_trained(run.config, run.processes, run.log, servers)
+    assert re.fullmatch(r"rollout/0 did not evaluate version \d+: rollout/0 on 10\.0\.0\.9 died .*", run.notes[-2])
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(run.log.version, 0.5)]
+
+    run.tell("rollout-1-hangs when asked")
+    _evaluate_trained(run.config, run.processes, run.log, ["rollout/1"])
+    assert "rollout/1 did not evaluate version" in run.notes[-2] and "waited 3 s" in run.notes[-2]
+    assert run.notes[-1].endswith(f"is not evaluated: run `async-rl eval {run.config.run_dir / 'model'}`")
+    assert run.processes.actors.keys() == {"buffer", "learner/0"}
+
+
 def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,5 +207,5 @@ def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched
     (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
     supervisor = Supervisor(run.config, run.processes, run.log)
     with pytest.raises(OSError, match="No space left"):
-        supervisor.write_status("running")
+        supervisor.watch.write_status("running")
     supervisor.give_up(OSError(28, "No space left on device"))

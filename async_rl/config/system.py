@@ -197,6 +197,8 @@ class TimeoutsConfig:
     """Processes finding each other: torch.distributed, weight group, buffer."""
     generate_s: float = 1800.0
     """One group at the engine."""
+    eval_s: float = 3600.0
+    """The whole held-out set, before and after training, or while a push waits for it (eval.pin_version)."""
     reward_s: float = 30.0
     """One call of the reward function."""
     batch_s: float = 1800.0

@@ -264,7 +264,7 @@ def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
     evaluations = Evaluations(make_config(
-        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(generate_s=0.05)
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(eval_s=0.05)
     ))
     evaluations.wait()
     assert not evaluations.served(1)

@@ -140,8 +140,7 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
     """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
 
     Args:
-        values: checkpoint.best_metric by version, as far as it is known. One newer than all of them may get its value
-            yet and stays.
+        values: checkpoint.best_metric by version, as far as it is known.
     """
     found = list_checkpoints(run_dir)
     for version in to_remove(list(found), config, values):
@@ -149,10 +148,14 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Of the checkpoints `versions`, those that `prune` removes."""
+    """Of the checkpoints `versions`, those that `prune` removes.
+
+    The next to be measured, the oldest that is newer than all of `values`, stays until it is; those after it only as
+    long as they are among the last, so that a metric which never comes does not fill the disk.
+    """
     kept = set(sorted(versions)[-config.keep_last :])
     if config.keep_best:
         measured = [version for version in versions if version in values]
         kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
-        kept |= {version for version in versions if version > max(values, default=-1)}
+        kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
     return [version for version in versions if version not in kept]

@@ -46,8 +46,8 @@ def check_disk(config: Config) -> None:
         raise ConfigError(
             f"too little disk for a run in {config.run_dir}: {_gib(free_bytes)} free in {parent}, {_gib(needed_bytes)} "
             f"needed, {_gib(count * each_bytes)} of it for {count} checkpoints ({BYTES_PER_PARAMETER} bytes a trained "
-            "parameter; while one is written, checkpoint.keep_last + checkpoint.keep_best others exist). Free some, "
-            "keep fewer, or set run.dir=... to another disk"
+            "parameter; while one is written, those of checkpoint.keep_last and checkpoint.keep_best exist). Free some, keep "
+            "fewer, or set run.dir=... to another disk"
         )
 
 
@@ -76,7 +76,8 @@ def existing_parent(path: Path) -> Path:
 
 def _num_checkpoints(config: Config) -> int:
     """That exist at once and are not on the disk yet, the one that is being written included."""
-    every, keep = config.checkpoint.every_steps, config.checkpoint.keep_last + config.checkpoint.keep_best
+    every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
+    keep = config.checkpoint.keep_last + best + bool(best)  # one waits for its value
     if every == 0:
         return 0
     if not config.run.resume:

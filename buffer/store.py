@@ -58,7 +58,7 @@ class Store:
         self.rules = rules
         self.state = state or StoreState()
         self.ended = ""
-        """Why no batch will come any more; empty while there may be one."""
+        """Why no batch is likely to come any more; empty while there may be one."""
         self._aborts: dict[str, list[int]] = {}  # [worker] running groups that were dropped, until it has heard so
         self._equal = (0, 0.0)  # groups of equal rewards in a row, their reward
         self._is_draining = False
@@ -116,7 +116,7 @@ class Store:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self._count_equal(outcome.reward)
         else:
-            self._equal = (0, 0.0)
+            self._equal, self.ended = (0, 0.0), ""
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool) -> None:
@@ -259,7 +259,7 @@ class Store:
 
     def _count_equal(self, reward: float) -> None:
         number, before = self._equal
-        self._equal = (number + 1, reward) if number and reward == before else (1, reward)
+        self._equal, self.ended = (number + 1, reward) if number and reward == before else (1, reward), ""
         if self._equal[0] >= EQUAL_BATCHES * self.rules.prompts_per_step:
             self.ended = (
                 f"{self._equal[0]} rollout groups in a row had the same reward, {reward:g}, for every answer: "

@@ -213,6 +213,8 @@ class Learner:
         if self.version > self._served_version:
             with self._timeline.span("sync", "push"):
                 self._pushes.push(self.version)
+        if self.version > self._saved_version and self.config.checkpoint.every_steps:
+            self._checkpoint()
         self._save()
         metrics = tuple(self._pushes.drain()) if self.rank == 0 else ()
         return Report(

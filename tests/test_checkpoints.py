@@ -99,8 +99,9 @@ def test_the_fields_of_a_cut_are_those_of_its_format() -> None:
         (9, 0, {}, []),
         (1, 1, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}, [1, 2, 4]),  # of equal ones the newer
         (1, 2, {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.1, 5: 0.2}, [3, 4]),
-        (1, 1, {1: 0.5, 2: 0.4}, [2]),  # 3 and 4 may still be measured
-        (1, 1, {}, []),
+        (1, 1, {1: 0.5, 2: 0.4}, [2, 4]),  # 3 is the next to be measured
+        (2, 1, {1: 0.5, 2: 0.4}, [2]),
+        (1, 1, {}, [2, 3, 4]),
     ],
 )
 def test_the_last_and_the_best_are_kept(

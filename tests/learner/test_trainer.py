@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.checkpoints import list_checkpoints
 from async_rl.config import (
     Config,
     EvalConfig,
@@ -159,6 +160,7 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
     assert [pushed_bytes(report) for report in reports] == [[], [], [7.0]]
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert list(list_checkpoints(tmp_path / "run")) == [2], "though every 100 steps one is due"
 
 
 def test_in_exact_mode_a_push_waits_for_the_buffer(

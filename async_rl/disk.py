@@ -46,8 +46,8 @@ def check_disk(config: Config) -> None:
         raise ConfigError(
             f"too little disk for a run in {config.run_dir}: {_gib(free_bytes)} free in {parent}, {_gib(needed_bytes)} "
             f"needed, {_gib(count * each_bytes)} of it for {count} checkpoints ({BYTES_PER_PARAMETER} bytes a trained "
-            "parameter; while one is written, those of checkpoint.keep_last and checkpoint.keep_best exist). Free some, keep "
-            "fewer, or set run.dir=... to another disk"
+            "parameter; while one is written, checkpoint.keep_last and keep_best others exist). Free some, "
+            "keep fewer, or set run.dir=... to another disk"
         )
 
 

@@ -29,7 +29,7 @@ from async_rl.config import Config
 from async_rl.doctor import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, examine
 from async_rl.errors import ConfigError
 from async_rl.model_folder import load_tokenizer
-from async_rl.network import use_interface
+from async_rl.network import open_store, use_interface
 from async_rl.placement import assign, bundles, open_ray, ray_hosts
 
 CONNECT_TIMEOUT_S = 5.0
@@ -97,10 +97,9 @@ class Probe:
         if hasattr(self, "_server"):
             self._server.close()
         use_interface(self._address)
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=self._config.timeouts.join_s),
-        )
+        timeout = timedelta(seconds=self._config.timeouts.join_s)
+        store = open_store(address, port, rank, world_size, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         ones = torch.ones(1)
         dist.all_reduce(ones)
         dist.destroy_process_group()

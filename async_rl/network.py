@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -20,6 +26,21 @@ def use_interface(host: str) -> None:
     """
     for variable in _INTERFACE_VARIABLES:
         os.environ.setdefault(variable, interface_of(host))
+
+
+def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks of a torch.distributed group find each other. Rank 0 serves it, at `address` and nowhere else:
+    torch by itself listens on every interface.
+    """
+    from torch.distributed import TCPStore
+
+    if rank:
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    listener = socket.create_server((address, port))
+    return TCPStore(
+        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def interface_of(host: str) -> str:

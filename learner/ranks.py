@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config
-from async_rl.network import use_interface
+from async_rl.network import open_store, use_interface
 
 
 def init_distributed(
@@ -26,12 +26,13 @@ def init_distributed(
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.eval_s) + timeouts.push_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{master_address}:{master_port}",
+        store=open_store(master_address, master_port, rank, world_size, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.eval_s) + timeouts.push_s),
+        timeout=timeout,
     )
     return device
 

@@ -20,6 +20,17 @@ def test_every_payload_is_found_where_it_is_said_to_be(tmp_path: Path) -> None:
     assert files.append([]) == []
 
 
+def test_what_one_write_does_not_take_the_next_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once, at_a_time = os.write, 7
+    monkeypatch.setattr(os, "writev", lambda file, parts: once(file, b"".join(parts)[:at_a_time]))
+    monkeypatch.setattr(os, "write", lambda file, rest: once(file, rest[:at_a_time]))
+    payloads = [os.urandom(size) for size in (3, 20, 1)]
+    files = PayloadFiles(tmp_path, [])
+    places = files.append(list(map(memoryview, payloads)))
+    files.close()
+    assert [read_payload(tmp_path, place) for place in places] == payloads
+
+
 def test_a_file_goes_once_nothing_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffer.payload_files.FILE_BYTES", 200)
     files = PayloadFiles(tmp_path, [])

@@ -32,6 +32,11 @@ def why_not() -> str:
 
 def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str:
     """Runs the documented command as run `two` of tmp_path; returns what it printed. tmp_path/link: what crossed."""
+    names = (f"run.dir={tmp_path}", "run.name=two")
+    return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides)
+
+
+def run_on_two_hosts(tmp_path: Path, *arguments: str) -> str:
     if reason := why_not():
         pytest.skip(reason)
     # What other tests of this process have set for loopback is not for two hosts.
@@ -41,10 +46,7 @@ def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str
         "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
     }
     done = subprocess.run(
-        [
-            "bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", str(smoke_yaml), f"run.dir={tmp_path}",
-            "run.name=two", "staleness.max=1", *overrides,
-        ],
+        ["bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -72,6 +74,25 @@ def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, 
     assert received_bytes > 4 * 16 * 12  # and the groups came back
     seconds = [record["time/push_s"] for record in records if "time/push_s" in record]
     print(f"{engine}: {pushed_bytes} bytes in {len(seconds)} pushes, {sum(seconds) / len(seconds) * 1e3:.0f} ms each")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(800)
+def test_a_run_on_two_hosts_goes_on_from_its_checkpoint_on_a_cluster_that_was_started_anew(
+    smoke_yaml: Path, tmp_path: Path
+) -> None:
+    train_on_two_hosts(
+        smoke_yaml, tmp_path, "rollout.engine=hf", "placement.rollout.nodes=1", "checkpoint.every_steps=4",
+        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+    )
+    run_dir = tmp_path / "two"
+    keys = (run_dir / "keys" / "server.key_secret").read_bytes()
+    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6")
+    assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
+    assert (run_dir / "keys" / "server.key_secret").read_bytes() == keys
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["resumes"]) == (6, 1)
+    assert summary["buffer"]["buffer/unaccounted"] == 0
 
 
 @pytest.mark.nightly

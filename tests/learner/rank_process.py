@@ -24,7 +24,7 @@ from async_rl.config import (
     RolloutPlacement,
 )
 from learner.diagnostics import Tally
-from learner.model import full_parameters
+from learner.model import full_parameters, save_policy
 from learner.ranks import broadcast_frames
 from learner.update import Updater
 from tests.learner.handmade import make_batch, make_config
@@ -51,16 +51,28 @@ Case = tuple[str, int, Literal["full", "hybrid"]]
 
 
 def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Case], out: str) -> None:
-    """Each rank writes what `measure` gives for each case, what all roles give, and rank 0's frames, to `out`."""
+    """Each rank writes to `out` what `measure` gives for each case, what all roles give, what a save to an impossible
+    place ends in, and rank 0's frames after it.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
     results = {case: measure(Path(model), *case) for case in cases}
     roles = measure_roles(Path(model), 26, cases[-1][2])
+    save = failed_save(Path(model), rank)
     frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
-    found = {"frames": [frame.decode() for frame in frames], "results": results, "roles": roles}
+    found = {"frames": [frame.decode() for frame in frames], "results": results, "roles": roles, "save": save}
     torch.save(found, f"{out}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def failed_save(model: Path, rank: int) -> str:
+    policy = Updater(make_config(model), torch.device("cpu")).policy
+    try:
+        save_policy(policy, model, Path("/dev/null/model"), is_writer=rank == 0)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def placed(sharding: str) -> PlacementConfig:

@@ -24,6 +24,11 @@ def test_one_rank_and_two_ranks_with_four_micro_batches_give_the_same_gradient_a
     check_equal(tiny_model_path, results)
 
 
+def test_a_save_that_fails_on_the_rank_that_writes_leaves_the_others_in_step(two_ranks: list[dict[str, Any]]) -> None:
+    assert ["Not a directory" in rank["save"] for rank in two_ranks] == [True, False]
+    assert two_ranks[0]["frames"] == two_ranks[1]["frames"] == ["header", "", "frame two"]
+
+
 @pytest.mark.nightly
 def test_four_ranks_on_two_nodes_that_each_hold_a_copy_give_the_gradient_and_weights_of_one(
     tiny_model_path: Path, one_rank: None, tmp_path: Path

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import numpy as np
 
-from async_rl.config import Config
+from async_rl.config import Config, EvalConfig
 from async_rl.errors import RewardError
 from async_rl.metrics import Metric, Report
 from async_rl.types import IntArray, Prompt
@@ -67,7 +67,7 @@ class Evaluation:
             Metric("eval/failed", len(rewards) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
             *_version_metrics([versions for group in groups for _, _, versions in group]),
-            *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], self._config.eval.samples),
+            *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], evaluation),
         )
         return Report(step=version, metrics=metrics, spans=self._activity.drain())
 
@@ -95,13 +95,14 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def _at_k_metrics(rewards: Sequence[Sequence[float | None]], samples: int) -> Iterator[Metric]:
+def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
     """pass@k for k = 2, 4, ... and n, and avg@n, the mean share of right ones, where a prompt has n > 1 answers."""
+    samples = evaluation.samples
     if samples == 1:
         return
     correct = [sum(reward is not None and reward >= CORRECT for reward in group) for group in rewards]
     yield Metric(f"eval/avg_at_{samples}", sum(correct) / (samples * len(correct)))
-    for k in sorted({*(2**i for i in range(1, samples.bit_length()) if 2**i <= samples), samples}):
+    for k in evaluation.pass_at:
         yield Metric(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct) / len(correct))
 
 

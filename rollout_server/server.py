@@ -37,8 +37,6 @@ _RESERVED_TOKENS = 8
 """SGLang keeps a few positions of a context for itself."""
 _KV_SHARE = 0.25
 """Of the free memory, for the KV cache on CPU; the learner needs the rest."""
-_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model-name", "tp-size")
-"""Flags `rollout.server_args` can't change: the pipeline relies on them."""
 
 Flags = dict[str, Any]
 
@@ -46,8 +44,7 @@ Flags = dict[str, Any]
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
     """SGLang's flags but for the port. `model` is the text part of the model's transformers config.
 
-    Raises ConfigError when the configured lengths exceed the model's, or server_args sets what is not the
-    user's.
+    Raises ConfigError when the configured lengths exceed the model's.
     """
     longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
     positions = getattr(model, "max_position_embeddings", longest)
@@ -78,10 +75,6 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
             "max-total-tokens": _kv_tokens(config, model, longest, dtype, free_memory_bytes),
         }
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
-    if taken := [key for key in user if key in _SET_HERE]:
-        raise ConfigError(
-            f"rollout.server_args must leave {', '.join(_SET_HERE)} to async-rl, got {', '.join(taken)}"
-        )
     return flags | user
 
 

@@ -48,6 +48,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             ["staleness.late=mask", "weight_sync.on_update=drain"],
             "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask'. All tokens of a",
         ),
+        (
+            ["placement.rollout.tp=2", "rollout.engine=hf"],
+            "placement.rollout.tp must be 1 with rollout.engine hf, got 2. It computes on one device. Raise",
+        ),
         (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
         (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
         (
@@ -77,6 +81,37 @@ def test_a_senseless_combination_is_refused_with_the_alternative(
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, *overrides)
     assert message in str(caught.value)
+
+
+BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=10", "eval.every_steps=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpoint.best_metric=eval/acuracy"], "must be one of eval/accuracy, eval/reward, "),
+        (["checkpoint.best_metric=eval/pass_at_2"], "with eval.samples 1, got 'eval/pass_at_2'. Or one that steps"),
+        (["eval.size=0"], "eval.size must be above 0 with checkpoint.keep_best, got 0. eval/accuracy is measured on"),
+        (["task={path: x.jsonl}"], "task.eval_path must be the held-out file with checkpoint.keep_best and task.path"),
+    ],
+)
+def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *BEST, *overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [], ["eval.samples=4", "checkpoint.best_metric=eval/pass_at_2"], ["task={path: x.jsonl, eval_path: y.jsonl}"],
+        ["checkpoint.best_metric=reward/mean", "eval.size=0"],
+    ],
+)
+def test_the_best_checkpoint_may_go_by_whatever_is_measured(tmp_path: Path, overrides: list[str]) -> None:
+    assert load(tmp_path, *BEST, *overrides).checkpoint.keep_best == 1
 
 
 @pytest.mark.parametrize("late", ["wait", "drop", "mask"])

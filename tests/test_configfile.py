@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.config import Config
+from async_rl.config import Config, CorrectionConfig
+from async_rl.config.check import MAY_BE_INFINITE
 from async_rl.configfile import dump_config, load_config
 from async_rl.errors import ConfigError
 
@@ -91,6 +92,15 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("weight_sync.verify=1", ["weight_sync.verify must be true or false, got 1 (int)"]),
         ("task.params={1: 2}", ["task.params must be a section of names and values"]),
         ("staleness.max=-1", ["staleness.max must be 0 or more, got -1"]),
+        ("run.seed=-1", ["run.seed must be 0 to 2**32 - 1, got -1"]),
+        ("run.seed=4294967296", ["run.seed must be 0 to 2**32 - 1, got 4294967296"]),
+        ("learner.lr=.inf", ["learner.lr must be finite, got inf. Only algorithm.clip.high, ", "give a number"]),
+        ("critic.value_clip=.inf", ["critic.value_clip must be finite, got inf"]),
+        ("run.seconds=.inf", ["run.seconds must be finite, got inf"]),
+        ("model.lora.alpha=.inf", ["model.lora.alpha must be finite, got inf"]),
+        ("timeouts.push_s=.inf", ["timeouts.push_s must be above 0, at most 1000000, got inf"]),
+        ("timeouts.wire_s=1e7", ["timeouts.wire_s must be above 0, at most 1000000, got 10000000.0"]),
+        ("rollout.server_args={tp_size: 2, x: 1}", ["rollout.server_args must be without model-path", "tp_size out"]),
         ("staleness.max", ["must have the form key.sub=value"]),
         ("=3", ["must have the form key.sub=value"]),
         ("run.name=[", ["'run.name=[' is not valid YAML"]),
@@ -101,6 +111,13 @@ def test_a_bad_override_is_named_with_what_is_allowed(
 ) -> None:
     message = error_of(tmp_path, MINIMAL, override)
     assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize("key", MAY_BE_INFINITE)
+def test_a_bound_may_be_infinite_and_no_number_is_none(tmp_path: Path, key: str) -> None:
+    bound = "[0.5, {}]" if ".masks." in key else "{}"
+    assert "inf" in dump_config(load(tmp_path, MINIMAL, f"{key}={bound.format('.inf')}"))
+    assert f"{key} must be" in error_of(tmp_path, MINIMAL, f"{key}={bound.format('.nan')}")
 
 
 def test_an_unknown_key_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
@@ -165,7 +182,7 @@ def test_what_is_dumped_is_read_back_equal(
         run=dataclasses.replace(config.run, name=name),
         learner=dataclasses.replace(config.learner, lr=lr),
         task=dataclasses.replace(config.task, params=params),
-        timeouts=dataclasses.replace(config.timeouts, batch_s=math.inf),
+        algorithm=dataclasses.replace(config.algorithm, correction=CorrectionConfig(cap=math.inf)),
     )
     assert load(folder, dump_config(config)) == config
     assert yaml.safe_load(dump_config(load(folder, MINIMAL)))["placement"]["learner"]["ranks"] == 1

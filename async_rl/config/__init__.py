@@ -19,6 +19,7 @@ from async_rl.config.algorithm import (
     KlConfig,
     MasksConfig,
 )
+from async_rl.config.check import check_finite
 from async_rl.config.combinations import check_combinations
 from async_rl.config.data import (
     BufferConfig,
@@ -103,6 +104,7 @@ class Config:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_combinations(self)
 
     @property

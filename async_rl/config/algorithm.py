@@ -24,7 +24,7 @@ UNBOUNDED: Bounds = (0.0, math.inf)
 class ClipConfig:
     low: float = 0.2
     high: float = 0.28
-    """The ratio is held in [1 - low, 1 + high]."""
+    """The ratio is held in [1 - low, 1 + high]; high .inf: no upper bound."""
     dual: float = 3.0
     """ppo_clip: bounds the loss of a negative-advantage token at dual * |A|. 0 turns it off."""
     tv: float = 0.2

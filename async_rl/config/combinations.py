@@ -32,6 +32,11 @@ def check_combinations(config: Config) -> None:
         "false with rollout.engine sglang",
         "SGLang loads what it receives into the weights it samples from: it must stand still from the first bucket on.",
     )
+    tp = config.placement.rollout.tp
+    check(
+        tp == 1 or config.rollout.engine == "sglang", "placement.rollout.tp", tp, "1 with rollout.engine hf",
+        "It computes on one device. Raise placement.rollout.servers for more.",
+    )
     if config.staleness.mode == "exact":
         _check_exact(config)
 
@@ -111,13 +116,27 @@ def _check_mask(config: Config) -> None:
 
 def _check_best(config: Config) -> None:
     """The best checkpoint is known only where checkpoints are measured."""
-    if config.checkpoint.keep_best and config.checkpoint.best_metric.startswith("eval/"):
-        evals, every = config.eval.every_steps, config.checkpoint.every_steps
-        check(
-            evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
-            f"a multiple of eval.every_steps = {evals} with checkpoint.keep_best",
-            f"So that {config.checkpoint.best_metric} is measured at each checkpoint's version.",
-        )
+    metric = config.checkpoint.best_metric
+    if not config.checkpoint.keep_best or not metric.startswith("eval/"):  # what a step measures is known only then
+        return
+    evals, every = config.eval.every_steps, config.checkpoint.every_steps
+    needed = "with checkpoint.keep_best"
+    check(
+        metric in config.eval.metrics, "checkpoint.best_metric", metric,
+        f"one of {', '.join(config.eval.metrics)} with eval.samples {config.eval.samples}",
+        "Or one that steps measure, such as reward/mean.",
+    )
+    measured = f"{metric} is measured on held-out prompts."
+    check(config.eval.size > 0, "eval.size", config.eval.size, f"above 0 {needed}", measured)
+    check(
+        not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
+        f"the held-out file {needed} and task.path", measured,
+    )
+    check(
+        evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
+        f"a multiple of eval.every_steps = {evals} {needed}",
+        f"So that {metric} is measured at each checkpoint's version.",
+    )
 
 
 def _check_ipc(config: Config) -> None:

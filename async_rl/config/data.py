@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from async_rl.config.check import check
 
+_FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model-name", "tp-size")
+"""Of SGLang: the pipeline relies on what it sets them to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -65,6 +68,11 @@ class RolloutConfig:
         check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         check(self.concurrency >= 1, "rollout.concurrency", self.concurrency, "at least 1")
         check(0 < self.mem_fraction < 1, "rollout.mem_fraction", self.mem_fraction, "in (0, 1)")
+        taken = [name for name in self.server_args if name.replace("_", "-") in _FLAGS_SET_HERE]
+        check(
+            not taken, "rollout.server_args", self.server_args, f"without {', '.join(_FLAGS_SET_HERE)}",
+            f"async-rl sets these: leave {', '.join(taken)} out.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +127,17 @@ class EvalConfig:
         check(self.every_steps >= 0, "eval.every_steps", self.every_steps, "0 or more")
         check(self.size >= 0, "eval.size", self.size, "0 (no evaluation) or more")
         check(self.samples >= 1, "eval.samples", self.samples, "at least 1")
+
+    @property
+    def pass_at(self) -> tuple[int, ...]:
+        """The k of the measured pass@k: 2, 4, ... and `samples`; none with one sample."""
+        powers = (2**i for i in range(1, self.samples.bit_length()))
+        return tuple(sorted({*powers, self.samples} - {1}))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures."""
+        names = ["accuracy", "reward", "response_length", "failed", "version", "oldest_version", "newest_version"]
+        names += [f"pass_at_{k}" for k in self.pass_at]
+        names += [f"avg_at_{self.samples}"] if self.samples > 1 else []
+        return tuple(f"eval/{name}" for name in names)

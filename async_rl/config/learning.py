@@ -85,6 +85,7 @@ class LearnerConfig:
     compile: bool = False
     """torch.compile of each transformer block."""
     grad_clip: float = 1.0
+    """Largest norm of a step's gradient; .inf: no limit."""
     warmup_steps: int = 0
     """Linear learning-rate warm-up, in optimizer steps."""
     decay_fraction: float = 0.0

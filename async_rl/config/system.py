@@ -8,6 +8,9 @@ from typing import Literal
 
 from async_rl.config.check import check
 
+LONGEST_WAIT_S = 1e6
+"""Eleven days. ZMQ counts the milliseconds of a wait in 32 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -22,6 +25,7 @@ class RunConfig:
     """Run directory to continue, from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
     def __post_init__(self) -> None:
+        check(0 <= self.seed < 2**32, "run.seed", self.seed, "0 to 2**32 - 1", "Engines take no other seeds.")
         check(self.steps >= 1, "run.steps", self.steps, "at least 1")
         check(self.seconds >= 0, "run.seconds", self.seconds, "0 (no limit) or more")
         check(bool(self.name) and "/" not in self.name, "run.name", self.name, "a folder name without '/'")
@@ -217,4 +221,5 @@ class TimeoutsConfig:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            check(getattr(self, name) > 0, f"timeouts.{name}", getattr(self, name), "above 0")
+            value = getattr(self, name)
+            check(0 < value <= LONGEST_WAIT_S, f"timeouts.{name}", value, f"above 0, at most {LONGEST_WAIT_S:.0f}")

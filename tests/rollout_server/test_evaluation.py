@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from async_rl.cli import main
+from async_rl.config import EvalConfig
 from async_rl.metrics import reduce_metrics
 from learner.tiny_model import save_tiny_model
 from rollout_server.evaluation import _at_k_metrics, _version_metrics, pass_at_k
@@ -22,11 +23,11 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(correct: int, sampl
 
 def test_an_evaluation_of_several_answers_says_avg_and_pass_at_k() -> None:
     rewards = [[1.0, 0.2, 0.0, 1.0, 0.0], [0.0, None, 0.0, 0.0, 0.0]]
-    values = reduce_metrics(_at_k_metrics(rewards, 5))
+    values = reduce_metrics(_at_k_metrics(rewards, EvalConfig(samples=5)))
     assert values == pytest.approx(
         {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
     )
-    assert list(_at_k_metrics([[1.0]], 1)) == []
+    assert list(_at_k_metrics([[1.0]], EvalConfig())) == []
 
 
 def test_an_evaluation_says_which_versions_sampled_its_answers() -> None:
@@ -47,6 +48,10 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     assert main(["eval", str(tmp_path / "model"), "eval.size=4", "eval.samples=2"]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
-    assert "eval/pass_at_2" in lines
+    assert {*lines, "eval/version"} == set(EvalConfig(samples=2).metrics)
+    capsys.readouterr()
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2
+    assert f"needs a CONFIG with the task: there is no {tmp_path}/config.yaml" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nowhere")]) == 2
+    assert f"got {tmp_path}/nowhere: there is no such folder" in capsys.readouterr().err

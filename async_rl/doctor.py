@@ -11,16 +11,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
-from async_rl.disk import RUN_BYTES, check_disk, existing_parent
+from async_rl.disk import RUN_BYTES, existing_parent
 from async_rl.errors import ConfigError
-from async_rl.model_folder import check_model_folder
+from async_rl.inputs import InputCheck, input_checks
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
@@ -39,19 +39,19 @@ class Check:
     mend: str = ""
 
 
-def examine(config: Config | None) -> list[Check]:
-    """All checks of this machine, and of `config` where one is given. Starts nothing of a run."""
+def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
+    """All checks of this machine, and of `config` where one is given. Starts nothing of a run.
+
+    Args:
+        is_driver: else this is another host of the run, and only what every host needs is checked.
+    """
     engine = config.rollout.engine if config else ""
     checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
     checks += [_package(name) for name in ("torch", "transformers", "ray")]
     checks += [_sglang(engine), _gpu(), _loopback(), _memory(), _shared_memory(), _cores()]
     if config is None:
         return [*checks, _free_disk(Path("runs"))]
-    longest_tokens = config.task.max_prompt_tokens + config.rollout.max_response_tokens
-    checks.append(_accepted("disk", f"room in {config.run.dir}", lambda: check_disk(config)))
-    model = config.model.path
-    checks.append(_accepted("model and tokenizer", model, lambda: check_model_folder(model, longest_tokens)))
-    return checks
+    return checks + _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
 
 
 def print_table(checks: list[Check]) -> None:
@@ -161,13 +161,22 @@ def _free_disk(folder: Path) -> Check:
     return Check("disk", "ok", found)
 
 
-def _accepted(what: str, found: str, check: Callable[[], None]) -> Check:
-    """A check that raises ConfigError with the cure in its message."""
-    try:
-        check()
-    except ConfigError as error:
-        return Check(what, "broken", str(error))
-    return Check(what, "ok", found)
+def _examine_inputs(inputs: Sequence[InputCheck]) -> list[Check]:
+    """The message of what fails has the cure in it."""
+    checks: dict[str, Check] = {}
+    for each in inputs:
+        if each.needs and checks[each.needs].state != "ok":
+            checks[each.what] = Check(each.what, "warn", "not checked", f"mend first: {each.needs}")
+            continue
+        try:
+            each.run()
+        except ConfigError as error:
+            checks[each.what] = Check(each.what, "broken", str(error))
+        except (ImportError, OSError) as error:
+            checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
+        else:
+            checks[each.what] = Check(each.what, "ok", each.value)
+    return list(checks.values())
 
 
 def _first_line(error: Exception) -> str:

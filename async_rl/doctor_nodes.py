@@ -71,7 +71,7 @@ class Probe:
         """
         path = Path(self._config.model.path)
         return NodeReport(
-            checks=examine(self._config), versions=_versions(), tokenizer=_tokenizer_digest(path),
+            checks=examine(self._config, is_driver=False), versions=_versions(), tokenizer=_tokenizer_digest(path),
             model=_model_digest(path), sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
         )
 

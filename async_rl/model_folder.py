@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_ROLES: dict[str, tuple[str, ...]] = {
+    "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
+}
+"""What the architecture must end in; the critic's may be any."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -49,17 +53,19 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
         )
 
 
-def check_role_folders(config: Config) -> None:
-    """Raises ConfigError unless critic, reference and reward model, where they have a folder, can be read from it."""
-    roles = {
-        "critic.path": (config.critic.path, ()),
-        "reference.path": (config.reference.path, _CAUSAL),
-        "reward_model.path": (config.reward_model.path, ("ForSequenceClassification",)),
+def role_folders(config: Config) -> dict[str, str]:
+    """By key, those of critic, reference and reward model that have one."""
+    paths = {
+        "critic.path": config.critic.path, "reference.path": config.reference.path,
+        "reward_model.path": config.reward_model.path,
     }
-    for key, (path, endings) in roles.items():
-        if path:
-            _read_model_config(Path(path), key, endings)
-            weight_files(Path(path))
+    return {key: path for key, path in paths.items() if path}
+
+
+def check_role_folder(key: str, path: str) -> None:
+    """Raises ConfigError unless `path`, the value of `key`, holds a model of the kind that `role_folders` has there."""
+    _read_model_config(Path(path), key, _ROLES[key])
+    weight_files(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,11 +31,10 @@ from typing import TYPE_CHECKING, Any
 from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
-from async_rl.disk import check_disk, full_disk_named
+from async_rl.disk import full_disk_named
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.inputs import check_inputs
 from async_rl.interrupts import Interrupts
-from async_rl.model_folder import check_model_folder, check_role_folders, load_tokenizer
-from async_rl.network import interface_of
 from async_rl.placement import explain, open_ray, reserve, settle
 from async_rl.rundir import open_run_dir
 from async_rl.runlog import RunLog
@@ -100,30 +98,13 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
     return summary
 
 
-def check_inputs(config: Config) -> None:
-    """Open what the user named, before any process starts: ConfigError for what can't be used."""
-    from rollout_server.rewards import open_reward
-    from rollout_server.tasks import open_task
-
-    check_model_folder(config.model.path, config.longest_tokens)
-    check_role_folders(config)
-    check_disk(config)
-    if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        interface_of(config.network.host)
-    task = open_task(config, load_tokenizer(config.model.path))
-    task.prompt(0)  # a generated task finds only now that its template fails or that it can't give eval.size questions
-    open_reward(config, task)
-
-
 def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
     """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other.
 
     Returns the buffer's address.
     """
-    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, learner_threads, share_of_cores
+    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, learner_threads
 
-    if config.placement.pin_cpus:
-        share_of_cores(config, 0, sorted(os.sched_getaffinity(0)))
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")

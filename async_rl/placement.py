@@ -298,8 +298,8 @@ def explain(config: Config) -> list[str]:
     Raises:
         ConfigError: it can't fit, or the cluster can't be joined.
     """
-    if config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS"):
-        hosts = [Host(name="this host", cpus=float("inf"), gpus=_local_gpus())]
+    if runs_here(config):
+        hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
     else:
         try:
             with open_ray(config):
@@ -315,7 +315,12 @@ def explain(config: Config) -> list[str]:
     return [f"{host.name}: {bundle}" for host, bundle in zip(assign(wanted, hosts), wanted, strict=True)]
 
 
-def _local_gpus() -> float:
+def runs_here(config: Config) -> bool:
+    """Whether every process will be on this host."""
+    return config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
+
+
+def gpus_here() -> float:
     import torch
 
     return float(torch.cuda.device_count())

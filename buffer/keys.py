@@ -61,6 +61,20 @@ def new_keys(folder: Path) -> None:
         raise ConfigError(f"keys can't be written to {folder}: {error}") from None
 
 
+def check_keys(folder: str) -> None:
+    """
+    Raises:
+        ConfigError: the folder is not there, or lacks a key of either side; see `_load`.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"network.keys must be a folder with keys, got {folder}: there is no such folder. "
+            f"Make it with `async-rl keys new {folder}`"
+        )
+    for name in ("server.key", "server.key_secret", "client.key", "client.key_secret"):
+        _load(Path(folder) / name)
+
+
 def lock(socket: zmq.Socket[bytes], folder: str) -> Doorkeeper | None:
     """From now on only clients with the keys of this folder get in; none is needed if it is empty.
 

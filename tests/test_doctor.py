@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,21 @@ from typing import Any
 import pytest
 
 from async_rl import doctor
-from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig
+from async_rl.config import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    NetworkConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
 from async_rl.doctor import Check, examine, print_table
+from async_rl.errors import ConfigError
+from async_rl.inputs import check_inputs
+from learner.tiny_model import save_tiny_model
 
 
 def config(tmp_path: Path, engine: Any = "hf") -> Config:
@@ -41,6 +55,47 @@ def test_a_machine_that_runs_these_tests_is_healthy_but_the_missing_model_is_bro
     assert [what for what, check in checks.items() if check.state == "broken"] == ["model and tokenizer"]
     assert "async-rl sft CONFIG" in checks["model and tokenizer"].found
     assert checks["loopback ports"].state == "ok"
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_all_that_train_would_refuse_is_broken_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.inputs.gpus_here", lambda: 0.0)
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    broken = dataclasses.replace(
+        config(tmp_path), task=TaskConfig(path=str(tmp_path / "none.jsonl")), critic=CriticConfig(path="none"),
+        reward_model=RewardModelConfig(path=str(tmp_path / "model")),
+        weight_sync=WeightSyncConfig(transport="nccl"), network=NetworkConfig(keys=str(tmp_path / "keys")),
+    )
+    checks = {check.what: check for check in examine(broken)}
+    assert [what for what, check in checks.items() if check.state == "broken"] == [
+        "critic.path", "reward_model.path", "weight_sync.transport", "network.keys", "task",
+    ]
+    assert "no such file" in checks["task"].found
+    assert checks["reward"] == Check("reward", "warn", "not checked", "mend first: task")
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(broken)
+    assert str(caught.value) == checks["critic.path"].found
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_host_that_is_not_the_drivers_is_asked_only_for_what_all_need(tmp_path: Path) -> None:
+    here, there = (
+        {check.what for check in examine(config(tmp_path), is_driver=is_driver)} for is_driver in (True, False)
+    )
+    assert here - there == {"network.host", "placement", "weight_sync.transport", "model.attn_implementation"}
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_torch_that_does_not_load_breaks_the_lines_that_want_it_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> float:
+        raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr("async_rl.inputs.gpus_here", load)
+    checks = {check.what: check for check in examine(config(tmp_path))}
+    assert checks["weight_sync.transport"].found == "can't be checked: libcudart.so.13: cannot open shared object file"
+    assert checks["network.host"].state == "ok"
 
 
 @pytest.mark.usefixtures("no_sglang")

@@ -28,8 +28,10 @@ from async_rl.config import (
     RunConfig,
     TaskConfig,
 )
+from async_rl.configfile import load_config
 from async_rl.errors import ConfigError
-from async_rl.pipeline import check_inputs, dry_run, run
+from async_rl.inputs import check_inputs
+from async_rl.pipeline import dry_run, run
 from learner.tiny_model import save_tiny_model
 
 
@@ -90,6 +92,48 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
         check_inputs(elsewhere)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "message"),
+    [
+        (0, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, gloo or disk on a host without GPUs"),
+        (0, ["weight_sync.transport=cuda_ipc"], "weight_sync.transport must be auto, gloo or disk on a host without"),
+        (1, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, cuda_ipc or disk on a host with one"),
+        (0, ["model.attn_implementation=flash_attention_2"], "model.attn_implementation must be sdpa, eager or flex"),
+        (0, ["placement.rollout.tp=2"], "placement.rollout.tp must be 1 on a host with 0 GPUs, fewer than learner"),
+        (2, ["placement.rollout.tp=2"], "placement.rollout.tp must be 1 on a host with 2 GPUs, fewer than learner"),
+        (0, ["placement.learner.gpus_per_node=1"], "placement does not fit: 2 GPUs wanted, 0 there"),
+        (0, ["network.keys=none"], "network.keys must be a folder with keys, got none: there is no such folder"),
+        (0, ["placement.pin_cpus=true", "placement.rollout.servers=8"], "false on a host with 2 cores for 9 processes"),
+    ],
+)
+def test_what_this_host_lacks_is_refused_unless_the_run_may_land_on_another(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr("async_rl.placement.gpus_here", lambda: float(gpus))
+    monkeypatch.setattr("async_rl.inputs.gpus_here", lambda: float(gpus))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    names = [f"model.path={model.path}", "task.name=reasoning_gym/chain_sum", f"run.dir={tmp_path / 'runs'}"]
+    check_inputs(load_config(None, names))
+    config = load_config(None, [*names, *overrides])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(config)
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_inputs(config)
+
+
+def test_a_host_with_gpus_enough_takes_what_needs_them(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.placement.gpus_here", lambda: 3.0)
+    monkeypatch.setattr("async_rl.inputs.gpus_here", lambda: 3.0)
+    check_inputs(load_config(None, [
+        f"model.path={model.path}", "task.name=reasoning_gym/chain_sum", "placement.rollout.tp=2",
+        "weight_sync.transport=nccl", "model.attn_implementation=flash_attention_2",
+    ]))
+
+
 def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConfig, tmp_path: Path) -> None:
     text = dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path))
     derived = dict(re.findall(r"^# (.*?)  +(\S+)$", text, re.MULTILINE))
@@ -116,6 +160,7 @@ def test_a_narrowed_sampling_distribution_is_told_once_at_the_console_and_by_a_d
         with pytest.raises(ConfigError, match="no further"):
             run(narrowed)
         assert capsys.readouterr().out.count("caution: rollout.top_p = 0.9 samples from a narrowed") == times
+    assert not list((tmp_path / "runs").iterdir())  # nothing began: no run directory is left
 
 
 def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(

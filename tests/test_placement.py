@@ -222,7 +222,7 @@ def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
     name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 0.0)
+    monkeypatch.setattr("async_rl.placement.gpus_here", lambda: 0.0)
     monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
     text = dry_run(load_config(ROOT / "configs" / f"{name}.yaml", stand_ins))
     assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
@@ -232,7 +232,7 @@ def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 1.0)
+    monkeypatch.setattr("async_rl.placement.gpus_here", lambda: 1.0)
     model, folder = stand_ins[0], stand_ins[-1]
     text = dry_run(load_config(ROOT / "configs" / "sweep_gpu.yaml", [model, folder]))
     assert "this host: buffer, rollout/0, learner/0: 2 CPUs, 1 GPU (1 learner rank x 0.5 + 1 server x 0.5)" in text
@@ -242,7 +242,7 @@ def test_gpus_asked_for_in_numbers_are_refused_on_a_host_without(
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.placement._local_gpus", lambda: 1.0)
+    monkeypatch.setattr("async_rl.placement.gpus_here", lambda: 1.0)
     asked = load_config(
         ROOT / "configs" / "gsm8k_single_gpu.yaml",
         [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],

@@ -15,7 +15,7 @@ from async_rl.cli import main
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from buffer.client import LearnerClient
-from buffer.keys import new_keys
+from buffer.keys import check_keys, new_keys
 from buffer.server import BufferServer
 from buffer.wire import pack_request
 from tests.buffer.made import make_config, serving
@@ -69,6 +69,15 @@ def test_a_stranger_is_turned_away_whatever_is_wrong_with_its_keys(
     assert not is_answered(locked.address, None, None)
     assert locked.counters() == before  # nothing of theirs was even read
     assert is_answered(locked.address, keys / server, keys / client)
+
+
+def test_a_folder_without_all_keys_is_refused_before_a_run(keys: Path, tmp_path: Path) -> None:
+    check_keys(str(keys))
+    with pytest.raises(ConfigError, match=r"got \S+/none: there is no such folder\. Make it with `async-rl keys new"):
+        check_keys(str(tmp_path / "none"))
+    (keys / "client.key").unlink()
+    with pytest.raises(ConfigError, match=r"network\.keys: .*client\.key\. Make keys with"):
+        check_keys(str(keys))
 
 
 def test_a_learner_with_foreign_keys_hears_so_instead_of_waiting_for_ever(

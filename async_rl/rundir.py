@@ -22,6 +22,9 @@ _LOCK_FILE = ".lock"
 def open_run_dir(config: Config) -> Iterator[Config]:
     """The config to run with, its run_dir being this run's alone: a new one, or that of run.resume.
 
+    A new one of a run that fails before its first step goes again, unless a process of it has left a log that may tell
+    more than the error.
+
     Raises:
         ConfigError: run.resume names nothing to resume, or a run that is still going on or has no step left.
     """
@@ -42,11 +45,16 @@ def open_run_dir(config: Config) -> Iterator[Config]:
     with _locked(run_dir):
         if cut is not None:
             _take_up(config, cut)
-        restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
-        partial = run_dir / "config.yaml.partial"
-        partial.write_text(dump_config(restartable))
-        partial.replace(run_dir / "config.yaml")
-        yield config
+        try:
+            restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
+            partial = run_dir / "config.yaml.partial"
+            partial.write_text(dump_config(restartable))
+            partial.replace(run_dir / "config.yaml")
+            yield config
+        except BaseException as error:
+            if cut is None and not _tells_more(run_dir, error):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -90,6 +98,13 @@ def new_run_dir(config: Config) -> Path:
             raise _not_created(candidate, error) from None
         return candidate
     raise ConfigError(f"run.name {config.run.name}: {config.run_dir} and 9998 numbered ones exist. Set run.name=...")
+
+
+def _tells_more(run_dir: Path, error: BaseException) -> bool:
+    """Than `error`, with which a new run ended: what it has measured, or logs where they may say why."""
+    metrics = run_dir / "metrics.jsonl"
+    is_measured = metrics.is_file() and metrics.stat().st_size > 0
+    return is_measured or ((run_dir / "logs").exists() and not isinstance(error, ConfigError))
 
 
 def _not_created(folder: Path, error: OSError) -> ConfigError:

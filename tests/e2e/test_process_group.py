@@ -133,3 +133,4 @@ def test_a_run_whose_port_is_taken_ends_with_code_2_and_no_stack_trace(
     text = command.log.read_text()
     assert f"async-rl: error: network.host = 127.0.0.1, network.port = {taken_port}: the buffer can't bind it" in text
     assert "Traceback" not in text
+    assert not list(tmp_path.glob("*/config.yaml"))  # the error says all: no run directory is left

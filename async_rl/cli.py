@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Asynchronous RL post-training of language models with bounded staleness.",
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
 
     train = commands.add_parser("train", help="train a model by RL")
     _add_config(train, nargs="?")
@@ -83,10 +83,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += overrides_behind_an_option
-    if args.run in (_train, _buffer, _eval, _doctor) and "=" in (args.config or ""):  # only overrides, no CONFIG
+    if "=" in (getattr(args, "config", None) or ""):  # only overrides, no CONFIG
         args.config, args.overrides = None, [args.config, *args.overrides]
-    if args.run is _train and not (args.config or args.resume):
-        parser.error("train needs a CONFIG, e.g. configs/quickstart.yaml, or --resume RUN_DIR")
+    if args.command in ("train", "sft", "sweep") and not (args.config or getattr(args, "resume", "")):
+        or_resume = ", or --resume RUN_DIR" if args.command == "train" else ""
+        parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{or_resume}")
     if args.run is _doctor and args.overrides and not args.config:
         parser.error(f"doctor needs a CONFIG to apply {' '.join(args.overrides)} to")
     return args
@@ -178,11 +179,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _buffer(args: argparse.Namespace) -> int:
+    from async_rl.config.check import check
     from async_rl.configfile import load_config
     from async_rl.interrupts import Interrupts
     from async_rl.rundir import open_buffer_dir
     from buffer.standalone import serve_alone
 
+    longest_s = threading.TIMEOUT_MAX
+    check(0 < args.every_s <= longest_s, "--every-s", args.every_s, f"above 0, at most {longest_s:.0f}")
     defaults = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none", "run.name=buffer"]
     config = load_config(args.config, [*defaults, *args.overrides])
     with Interrupts(), open_buffer_dir(config):
@@ -222,6 +226,8 @@ def _eval(args: argparse.Namespace) -> int:
 
     of_its_run = args.model.parent / "config.yaml"
     if not args.config and not of_its_run.is_file():
+        if not args.model.is_dir():
+            raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {args.model}: there is no such folder")
         raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")
     config = load_config(args.config or of_its_run, [*args.overrides, f"model.path={args.model}"])
     with Interrupts():
@@ -241,10 +247,11 @@ def _status(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from async_rl.configfile import load_config
     from async_rl.doctor import examine, print_table
+    from async_rl.placement import runs_here
 
     config = load_config(args.config, args.overrides) if args.config else None
     checks = examine(config)
-    if config and (config.placement.num_nodes > 1 or os.environ.get("RAY_ADDRESS")):
+    if config and not runs_here(config):
         from async_rl.doctor_nodes import examine_nodes
 
         checks += examine_nodes(config)

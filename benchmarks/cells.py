@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.configfile import dump_config, load_config
 from async_rl.errors import ConfigError
 
@@ -68,6 +69,8 @@ def staleness_axis(text: str) -> Axis:
 
 
 def seed_axis(count: int, first: int) -> Axis:
+    """Raises ConfigError."""
+    check(count >= 1, "--seeds", count, "at least 1")
     return Axis(SEED, {str(seed): (f"run.seed={seed}",) for seed in range(first, first + count)})
 
 

@@ -60,11 +60,13 @@ def _add_plan(commands: Any) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    from async_rl.config.check import check
     from async_rl.configfile import load_config
     from benchmarks.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
     from benchmarks.report import write_report
     from benchmarks.sweep import Sweep, run_sweep
 
+    check(args.max_cells >= 0, "--max-cells", args.max_cells, "0 (all) or more")
     run = load_config(args.config, args.overrides).run
     axes = [staleness_axis(args.staleness), seed_axis(args.seeds, args.first_seed)]
     if args.mode:

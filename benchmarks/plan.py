@@ -23,7 +23,8 @@ WORTHWHILE = 0.02
 
 ABOVE_0 = {
     "train_s": "--train-s", "rollout_s": "--rollout-s", "group_mean_s": "--group-s", "concurrency": "--concurrency",
-    "prompts_per_step": "--prompts-per-step", "params": "--params",
+    "prompts_per_step": "--prompts-per-step", "params": "--params", "device_gb": "--device-gb",
+    "link_gbps": "--link-gbps",
 }  # fmt: skip
 FROM_0 = {"sync_s": "--sync-s", "load_s": "--load-s", "group_cv": "--cv"}
 
@@ -129,10 +130,10 @@ def planned_workload(args: argparse.Namespace) -> Workload | None:
 def _check_values(args: argparse.Namespace) -> None:
     for name, option in ABOVE_0.items():
         value = getattr(args, name)
-        check(value is None or value > 0, option, value, "above 0")
+        check(value is None or 0 < value < math.inf, option, value, "above 0 and finite")
     for name, option in FROM_0.items():
         value = getattr(args, name)
-        check(value is None or value >= 0, option, value, "0 or more")
+        check(value is None or 0 <= value < math.inf, option, value, "0 or more and finite")
     check(args.devices is None or args.devices >= 2, "--devices", args.devices, "at least 2, one for each pool")
 
 

@@ -25,7 +25,10 @@ def export(source: str | Path, target: Path) -> Path:
     """
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
-    checkpoint = find_checkpoint(source)
+    try:
+        checkpoint = find_checkpoint(source)
+    except ConfigError as error:  # of a run.resume, which nobody has set here
+        raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     load_unsharded(policy_tensors(policy), checkpoint)

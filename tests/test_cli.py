@@ -61,6 +61,27 @@ def test_a_wrong_command_line_ends_with_code_2(
     assert "async-rl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [("train", ", or --resume RUN_DIR\n"), ("sft", "quickstart.yaml\n"), ("sweep", "quickstart.yaml\n")],
+)
+def test_overrides_without_a_config_say_that_it_is_missing(
+    command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "run.steps=3"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{command} needs a CONFIG, e.g. configs/quickstart.yaml" in error and error.endswith(hint)
+
+
+def test_an_export_of_no_run_speaks_of_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "CHECKPOINT must be a run directory with a checkpoint, or one of its checkpoints, got" in error
+    assert "There is no such folder" in error
+
+
 def test_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

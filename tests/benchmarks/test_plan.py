@@ -121,10 +121,13 @@ def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch
         (f"{OVERLAP} --devices 1", "--devices must be at least 2"),
         (f"{OVERLAP} --devices 8 --now 4", "--now must be learner,rollout devices"),
         (f"{OVERLAP} --staleness one", "--staleness must be whole numbers"),
-        ("--rollout-s 0 --train-s 40", "--rollout-s must be above 0, got 0.0"),
-        ("--group-s 60 --train-s -1", "--train-s must be above 0, got -1.0"),
-        (f"{OVERLAP} --cv -1", "--cv must be 0 or more, got -1.0"),
-        ("--params 0", "--params must be above 0"),
+        ("--rollout-s 0 --train-s 40", "--rollout-s must be above 0 and finite, got 0.0"),
+        ("--group-s 60 --train-s -1", "--train-s must be above 0 and finite, got -1.0"),
+        (f"{OVERLAP} --cv -1", "--cv must be 0 or more and finite, got -1.0"),
+        ("--params 0", "--params must be above 0 and finite, got 0.0"),
+        ("--params inf", "--params must be above 0 and finite, got inf"),
+        ("--params 1e9 --link-gbps 0", "--link-gbps must be above 0 and finite, got 0.0"),
+        ("--params 1e9 --device-gb -1", "--device-gb must be above 0 and finite, got -1.0"),
     ],
 )
 def test_what_does_not_work_is_refused(options: str, why: str) -> None:

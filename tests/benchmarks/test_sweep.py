@@ -67,6 +67,22 @@ def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:
         named_axis("mode", "bounded,loose", {"bounded": (), "exact": ()})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--first-seed", "-1"], "run.seed must be 0 to 2**32 - 1, got -1"),
+        (["--max-cells", "-1"], "--max-cells must be 0 (all) or more, got -1"),
+    ],
+)
+def test_numbers_of_runs_that_are_none_are_refused(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path / 'runs'}", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_key_that_does_not_exist_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
     trainer = Trainer()
     sweep = make(tmp_path, axes=(staleness_axis("0"), seed_axis(1, 0), key_axis("learner.rate=1")))

@@ -101,6 +101,13 @@ def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.C
     assert "run.dir, run.name: " in (said := capsys.readouterr().err) and "can't be created: File exists" in said
 
 
+@pytest.mark.parametrize("every_s", ["0", "-1", "nan", "inf"])
+def test_an_interval_that_is_none_is_refused(every_s: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", f"run.dir={tmp_path}", "--every-s", every_s]) == 2
+    assert f"--every-s must be above 0, at most 9223372036, got {float(every_s)}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_buffer_without_a_journal_takes_no_folder(tmp_path: Path) -> None:
     names = ["run.name=buffer", "model.path=x", "task.name=reasoning_gym/x", "buffer.journal=false"]
     config = load_config(None, [f"run.dir={tmp_path}", *names])

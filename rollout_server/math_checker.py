@@ -7,6 +7,7 @@ interpreter lock of the rollout worker for minutes. A child can be ended.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import select
 import signal
@@ -16,22 +17,32 @@ from pathlib import Path
 from typing import IO, cast
 
 from async_rl.errors import RewardError
+from rollout_server.reward_threads import MAX_THREADS
 
-NUM_CHILDREN = 2
 CHECK_TIMEOUT_S = 5.0
 """After which a child ends itself."""
 ANSWER_TIMEOUT_S = 30.0
 """For a child that does not: its start is in it too."""
 IDLE_TIMEOUT_S = 300.0
-"""For a child to be free: others check before, at CHECK_TIMEOUT_S each."""
+"""For a child to be free, where more threads call than there are children. A function of the user's that does so has
+timeouts.reward_s to end it before."""
+
+
+def num_children() -> int:
+    """One for each core that this process may use: a check computes all the time. At least 2, so that one slow answer
+    does not hold up all others. Each takes 60 MB.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, max(2, cores))
 
 
 class MathChecker:
     """Call `is_equal` from any thread. The children start with the first calls and end with this process."""
 
     def __init__(self) -> None:
+        self._num_children = num_children()
         self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
-        for _ in range(NUM_CHILDREN):
+        for _ in range(self._num_children):
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
@@ -44,7 +55,7 @@ class MathChecker:
             child = self._idle.get(timeout=IDLE_TIMEOUT_S)
         except queue.Empty:
             raise RewardError(
-                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {NUM_CHILDREN} math-verify processes"
+                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {self._num_children} math-verify processes"
             ) from None
         kept: subprocess.Popen[str] | None = None
         try:

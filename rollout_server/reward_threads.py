@@ -7,106 +7,140 @@ import math
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
-from async_rl.errors import RewardError, raised_at
+from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 
 MAX_THREADS = 32
 _Calls = Sequence[Callable[[], float]]
 
 
-class _Job:
+class _Group:
+    """Calls that are waited for together, each in a thread of its own."""
+
     def __init__(self, calls: _Calls) -> None:
         self.calls = calls
-        self.loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[list[float]] = self.loop.create_future()
-        self.call_started_s: float | None = None
-        """When the call that is running now began; None while the job waits for a thread."""
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[list[float]] = self._loop.create_future()
+        """Once it is done, as a call failed or nobody waits any more, no further call begins."""
+        self._rewards: dict[int, float] = {}
+
+    def settle(self, index: int, outcome: float | RewardError) -> None:
+        """Of one call, from any thread."""
+        if isinstance(outcome, RewardError):
+            self._deliver_soon(outcome)
+            return
+        self._rewards[index] = outcome
+        if len(self._rewards) == len(self.calls):  # two threads may both see this: the second is not heard
+            self._deliver_soon([self._rewards[i] for i in range(len(self.calls))])
+
+    def _deliver_soon(self, outcome: list[float] | RewardError) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, outcome)
+
+    def _deliver(self, outcome: list[float] | RewardError) -> None:
+        if self.outcome.done():
+            return
+        if isinstance(outcome, RewardError):
+            self.outcome.set_exception(outcome)
+        else:
+            self.outcome.set_result(outcome)
 
 
 class RewardThreads:
-    """Up to 32 daemon threads, one group of calls at a time each. A call that hangs is left to its thread."""
+    """Daemon threads that take one call at a time, in the order of `run`. One whose call hangs is given up, and another
+    takes its place.
+    """
 
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: for each call."""
+    def __init__(self, timeout_s: float, num_threads: int) -> None:
+        """`timeout_s`: for each call, from when a thread begins on it."""
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._num_threads = 0
-        self._num_jobs = 0
+        self._num_threads = num_threads
+        self._queue: queue.SimpleQueue[tuple[_Group, int] | None] = queue.SimpleQueue()
+        self._begun_s: dict[tuple[_Group, int], float] = {}
+        """When each call that runs now began. Who takes a call out decides about it: its thread with a result, or
+        `_replace_overdue`."""
+        for _ in range(num_threads):
+            self._start_thread()
 
     async def run(self, calls: _Calls) -> list[float]:
-        """Runs the calls one after the other in one thread.
+        """The results in order. A cancelled `run` begins on no further call.
 
         Raises:
             RewardError: a call raised, did not return a finite number, or took longer than the timeout.
+            WaitTimeoutError: not within `limit_s`, with calls that waited for a thread.
         """
-        self._num_jobs += 1
-        if self._num_jobs > self._num_threads and self._num_threads < MAX_THREADS:
-            self._num_threads += 1
-            self._start_thread()
-        job = _Job(calls)
-        self._jobs.put(job)
+        limit_s, num_before = self.limit_s(len(calls)), self._queue.qsize()
+        end_s = time.monotonic() + limit_s
+        group = _Group(calls)
+        for index in range(len(calls)):
+            self._queue.put((group, index))
         try:
-            return await self._wait(job)
+            # Whoever waits looks after all threads: a call that hangs may be of a group that was cancelled.
+            while not group.outcome.done():
+                if time.monotonic() >= end_s:
+                    raise WaitTimeoutError(
+                        f"{len(calls)} answers waited {limit_s:g} s for the {self._num_threads} reward threads, behind "
+                        f"{num_before} others that may take timeouts.reward_s = {self._timeout_s:g} s each"
+                    )
+                await asyncio.wait([group.outcome], timeout=self._until_overdue_s())
+                self._replace_overdue()
+            return group.outcome.result()
         finally:
-            self._num_jobs -= 1
+            group.outcome.cancel()
+
+    def limit_s(self, num_calls: int) -> float:
+        """For so many more calls, if all that are queued before them take their whole time; twice that, as the host
+        may be busy."""
+        rounds = 1 + math.ceil((self._queue.qsize() + num_calls) / self._num_threads)
+        return 2 * rounds * self._timeout_s
 
     def close(self) -> None:
         for _ in range(self._num_threads):
-            self._jobs.put(None)
+            self._queue.put(None)
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="rewards", daemon=True).start()
 
-    async def _wait(self, job: _Job) -> list[float]:
-        while True:
-            started_s = job.call_started_s
-            # A job without a thread waits for other jobs, whose calls are timed.
-            elapsed_s = 0.0 if started_s is None else time.monotonic() - started_s
-            if elapsed_s >= self._timeout_s:
-                job.result.cancel()
-                self._start_thread()  # in place of the one that hangs
-                raise RewardError(
-                    f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s "
-                    "for one response"
-                )
-            await asyncio.wait([job.result], timeout=self._timeout_s - elapsed_s)
-            if job.result.done():
-                return job.result.result()
+    def _until_overdue_s(self) -> float:
+        """What has not begun yet is overdue after all that has."""
+        now_s = time.monotonic()
+        return max(0.0, min(self._begun_s.copy().values(), default=now_s) + self._timeout_s - now_s)
+
+    def _replace_overdue(self) -> None:
+        now_s = time.monotonic()
+        for call, begun_s in self._begun_s.copy().items():  # a copy is made in one step, threads or no
+            if now_s - begun_s < self._timeout_s or self._begun_s.pop(call, None) is None:
+                continue
+            self._start_thread()
+            error = f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s for one response"
+            group, index = call
+            if group.outcome.cancelled():
+                warnings.warn(f"{error}; its group was given up meanwhile", stacklevel=2)
+            group.settle(index, RewardError(error))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                rewards = []
-                for call in job.calls:
-                    job.call_started_s = time.monotonic()
-                    rewards.append(_checked(call()))
-            except Exception as error:
-                self._deliver(job, _as_reward_error(error))
-            else:
-                self._deliver(job, rewards)
-            if job.result.cancelled():
-                return  # timed out meanwhile: another thread has taken this one's place
-
-    def _deliver(self, job: _Job, outcome: list[float] | Exception) -> None:
-        def deliver() -> None:
-            if job.result.done():
-                return
-            if isinstance(outcome, Exception):
-                job.result.set_exception(outcome)
-            else:
-                job.result.set_result(outcome)
-
-        if not job.loop.is_closed():
-            job.loop.call_soon_threadsafe(deliver)
+        while (call := self._queue.get()) is not None:
+            group, index = call
+            if group.outcome.done():
+                continue
+            self._begun_s[call] = time.monotonic()
+            outcome = _outcome(group.calls[index])
+            if self._begun_s.pop(call, None) is None:
+                return  # it was overdue: another thread has taken this one's place
+            group.settle(index, outcome)
 
 
-def _as_reward_error(error: Exception) -> RewardError:
-    if isinstance(error, RewardError):
+def _outcome(call: Callable[[], float]) -> float | RewardError:
+    try:
+        return _checked(call())
+    except RewardError as error:
         return error
-    wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    except (Exception, SystemExit) as error:
+        wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
+        wrapped.__cause__ = error
+        return wrapped
 
 
 def _checked(reward: float) -> float:

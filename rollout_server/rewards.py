@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from async_rl.config import Config
 from async_rl.errors import ConfigError, raised_at
 from async_rl.types import Prompt
-from rollout_server.math_checker import MathChecker
+from rollout_server.math_checker import MathChecker, num_children
+from rollout_server.reward_threads import MAX_THREADS
 
 if TYPE_CHECKING:
     from rollout_server.tasks import Question, Task
@@ -79,6 +80,13 @@ def open_reward(config: Config, task: Task) -> Reward:
         rule = RULES[name]
         return lambda prompt, response: rule(response, prompt.reference.answer)
     return partial(_call_custom, _import_function(name))
+
+
+def num_threads(config: Config) -> int:
+    """That score answers at once. A function of the user's may wait for other machines; a rule of this project computes
+    and may need a math-verify process, which its thread must find free: waiting would count as scoring.
+    """
+    return MAX_THREADS if ":" in config.task.reward else num_children()
 
 
 def _call_custom(function: Callable[..., float], prompt: Prompt, response: str) -> float:

@@ -31,7 +31,7 @@ from rollout_server.activity import Activity
 from rollout_server.engine import Completion, Engine, GenerationRequest
 from rollout_server.evaluation import Evaluation
 from rollout_server.reward_threads import RewardThreads
-from rollout_server.rewards import Reward
+from rollout_server.rewards import Reward, num_threads
 from rollout_server.tasks import Task
 
 REPORT_INTERVAL_S = 0.5
@@ -56,7 +56,7 @@ class Worker:
         self._reward = reward
         self._tokenizer = tokenizer
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
-        self._threads = RewardThreads(config.timeouts.reward_s)
+        self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
         self._activity = Activity(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)

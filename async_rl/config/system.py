@@ -204,7 +204,7 @@ class TimeoutsConfig:
     eval_s: float = 3600.0
     """The whole held-out set, before and after training, or while a push waits for it (eval.pin_version)."""
     reward_s: float = 30.0
-    """One call of the reward function."""
+    """One call of the reward function, from when a thread begins on it."""
     batch_s: float = 1800.0
     """The learner waiting for a batch."""
     push_s: float = 300.0

@@ -15,7 +15,7 @@ from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import Prompt
 from rollout_server import math_checker
-from rollout_server.rewards import gsm8k, math_verify, open_reward, rule_for_source
+from rollout_server.rewards import gsm8k, math_verify, num_threads, open_reward, rule_for_source
 from rollout_server.tasks import Question
 
 CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
@@ -120,11 +120,25 @@ def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checker = math_checker.MathChecker()
-    for _ in range(math_checker.NUM_CHILDREN):
+    for _ in range(math_checker.num_children()):
         checker._idle.get()
     monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
-    with pytest.raises(RewardError, match="waited 0 s for one of the 2 math-verify processes"):
+    with pytest.raises(RewardError, match=r"waited 0 s for one of the \d+ math-verify processes"):
         checker.is_equal("1", "1")
+
+
+@pytest.mark.parametrize(("cores", "children"), [(1, 2), (2, 2), (12, 12), (128, 32)])
+def test_there_is_a_math_verify_process_for_each_core_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, cores: int, children: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert math_checker.num_children() == children
+
+
+@pytest.mark.parametrize("name", ["", "gsm8k", "math_verify", "my_rewards:score"])
+def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
+    config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+    assert num_threads(config) == (32 if ":" in name else math_checker.num_children())
 
 
 def test_the_source_of_a_row_picks_the_rule() -> None:

@@ -1,10 +1,15 @@
-"""What a rollout pool is doing, as gapless spans; and what its rollout groups saw of each other."""
+"""What a rollout pool is doing, as gapless spans and as a status; and what its rollout groups saw of each other."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
+from collections import Counter
+from collections.abc import Iterator
 
 from async_rl.metrics import Metric
+from async_rl.status import Status
 from async_rl.timeline import Span, State, Timeline
 
 
@@ -16,8 +21,10 @@ class Activity:
     def __init__(self, pool: str) -> None:
         self._timeline = Timeline(pool)
         self._since_s = time.time()
-        self.changed_s = self._since_s
+        self._changed_s = self._since_s
         """When in_flight last went from none to some, or back."""
+        self._waits: dict[int, Status] = {}
+        """Of the groups, and of the greedy answers and held-out prompts beside them, each with the limit it keeps."""
         self._evaluations = 0
         self.in_flight = 0
         """Groups between their grant and the buffer's acknowledgement."""
@@ -31,18 +38,37 @@ class Activity:
         """A group starts; the result belongs to its `leave`."""
         if self.in_flight == 0:
             self._cut()
-            self.changed_s = self._since_s
+            self._changed_s = self._since_s
         self._count(+1)
         return self._counted_s, self._group_seconds
 
     def leave(self, entered: tuple[float, float]) -> None:
         if self.in_flight == 1:
             self._cut()
-            self.changed_s = self._since_s
+            self._changed_s = self._since_s
         self._count(-1)
         start_s, start_group_seconds = entered
         seconds = max(self._counted_s - start_s, 1e-9)
         self._finished.append((seconds, (self._group_seconds - start_group_seconds) / seconds))
+
+    @contextlib.contextmanager
+    def waiting(self, doing: str, waits_on: str, limit_s: float) -> Iterator[None]:
+        """Around what a group waits for: at most `limit_s`, which whoever waits keeps by itself."""
+        wait = Status(doing=doing, waits_on=waits_on, since_s=time.time(), limit_s=limit_s)
+        self._waits[id(wait)] = wait
+        try:
+            yield
+        finally:
+            del self._waits[id(wait)]
+
+    def status(self) -> Status:
+        """How many groups do what, and of these waits the one that is closest to its limit."""
+        if not self._waits:
+            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=self._changed_s)
+        first = min(self._waits.values(), key=lambda wait: wait.since_s + wait.limit_s)
+        counts = Counter(wait.doing for wait in self._waits.values())
+        doing = ", ".join(f"{doing} {number} groups" for doing, number in sorted(counts.items()))
+        return dataclasses.replace(first, doing=doing)
 
     def enter_evaluation(self) -> None:
         self._cut()

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -68,8 +69,6 @@ class Worker:
         self._stopping = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._granted_s: dict[int, float] = {}
-        """time.time() of each running group's grant, the oldest first."""
 
     async def run(self) -> AsyncIterator[Report]:
         """Rolls out until `stop`; yields what happened twice a second.
@@ -94,14 +93,7 @@ class Worker:
             await self._end_groups()
 
     def status(self) -> Status:
-        if not self._granted_s:
-            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=self._activity.changed_s)
-        timeouts, size = self._config.timeouts, self._config.rollout.group_size
-        return Status(
-            doing=f"generates {len(self._granted_s)} groups", waits_on="its engine, rewards",
-            since_s=next(iter(self._granted_s.values())),
-            limit_s=timeouts.generate_s + size * timeouts.reward_s + timeouts.wire_s,
-        )
+        return self._activity.status()
 
     async def evaluate(self, version: int, *, beside_training: bool) -> Report:
         """Held-out accuracy with the weights the engine serves now, said to be `version`."""
@@ -138,7 +130,6 @@ class Worker:
                         entered = self._activity.enter()
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
-                        self._granted_s[slot.group_id] = time.time()
                         group.add_done_callback(partial(self._leave, slot.group_id, entered))
                     self._version = max([self._version, *(slot.start_version for slot in slots)])
         except BaseExceptionGroup as group:
@@ -146,7 +137,7 @@ class Worker:
 
     def _leave(self, group_id: int, entered: tuple[float, float], group: asyncio.Task[None]) -> None:
         """However it ended: a task cancelled before its first step runs no code of its own."""
-        del self._groups[group_id], self._granted_s[group_id]
+        del self._groups[group_id]
         self._activity.leave(entered)
         self._group_finished.set()
 
@@ -183,7 +174,8 @@ class Worker:
             duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
             keeps_kv=self._config.weight_sync.on_update == "in_place",
         )
-        await self._client.put(group)
+        with self._sending():
+            await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
 
@@ -200,7 +192,8 @@ class Worker:
         """The engine's completions and their rewards; each of the two has its timeout."""
         timeout_s = self._config.timeouts.generate_s
         try:
-            completions = await asyncio.wait_for(self._engine.generate(request), timeout_s)
+            with self._activity.waiting("generates", "its engine", timeout_s):
+                completions = await asyncio.wait_for(self._engine.generate(request), timeout_s)
         except TimeoutError as error:
             if isinstance(error, AsyncRLError):
                 raise
@@ -209,7 +202,8 @@ class Worker:
                 f"{self._config.rollout.engine} engine to answer group {request.group_id}"
             ) from None
         calls = [partial(self._score, request.prompt, completion.tokens) for completion in completions]
-        return completions, await self._threads.run(calls)
+        with self._activity.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
+            return completions, await self._threads.run(calls)
 
     def _score(self, prompt: Prompt, tokens: IntArray) -> float:
         return self._reward(prompt, self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -223,7 +217,11 @@ class Worker:
                 f"{limit} groups in a row failed (task.max_failures), the last with: {error}"
             ) from error
         # Not granted again: the same prompt would most likely fail the same way.
-        await self._client.fail(slot.group_id, str(error), requeue=False)
+        with self._sending():
+            await self._client.fail(slot.group_id, str(error), requeue=False)
+
+    def _sending(self) -> AbstractContextManager[None]:
+        return self._activity.waiting("sends", "buffer", self._config.timeouts.wire_s)
 
     async def _report(self) -> Report:
         """What happened since the last one."""

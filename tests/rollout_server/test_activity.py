@@ -62,3 +62,18 @@ def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> N
     assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)
     assert values["rollout/concurrency"] == pytest.approx((1.5 + 5 / 3) / 2)
     assert activity.drain_groups() == []
+
+
+def test_the_status_counts_what_groups_do_and_shows_the_wait_that_is_closest_to_its_limit(clock: Clock) -> None:
+    activity = Activity("rollout/0")
+    idle = activity.status()
+    assert (idle.doing, idle.since_s, idle.limit_s) == ("waits for admission", 100, 0)
+    with activity.waiting("generates", "its engine", 60):
+        clock.now_s = 130
+        with activity.waiting("scores", "its reward", 20), activity.waiting("scores", "its reward", 90):
+            status = activity.status()
+            assert status.doing == "generates 1 groups, scores 2 groups"
+            assert (status.waits_on, status.since_s, status.limit_s) == ("its reward", 130, 20)
+        status = activity.status()
+        assert (status.doing, status.since_s, status.limit_s) == ("generates 1 groups", 100, 60)
+    assert activity.status() == idle

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+import time
 from dataclasses import replace
 
 import pytest
 
-from async_rl.config import TimeoutsConfig
+from async_rl.config import Config, TimeoutsConfig
+from async_rl.status import Status
+from async_rl.types import Prompt
 from rollout_server import math_checker, rewards
 from rollout_server.tasks import open_task
+from rollout_server.worker import Worker
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
 
 SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, batch_s=20, shutdown_s=5)
@@ -29,3 +34,34 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     batches, reports, server, _ = rolled_out(config, EchoEngine(), reward)
     assert len(batches) == 1
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
+
+
+def test_the_status_of_groups_that_queue_for_their_rewards_has_a_limit_that_they_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.worker.num_threads", lambda config: 1)
+    config = config_of(timeouts=SLOW)
+    statuses = asyncio.run(statuses_of_evaluation(config))
+    scoring = [status for status in statuses if status.doing.startswith("scores")]
+    assert scoring[0].doing == "scores 6 groups" and scoring[0].waits_on == "its reward"
+    # The first: 2 calls of at most 1 s in one thread, after the one that may run: 3 rounds, and twice that.
+    assert scoring[0].limit_s == 6
+    # The last: the same, behind 10 calls of which the thread may have taken one.
+    assert scoring[-1].limit_s in (24, 26)
+
+
+async def statuses_of_evaluation(config: Config) -> list[Status]:
+    def reward(prompt: Prompt, text: str) -> float:
+        time.sleep(0.1)
+        return 1.0
+
+    task = open_task(config, TOKENIZER)
+    worker = Worker(config, 0, EchoEngine(), task, reward, TOKENIZER, "tcp://127.0.0.1:1")
+    statuses: list[Status] = []
+    evaluation = asyncio.create_task(worker.evaluate(0, beside_training=False))
+    while not evaluation.done():
+        await asyncio.sleep(0.01)
+        statuses.append(worker.status())
+    await worker.stop()
+    evaluation.result()
+    return statuses

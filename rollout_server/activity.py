@@ -68,7 +68,7 @@ class Activity:
         first = min(self._waits.values(), key=lambda wait: wait.since_s + wait.limit_s)
         counts = Counter(wait.doing for wait in self._waits.values())
         doing = ", ".join(f"{doing} {number} groups" for doing, number in sorted(counts.items()))
-        return dataclasses.replace(first, doing=doing)
+        return dataclasses.replace(first, doing=doing, told_s=time.time())
 
     def enter_evaluation(self) -> None:
         self._cut()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from async_rl.timeline import STATES, Span, State, shares, state_changes
+from async_rl.timeline import STATES, Span, State, state_changes
 
 STATE_COLORS: dict[State, str] = {
     "busy": "#0072B2", "wait_data": "#E69F00", "wait_weights": "#F0E442", "sync": "#CC79A7", "eval": "#009E73",
@@ -16,11 +16,15 @@ STATE_COLORS: dict[State, str] = {
 STEPS_SHOWN = 10
 
 
-def draw_lanes(spans: Sequence[Span], step_ends_s: Sequence[float], path: str | Path) -> Path | None:
+def draw_lanes(
+    spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
+) -> Path | None:
     """Draws the middle STEPS_SHOWN learner steps of a run, with each pool's busy share of the whole run beside
     its lane; returns None if there are not two steps.
 
     Args:
+        spans: of the whole run; only those that are drawn are kept.
+        busy: that share, by pool.
         step_ends_s: end of each learner step; the time up to the first is start-up and left out.
     """
     if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
@@ -31,7 +35,7 @@ def draw_lanes(spans: Sequence[Span], step_ends_s: Sequence[float], path: str | 
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    pools = sorted({span.pool for span in spans})
+    pools = sorted(busy)
     first = max(0, (len(step_ends_s) - 1 - STEPS_SHOWN) // 2)
     last = min(first + STEPS_SHOWN, len(step_ends_s) - 1)
     start_s, end_s = step_ends_s[first], step_ends_s[last]
@@ -39,12 +43,12 @@ def draw_lanes(spans: Sequence[Span], step_ends_s: Sequence[float], path: str | 
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.55 * len(pools)), layout="constrained")
     seen: set[State] = set()
     for row, pool in enumerate(pools):
-        for state, from_s, to_s in state_changes(shown, pool, start_s, end_s):
+        for state, from_s, to_s in state_changes([s for s in shown if s.pool == pool], start_s, end_s):
             seen.add(state)
             axes.barh(row, to_s - from_s, left=from_s - start_s, height=0.8, color=STATE_COLORS[state], linewidth=0)
-        busy = shares(spans, pool, step_ends_s[0], step_ends_s[-1])["busy"]
         axes.annotate(
-            f"{busy:.0%} busy", (1.01, row), xycoords=axes.get_yaxis_transform(), va="center", annotation_clip=False
+            f"{busy[pool]:.0%} busy", (1.01, row), xycoords=axes.get_yaxis_transform(), va="center",
+            annotation_clip=False,
         )
     for step_end_s in step_ends_s[first : last + 1]:
         axes.axvline(step_end_s - start_s, color="black", linewidth=0.6, linestyle=":")

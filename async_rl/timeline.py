@@ -1,4 +1,4 @@
-"""Where the time of each pool goes: spans in, exact shares and a Chrome trace out.
+"""Where the time of each pool goes: spans in, exact shares out.
 
 Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool is exactly one state, so the
 shares of a pool add up to 1. Times are seconds of `time.time()`, which processes of one machine share.
@@ -11,15 +11,13 @@ How full a busy rollout pool is says its occupancy, running requests over slots:
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, Self, get_args
 
 State = Literal["busy", "wait_data", "wait_weights", "sync", "eval", "checkpoint", "other"]
 STATES: tuple[State, ...] = get_args(State)
@@ -89,29 +87,80 @@ class Timeline:
         return spans
 
 
-def shares(spans: Iterable[Span], pool: str, start_s: float, end_s: float) -> dict[State, float]:
-    """Share of [start_s, end_s) that `pool` spent in each state; every state is a key.
+class Usage:
+    """How the pools used a window of time: the share each spent in each state, and what was sampled meanwhile.
 
-    Uncovered time is `other`, overlaps go by PRIORITY. The shares are ratios of exact sums: they add up to 1
-    but for the rounding of seven floats. Raises ValueError on an empty window.
+    Uncovered time is `other`, overlaps go by PRIORITY. The shares are ratios of exact sums, in however many parts the
+    window was added: those of a pool add up to 1 but for the rounding of seven floats.
     """
-    total = dict.fromkeys(STATES, Fraction(0))
-    for state, first_s, last_s in state_changes(spans, pool, start_s, end_s):
-        total[state] += Fraction(last_s) - Fraction(first_s)
-    window = Fraction(end_s) - Fraction(start_s)
-    return {state: float(part / window) for state, part in total.items()}
+
+    def __init__(self) -> None:
+        self._window_s = Fraction(0)
+        self._spent_s: dict[str, dict[State, Fraction]] = {}
+        """[pool][state], without `other`."""
+        self._samples: dict[str, tuple[float, int]] = {}
+        """[key] sum and number."""
+
+    def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
+        """The part [start_s, end_s) of the window, of which `spans` and `samples` tell all.
+
+        A pool counts if any of `spans` is its own, also one outside. Raises ValueError on an empty part.
+        """
+        if not end_s > start_s:
+            raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
+        self._window_s += Fraction(end_s) - Fraction(start_s)
+        by_pool: dict[str, list[Span]] = {}
+        for span in spans:
+            by_pool.setdefault(span.pool, []).append(span)
+        for pool, of_pool in by_pool.items():
+            spent_s = self._spent_s.setdefault(pool, {})
+            for state, first_s, last_s in state_changes(of_pool, start_s, end_s):
+                if state != "other":
+                    spent_s[state] = spent_s.get(state, Fraction(0)) + Fraction(last_s) - Fraction(first_s)
+        for sample in samples:
+            if start_s <= sample.time_s < end_s:
+                key = f"{sample.name}/{_kind(sample.pool)}"
+                total, number = self._samples.get(key, (0.0, 0))
+                self._samples[key] = total + sample.value, number + 1
+        return self
+
+    def shares(self) -> dict[str, dict[State, float]]:
+        """[pool][state] share of the window; every state is a key. Pools are in the order of their names."""
+        shares: dict[str, dict[State, float]] = {}
+        for pool, spent_s in sorted(self._spent_s.items()):
+            rest_s = self._window_s - sum(spent_s.values())
+            shares[pool] = {
+                state: float((rest_s if state == "other" else spent_s.get(state, Fraction(0))) / self._window_s)
+                for state in STATES
+            }
+        return shares
+
+    def metrics(self) -> dict[str, float]:
+        """Metric values, one pool kind being the part of a pool's name before `/`.
+
+        `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean
+        share of every other state, `utilisation/total` the mean busy share over all pools. `<sample>/<kind>` is the
+        mean of the samples of a name over the pools of a kind.
+        """
+        shares = self.shares()
+        values: dict[str, float] = {}
+        for kind in dict.fromkeys(map(_kind, shares)):
+            pools = [of_pool for pool, of_pool in shares.items() if _kind(pool) == kind]
+            values[f"utilisation/{kind}"] = _mean([pool["busy"] for pool in pools])
+            for state in STATES:
+                if state != "busy":
+                    values[f"utilisation/{kind}/{state}"] = _mean([pool[state] for pool in pools])
+        if shares:
+            values["utilisation/total"] = _mean([of_pool["busy"] for of_pool in shares.values()])
+        return values | {key: total / number for key, (total, number) in self._samples.items()}
 
 
-def state_changes(
-    spans: Iterable[Span], pool: str, start_s: float, end_s: float
-) -> Iterator[tuple[State, float, float]]:
-    """(state, from, to) over [start_s, end_s) without gap or overlap, under the rules of `shares`."""
-    if not end_s > start_s:
-        raise ValueError(f"the window must end after it starts, got start_s={start_s}, end_s={end_s}")
+def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
+    """(state, from, to) over [start_s, end_s) without gap or overlap, by the `spans` of one pool; see `Usage`."""
     edges: list[tuple[float, int, State]] = []
     for span in spans:
         first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)
-        if span.pool == pool and first_s < last_s:
+        if first_s < last_s:
             edges += [(first_s, 1, span.state), (last_s, -1, span.state)]
     edges.sort(key=lambda edge: edge[0])
 
@@ -124,88 +173,8 @@ def state_changes(
         cursor_s = edge_s
 
 
-def utilisation(spans: Iterable[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """Metric values over the window, one pool kind being the part of a pool's name before `/`.
-
-    `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean
-    share of every other state, `utilisation/total` the mean busy share over all pools. A pool counts if any
-    of `spans` is its own, also one outside the window.
-    """
-    spans = tuple(spans)
-    by_kind: dict[str, list[dict[State, float]]] = {}
-    for pool in sorted({span.pool for span in spans}):
-        by_kind.setdefault(pool.partition("/")[0], []).append(shares(spans, pool, start_s, end_s))
-    values: dict[str, float] = {}
-    for kind, pools in by_kind.items():
-        values[f"utilisation/{kind}"] = _mean([pool["busy"] for pool in pools])
-        for state in STATES:
-            if state != "busy":
-                values[f"utilisation/{kind}/{state}"] = _mean([pool[state] for pool in pools])
-    busy = [pool["busy"] for pools in by_kind.values() for pool in pools]
-    if busy:
-        values["utilisation/total"] = _mean(busy)
-    return values
-
-
-def sampled(samples: Iterable[Sample], start_s: float, end_s: float) -> dict[str, float]:
-    """Metric values: `<name>/<kind>` is the mean of the samples in [start_s, end_s) over the pools of a kind."""
-    values: dict[str, list[float]] = {}
-    for sample in samples:
-        if start_s <= sample.time_s < end_s:
-            values.setdefault(f"{sample.name}/{sample.pool.partition('/')[0]}", []).append(sample.value)
-    return {key: _mean(of_key) for key, of_key in values.items()}
-
-
-def write_chrome_trace(spans: Iterable[Span], path: str | Path, samples: Iterable[Sample] = ()) -> None:
-    """Trace Event JSON for https://ui.perfetto.dev or chrome://tracing.
-
-    Each pool is a process. Its spans are laid on as few threads (lanes) as keep any two spans of a thread
-    from overlapping, because a trace viewer draws only nested slices. Its samples are counters. The clock starts
-    at the first span.
-    """
-    ordered = sorted(spans, key=lambda span: (span.pool, span.start_s, span.end_s))
-    origin_s = min((span.start_s for span in ordered), default=0.0)
-    events: list[dict[str, Any]] = []
-    lanes: dict[str, list[float]] = {}
-    pids: dict[str, int] = {}
-    for span in ordered:
-        pid = pids.setdefault(span.pool, len(pids) + 1)
-        ends_s = lanes.setdefault(span.pool, [])
-        lane = next((i for i, lane_end_s in enumerate(ends_s) if lane_end_s <= span.start_s), len(ends_s))
-        ends_s[lane : lane + 1] = [span.end_s]
-        events.append(
-            {
-                "ph": "X",
-                "pid": pid,
-                "tid": lane,
-                "name": span.name or span.state,
-                "cat": span.state,
-                "ts": (span.start_s - origin_s) * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
-    for sample in samples:
-        if sample.pool in pids:
-            counter = {"name": sample.name, "args": {sample.name: sample.value}}
-            events.append({"ph": "C", "pid": pids[sample.pool], "ts": (sample.time_s - origin_s) * 1e6, **counter})
-    for pool, pid in pids.items():
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": pool}})
-        events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
-        for lane in range(len(lanes[pool])):
-            name = {"name": f"{pool} lane {lane}"}
-            events.append({"ph": "M", "pid": pid, "tid": lane, "name": "thread_name", "args": name})
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def read_chrome_trace(path: str | Path) -> list[Span]:
-    """The spans of `write_chrome_trace`; the clock starts at the first one."""
-    events = json.loads(Path(path).read_text())["traceEvents"]
-    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    return [
-        Span(pools[e["pid"]], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"])
-        for e in events
-        if e["ph"] == "X"
-    ]
+def _kind(pool: str) -> str:
+    return pool.partition("/")[0]
 
 
 def _mean(values: list[float]) -> float:

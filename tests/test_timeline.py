@@ -1,33 +1,25 @@
-"""Shares of a pool's time are exact; traces open in a viewer."""
+"""Shares of a pool's time are exact."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.timeline import (
-    PRIORITY,
-    STATES,
-    Sample,
-    Span,
-    Timeline,
-    read_chrome_trace,
-    sampled,
-    shares,
-    state_changes,
-    utilisation,
-    write_chrome_trace,
-)
+from async_rl.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
 
 POOL = "learner/0"
 times = st.floats(0, 100, allow_nan=False)
 spans_of_a_pool = st.lists(st.builds(Span, st.just(POOL), st.sampled_from(STATES), times, times), max_size=30)
+
+
+def shares(spans: list[Span], pool: str, start_s: float, end_s: float) -> dict[State, float]:
+    empty = Span(pool, "other", start_s, start_s)  # a pool without any is not known
+    return Usage().add([*spans, empty], (), start_s, end_s).shares()[pool]
 
 
 def test_every_state_has_a_priority() -> None:
@@ -53,7 +45,7 @@ def test_spans_that_reach_over_the_window_count_only_inside_it() -> None:
 
 def test_an_empty_window_is_refused() -> None:
     with pytest.raises(ValueError, match="end after it starts"):
-        shares([], POOL, 3, 3)
+        Usage().add([], [], 3, 3)
 
 
 @given(spans_of_a_pool, st.tuples(times, times).filter(lambda window: window[0] < window[1]))
@@ -73,6 +65,17 @@ def test_shares_equal_a_count_of_seconds(rows: list[tuple[str, int, int]]) -> No
     assert shares(spans, POOL, 0, 20) == pytest.approx({state: n / 20 for state, n in counted.items()})
 
 
+@given(spans_of_a_pool, st.lists(times, min_size=2, max_size=6, unique=True))
+def test_a_window_added_in_parts_is_used_as_the_whole_of_it_is(spans: list[Span], edges: list[float]) -> None:
+    edges.sort()
+    samples = [Sample(POOL, "gpu", span.start_s, 0.5) for span in spans]
+    parts, whole = Usage(), Usage().add(spans, samples, edges[0], edges[-1])
+    for start_s, end_s in pairwise(edges):
+        parts.add([s for s in spans if s.end_s > start_s and s.start_s < end_s], samples, start_s, end_s)
+    assert parts.shares() == {pool: whole.shares()[pool] for pool in parts.shares()}
+    assert parts.metrics().get("gpu/learner") == whole.metrics().get("gpu/learner")
+
+
 def test_utilisation_is_the_mean_over_pools_and_total_counts_each_pool_once() -> None:
     spans = [
         Span("learner/0", "busy", 0, 5),
@@ -81,7 +84,7 @@ def test_utilisation_is_the_mean_over_pools_and_total_counts_each_pool_once() ->
         Span("rollout/1", "wait_weights", 6, 10),
         Span("rollout/2", "busy", -9, -8),  # idle in the window, but a pool all the same
     ]
-    values = utilisation(spans, 0, 10)
+    values = Usage().add(spans, (), 0, 10).metrics()
     assert values["utilisation/learner"] == pytest.approx(0.5)
     assert values["utilisation/rollout"] == pytest.approx(1.6 / 3)
     assert values["utilisation/rollout/wait_weights"] == pytest.approx(0.4 / 3)
@@ -126,30 +129,6 @@ def test_no_span_is_lost_between_threads() -> None:
     assert len(drained) == 2000
 
 
-def test_a_trace_names_its_pools_and_draws_no_overlap_on_one_thread(tmp_path: Path) -> None:
-    spans = [
-        Span("rollout/0", "busy", 100.0, 102.0, "group 1"),
-        Span("rollout/0", "busy", 101.0, 103.0, "group 2"),
-        Span("rollout/0", "wait_weights", 102.0, 104.0),
-        Span("learner/0", "sync", 100.5, 101.0),
-    ]
-    write_chrome_trace(spans, tmp_path / "timeline.json")
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert sorted(processes.values()) == ["learner/0", "rollout/0"]
-    slices = [e for e in events if e["ph"] == "X"]
-    assert {(e["name"], e["ts"], e["dur"]) for e in slices} == {
-        ("group 1", 0, 2e6), ("group 2", 1e6, 2e6), ("wait_weights", 2e6, 2e6), ("sync", 0.5e6, 0.5e6)
-    }  # fmt: skip
-    lanes: dict[tuple[int, int], float] = {}
-    for event in slices:
-        lane = (event["pid"], event["tid"])
-        assert event["ts"] >= lanes.get(lane, 0)
-        lanes[lane] = event["ts"] + event["dur"]
-    assert len(lanes) == 3
-    assert {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} == set(lanes)
-
-
 def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
     samples = [
         Sample("rollout/0", "occupancy", 1.0, 0.5),
@@ -157,22 +136,11 @@ def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
         Sample("rollout/1", "occupancy", 10.0, 0.0),  # the window's end is outside
         Sample("learner/0", "gpu", 3.0, 0.9),
     ]
-    assert sampled(samples, 0, 10) == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
-
-
-def test_a_trace_read_back_has_the_spans_and_the_samples_are_counters(tmp_path: Path) -> None:
-    spans = [Span("learner/0", "busy", 50.0, 51.0, "update"), Span("rollout/0", "wait_weights", 50.5, 52.0)]
-    write_chrome_trace(spans, tmp_path / "t.json", [Sample("rollout/0", "occupancy", 51.0, 0.25)])
-    read = read_chrome_trace(tmp_path / "t.json")
-    assert read == [
-        Span("learner/0", "busy", 0.0, 1.0, "update"), Span("rollout/0", "wait_weights", 0.5, 2.0, "wait_weights")
-    ]  # fmt: skip
-    (counter,) = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "C"]
-    assert (counter["pid"], counter["ts"], counter["args"]) == (2, 1e6, {"occupancy": 0.25})
+    assert Usage().add((), samples, 0, 10).metrics() == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
 
 
 def test_a_pool_s_states_follow_each_other_without_gap_or_overlap() -> None:
     spans = [Span(POOL, "busy", 0, 3), Span(POOL, "sync", 2, 5), Span(POOL, "busy", 6, 9)]
-    assert list(state_changes(spans, POOL, 1, 8)) == [
+    assert list(state_changes(spans, 1, 8)) == [
         ("busy", 1, 2), ("sync", 2, 3), ("sync", 3, 5), ("other", 5, 6), ("busy", 6, 8)
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from async_rl.metrics import reduce_metrics
-from async_rl.timeline import shares
+from async_rl.timeline import Usage
 from rollout_server.activity import Activity
 
 
@@ -37,7 +37,7 @@ def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwi
     at(clock, 105, activity.leave, first)
     at(clock, 107, activity.leave, second)
     spans = at(clock, 110, activity.drain)
-    result = shares(spans, "rollout/0", 100, 110)
+    result = Usage().add(spans, (), 100, 110).shares()["rollout/0"]
     assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
 
 
@@ -47,7 +47,7 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
     group = at(clock, 104, activity.enter)
     at(clock, 107, activity.leave, group)
     at(clock, 108, activity.leave_evaluation)
-    result = shares(at(clock, 110, activity.drain), "rollout/0", 100, 110)
+    result = Usage().add(at(clock, 110, activity.drain), (), 100, 110).shares()["rollout/0"]
     assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
 
 

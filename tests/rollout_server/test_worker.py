@@ -25,7 +25,7 @@ from async_rl.config import (
 )
 from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.metrics import Report, reduce_metrics
-from async_rl.timeline import shares
+from async_rl.timeline import Usage
 from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
@@ -315,7 +315,7 @@ def test_the_workers_spans_leave_no_gap() -> None:
     spans = [span for report in reports for span in report.spans]
     assert {span.pool for span in spans} == {"rollout/0"}
     start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
-    parts = shares(spans, "rollout/0", start_s, end_s)
+    parts = Usage().add(spans, (), start_s, end_s).shares()["rollout/0"]
     assert parts["other"] < 1e-6
     assert parts["busy"] > 0 and parts["wait_weights"] > 0
     assert sum(parts.values()) == pytest.approx(1)

@@ -117,20 +117,21 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
         for r in range(ranks)
     }
     # First, as it is quick: what is wrong in `network` is known before a server has loaded its model.
-    address = processes.gather({"buffer": buffer.start.remote()}, timeouts.join_s, "the start")["buffer"]
+    address = processes.gather({"buffer": buffer.start.remote()}, timeouts.limit("join_s"), "the start")["buffer"]
     urls = processes.gather(
-        {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.server_start_s, "the start"
+        {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.limit("server_start_s"), "the start"
     )
     master = processes.gather(
-        {"learner/0": learners["learner/0"].free_address.remote()}, timeouts.join_s, "the address"
+        {"learner/0": learners["learner/0"].free_address.remote()}, timeouts.limit("join_s"), "the address"
     )["learner/0"]
     processes.gather(
-        {name: actor.connect.remote(address) for name, actor in rollouts.items()}, timeouts.join_s, "connecting"
+        {name: actor.connect.remote(address) for name, actor in rollouts.items()},
+        timeouts.limit("join_s"), "connecting",
     )
     arguments = (master, address, [urls[name] for name in rollouts])
     processes.gather(
         {name: actor.start.remote(*arguments) for name, actor in learners.items()},
-        timeouts.server_start_s, "the start",
+        timeouts.limit("server_start_s"), "the start",
     )
     return str(address)
 
@@ -139,8 +140,8 @@ def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, v
     if config.eval.size == 0:
         return
     report = processes.gather(
-        {name: processes.actors[name].evaluate.remote(version, beside_training=False)}, config.timeouts.eval_s,
-        f"the evaluation of version {version}",
+        {name: processes.actors[name].evaluate.remote(version, beside_training=False)},
+        config.timeouts.limit("eval_s"), f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)
 
@@ -179,7 +180,7 @@ def _revive_buffer(
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
     buffer = processes.start("buffer", BufferProcess, config, port, max_concurrency=4)
-    processes.gather({"buffer": buffer.start.remote()}, config.timeouts.join_s, "the new start")
+    processes.gather({"buffer": buffer.start.remote()}, config.timeouts.limit("join_s"), "the new start")
 
 
 def _close_buffer(
@@ -187,7 +188,7 @@ def _close_buffer(
 ) -> dict[str, float]:
     """End the rollout workers, then the buffer, which checks that every admitted group is accounted for."""
     workers = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
-    processes.gather(workers, config.timeouts.shutdown_s, "the end")
+    processes.gather(workers, config.timeouts.limit("shutdown_s"), "the end")
     try:
         return _final_account(config, processes)
     except ProcessKilledError as error:
@@ -197,9 +198,9 @@ def _close_buffer(
 
 def _final_account(config: Config, processes: ProcessGroup) -> dict[str, float]:
     buffer = processes.actors["buffer"]
-    processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.shutdown_s, "the end")
+    processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.limit("shutdown_s"), "the end")
     counters: dict[str, float] = processes.gather(
-        {"buffer": buffer.close.remote()}, config.timeouts.shutdown_s, "the final account"
+        {"buffer": buffer.close.remote()}, config.timeouts.limit("shutdown_s"), "the final account"
     )["buffer"]
     return counters
 

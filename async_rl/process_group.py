@@ -15,6 +15,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from async_rl.config import Limit
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.placement import Reservation
 from async_rl.status import Status, write_status
@@ -49,19 +50,19 @@ class ProcessGroup:
         self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
         return self.actors[name]
 
-    def gather(self, calls: Mapping[str, ObjectRef], timeout_s: float, what: str) -> dict[str, Any]:
+    def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
         """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards.
 
         Meanwhile `async-rl status` tells of the wait.
         """
         pending = {ref: name for name, ref in calls.items()}
         results: dict[str, Any] = {}
-        since_s, deadline = time.time(), time.monotonic() + timeout_s
+        since_s, deadline = time.time(), time.monotonic() + limit.seconds
         host = ray.util.get_node_ip_address()
         while pending:
             write_status(self.run_dir, [Status(
                 process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
-                since_s=since_s, limit_s=timeout_s,
+                since_s=since_s, limit_s=limit.seconds,
             )], "running")
             left_s = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(pending), timeout=min(left_s, STATUS_INTERVAL_S))
@@ -69,7 +70,7 @@ class ProcessGroup:
                 continue
             if not ready:
                 raise WaitTimeoutError(
-                    f"the driver waited {timeout_s:.0f} s for {what} of {', '.join(pending.values())}"
+                    f"the driver waited {limit} for {what} of {', '.join(pending.values())}"
                     + "".join(self.log_tail(name) for name in pending.values())
                 )
             name = pending.pop(ready[0])

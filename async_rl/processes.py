@@ -170,7 +170,7 @@ class LearnerProcess:
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
         """A rollout server came back at `url`: returns once it has the current weights, with their version."""
-        self._learner.servers.join(name, url, self._config.timeouts.batch_s)
+        self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
         return self._learner.version
 
     @ray.method(concurrency_group="control")

@@ -69,17 +69,16 @@ class LearnerClient:
             WireError: the learner is at another version.
             NothingToLearnError: there will be no batch any more.
         """
-        start_s = time.monotonic()
+        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
-            left_s = self._timeouts.batch_s - (time.monotonic() - start_s)
+            left_s = limit.seconds - (time.monotonic() - start_s)
             reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
             if reply.frames:
                 return [frame.buffer for frame in reply.frames]
             if "end" in reply.result:
                 raise NothingToLearnError(reply.result["end"])
-            waited_s = time.monotonic() - start_s
-            if waited_s >= self._timeouts.batch_s:
-                raise WaitTimeoutError(f"learner waited {waited_s:.0f} s for batch {version}: {reply.result['state']}")
+            if time.monotonic() - start_s >= limit.seconds:
+                raise WaitTimeoutError(f"learner waited {limit} for batch {version}: {reply.result['state']}")
         return []
 
     def await_push(self, version: int) -> None:
@@ -89,11 +88,10 @@ class LearnerClient:
         Raises:
             WaitTimeoutError: not within timeouts.batch_s; says what is missing.
         """
-        start_s = time.monotonic()
+        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while "ready" not in (result := self._call("may_push", version=version, wait_s=LONG_POLL_S).result):
-            waited_s = time.monotonic() - start_s
-            if waited_s >= self._timeouts.batch_s:
-                raise WaitTimeoutError(f"learner waited {waited_s:.0f} s to push version {version}: {result['state']}")
+            if time.monotonic() - start_s >= limit.seconds:
+                raise WaitTimeoutError(f"learner waited {limit} to push version {version}: {result['state']}")
 
     def trained(self, version: int) -> None:
         """The batch taken last was trained on and yielded `version`; tokens of that version are legal from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 
 
@@ -23,18 +24,18 @@ class ServerList:
                 self._changed.notify_all()
             self._urls[name] = ""
 
-    def join(self, name: str, url: str, timeout_s: float) -> None:
+    def join(self, name: str, url: str, limit: Limit) -> None:
         """Returns once the server `name`, new at `url`, holds the learner's current version.
 
         Raises:
             WeightSyncError: it died before that.
-            WaitTimeoutError: there was no push within `timeout_s`.
+            WaitTimeoutError: there was no push within `limit`.
         """
         with self._changed:
             self._urls[name] = url
             self._outcome.pop(url, None)
-            if not self._changed.wait_for(lambda: url in self._outcome, timeout_s):
-                raise WaitTimeoutError(f"{name} waited {timeout_s:.0f} s for the learner's current weights")
+            if not self._changed.wait_for(lambda: url in self._outcome, limit.seconds):
+                raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights")
             if self._outcome.pop(url) == "lost":
                 raise WeightSyncError(f"{name} died before it had the learner's current weights")
 

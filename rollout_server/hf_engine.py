@@ -97,10 +97,10 @@ class HFEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join, self._config.timeouts.shutdown_s)
+        limit = self._config.timeouts.limit("shutdown_s")
+        await asyncio.to_thread(self._thread.join, limit.seconds)
         if self._thread.is_alive():
-            timeout_s = self._config.timeouts.shutdown_s
-            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for the decode thread of {self._name} to end")
+            raise WaitTimeoutError(f"the end of {self._name} waited {limit} for its decode thread")
 
     async def pause(self, *, keep_kv: bool) -> None:
         """Returns once no token is being sampled; running answers stay as they are until `resume`, then go on from
@@ -138,15 +138,15 @@ class HFEngine:
             else:
                 self._loop.call_soon_threadsafe(_succeed, future, result)
 
-        timeout_s = self._config.timeouts.push_s
+        limit = self._config.timeouts.limit("push_s")
         try:
             with self._changed:
                 self._check_alive()
                 self._jobs.append(run)
                 self._changed.notify()
-            return await asyncio.wait_for(future, timeout_s)
+            return await asyncio.wait_for(future, limit.seconds)
         except TimeoutError:
-            raise WaitTimeoutError(f"a weight request waited {timeout_s:.0f} s for {self._name}") from None
+            raise WaitTimeoutError(f"a weight request waited {limit} for {self._name}") from None
         finally:
             del self._futures[job]
 

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from async_rl import supervision, watch
-from async_rl.config import TimeoutsConfig
+from async_rl.config import Limit, TimeoutsConfig
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _evaluate_trained
 from async_rl.status import Status, format_status, write_status
@@ -195,11 +195,12 @@ def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
     run.tell("rollout-0-answers")
     servers = {name: actor for name, actor in run.processes.actors.items() if name.startswith("rollout")}
     calls = {name: actor.evaluate.remote(7, beside_training=False) for name, actor in servers.items()}
-    assert set(run.processes.gather(calls, 60, "the evaluation of version 7")) == set(calls)
+    limit = Limit(60.0, "timeouts.generate_s")
+    assert set(run.processes.gather(calls, limit, "the evaluation of version 7")) == set(calls)
     assert re.fullmatch(r"driver waits for the evaluation of version 7 rollout/1 \d+ s 60 s", of_one[0])
     asked = run.processes.actors["buffer"].serve.remote()
-    with pytest.raises(WaitTimeoutError, match="waited 0 s for the end of buffer"):
-        run.processes.gather({"buffer": asked}, 0.25, "the end")
+    with pytest.raises(WaitTimeoutError, match=r"the driver waited 0 s \(timeouts\.shutdown_s\) for the end of buffer"):
+        run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
 
 
 def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched: Any) -> None:

@@ -40,6 +40,7 @@ from async_rl.config.learning import (
 from async_rl.config.system import (
     CheckpointConfig,
     LearnerPlacement,
+    Limit,
     LoggingConfig,
     NetworkConfig,
     PlacementConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "KlConfig",
     "LearnerConfig",
     "LearnerPlacement",
+    "Limit",
     "LoggingConfig",
     "LoraConfig",
     "MasksConfig",

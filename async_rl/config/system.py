@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from async_rl.config.check import check
 
@@ -192,6 +192,16 @@ class NetworkConfig:
         return ipaddress.IPv4Address(self.host).is_loopback
 
 
+class Limit(NamedTuple):
+    """How long one wait may last, with the key that says so: who gives up names it."""
+
+    seconds: float
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s ({self.key})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeoutsConfig:
     """One per named wait, in seconds."""
@@ -223,3 +233,6 @@ class TimeoutsConfig:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             check(0 < value <= LONGEST_WAIT_S, f"timeouts.{name}", value, f"above 0, at most {LONGEST_WAIT_S:.0f}")
+
+    def limit(self, name: str) -> Limit:
+        return Limit(getattr(self, name), f"timeouts.{name}")

@@ -48,10 +48,8 @@ class CudaIpcPublisher(BucketPublisher):
             }
             if bucket.is_last:
                 body["weight_version"] = str(version)
-            calls[name] = partial(
-                post, self.session, url, "/update_weights_from_tensor", body, self.timeouts.push_s
-            )
-        return start_together(calls, self.timeouts.push_s, f"push of version {version}")
+            calls[name] = partial(post, self.session, url, "/update_weights_from_tensor", body, self.push_limit)
+        return start_together(calls, self.push_limit, f"push of version {version}")
 
 
 def shared(bucket: Bucket) -> str:

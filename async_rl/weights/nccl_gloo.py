@@ -56,7 +56,8 @@ class BroadcastPublisher(BucketPublisher):
         host = self.host
         self.group_name = f"weights-{time.time_ns()}"
         world_size = 1 + len(self.servers) * self.tp
-        timeout = datetime.timedelta(seconds=self.timeouts.join_s)
+        limit = self.timeouts.limit("join_s")
+        timeout = datetime.timedelta(seconds=limit.seconds)
         # The store listens before any server is asked to join: a server that finds nobody blocks its whole scheduler.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -70,8 +71,8 @@ class BroadcastPublisher(BucketPublisher):
                 "master_address": host, "master_port": port, "rank_offset": 1 + index * self.tp,
                 "world_size": world_size, "group_name": self.group_name, "backend": self.backend,
             }
-            calls[name] = partial(post, self.session, url, "/init_weights_update_group", body, self.timeouts.join_s)
-        run_together(calls, self.timeouts.join_s, "joining the weight group")
+            calls[name] = partial(post, self.session, url, "/init_weights_update_group", body, limit)
+        run_together(calls, limit, "joining the weight group")
         self._members = dict(self.servers)
 
     def _join(self, store: Store, world_size: int) -> None:
@@ -88,7 +89,7 @@ class BroadcastPublisher(BucketPublisher):
         calls = self.calls("/update_weights_from_distributed", body)
         if calls:
             calls["learner rank 0"] = partial(self._broadcast, bucket.data.to(self.device))
-        return start_together(calls, self.timeouts.push_s, f"push of version {version}")
+        return start_together(calls, self.push_limit, f"push of version {version}")
 
     def _broadcast(self, data: Tensor) -> None:
         dist.broadcast(data, group=self.group, group_src=0)
@@ -114,7 +115,7 @@ class BroadcastPublisher(BucketPublisher):
         group = {"group_name": self.group_name}
         for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", group)):
             with suppress(WeightSyncError, WaitTimeoutError):
-                post(self.session, url, path, body, self.timeouts.join_s)
+                post(self.session, url, path, body, self.timeouts.limit("join_s"))
 
     def close(self) -> None:
         if self.group is not None:

@@ -17,7 +17,7 @@ import requests
 import torch
 from torch import Tensor
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
 from async_rl.timeline import Span
@@ -47,23 +47,23 @@ class PushReport:
     """Servers that died on the way and were taken out. The push did not take place: repeat it, on every rank."""
 
 
-def run_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what: str) -> dict[str, Any]:
+def run_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> dict[str, Any]:
     """Run calls that wait for each other, each in a thread of its own; the first exception wins.
 
     Raises:
         WeightSyncError: a call raised; names it.
-        WaitTimeoutError: not all returned within `timeout_s`; names those still waiting.
+        WaitTimeoutError: not all returned within `limit`; names those still waiting.
     """
-    return start_together(calls, timeout_s, what)()
+    return start_together(calls, limit, what)()
 
 
-def start_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, what: str) -> Callable[[], dict[str, Any]]:
+def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
     """As `run_together`, but returns at once; what it returns waits for the end.
 
     The threads are daemons: a collective that can no longer complete must not keep the process from ending.
     """
     done: queue.SimpleQueue[tuple[str, Any, BaseException | None]] = queue.SimpleQueue()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + limit.seconds
 
     def work(name: str, call: Callable[[], Any]) -> None:
         try:
@@ -78,9 +78,7 @@ def start_together(calls: Mapping[str, Callable[[], Any]], timeout_s: float, wha
                 name, value, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 waiting = sorted(set(calls) - set(results))
-                raise WaitTimeoutError(
-                    f"{what}: the learner waited {timeout_s:.0f} s for {', '.join(waiting)}"
-                ) from None
+                raise WaitTimeoutError(f"{what}: the learner waited {limit} for {', '.join(waiting)}") from None
             if error is not None:
                 raise WeightSyncError(f"{what}: {name} failed: {error}") from error
             results[name] = value
@@ -112,6 +110,7 @@ class WeightPublisher(ABC):
         self._released: dict[str, tuple[str, ...]] = {}
         """[url] what of RELEASED a server is without."""
         self.timeouts = config.timeouts
+        self.push_limit = config.timeouts.limit("push_s")
         self.tp = config.placement.rollout.tp
         self.dtype = serving_dtype(config, device.type)
         self.host = config.network.host
@@ -173,8 +172,8 @@ class WeightPublisher(ABC):
 
     def _release_memory(self, url: str) -> None:
         try:
-            post(self.session, url, "/pause_generation", {"mode": "retract"}, self.timeouts.push_s)
-            post(self.session, url, "/release_memory_occupation", {}, self.timeouts.push_s)
+            post(self.session, url, "/pause_generation", {"mode": "retract"}, self.push_limit)
+            post(self.session, url, "/release_memory_occupation", {}, self.push_limit)
         except WeightSyncError:
             if self._answers(url):
                 raise
@@ -185,7 +184,7 @@ class WeightPublisher(ABC):
         """A server dies of a tag that it has not released."""
         released = self._released.get(url, ())
         if lacking := [tag for tag in released if tag in tags]:
-            post(self.session, url, "/resume_memory_occupation", {"tags": lacking}, self.timeouts.push_s)
+            post(self.session, url, "/resume_memory_occupation", {"tags": lacking}, self.push_limit)
             self._released[url] = tuple(tag for tag in released if tag not in tags)
 
     def _at_every_server(self, call: Callable[[str], None]) -> None:
@@ -252,11 +251,11 @@ class WeightPublisher(ABC):
 
     def call_servers(self, path: str, body: dict[str, Any], what: str) -> dict[str, Any]:
         """POST to every server at once and return their JSON replies by name."""
-        return run_together(self.calls(path, body), self.timeouts.push_s, what)
+        return run_together(self.calls(path, body), self.push_limit, what)
 
     def calls(self, path: str, body: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         return {
-            name: partial(post, self.session, url, path, body, self.timeouts.push_s)
+            name: partial(post, self.session, url, path, body, self.push_limit)
             for name, url in self.servers.items()
         }
 
@@ -297,12 +296,12 @@ class WeightPublisher(ABC):
         )
 
 
-def post(session: requests.Session, url: str, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+def post(session: requests.Session, url: str, path: str, body: dict[str, Any], limit: Limit) -> Any:
     """POST to a server; its refusal, in HTTP status or in `success: false`, raises WeightSyncError with its words."""
     try:
-        reply = session.post(url + path, json=body, timeout=timeout_s)
+        reply = session.post(url + path, json=body, timeout=limit.seconds)
     except requests.Timeout:
-        raise WaitTimeoutError(f"the learner waited {timeout_s:.0f} s for {url}{path}") from None
+        raise WaitTimeoutError(f"the learner waited {limit} for {url}{path}") from None
     except requests.RequestException as error:
         raise WeightSyncError(f"{url}{path}: {type(error).__name__}: is the rollout server still alive?") from error
     if reply.status_code != 200:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -52,7 +52,7 @@ def config_of(tmp_path: Path, network: NetworkConfig | None = None) -> Config:
 
 def call(processes: ProcessGroup, name: str, cls: type, *args: Any) -> Any:
     actor = processes.start(name, cls, *args, max_concurrency=4)
-    return processes.gather({name: actor.start.remote()}, 120, "the start")[name]
+    return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.join_s"), "the start")[name]
 
 
 def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(

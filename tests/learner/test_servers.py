@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from learner.servers import ServerList
 from tests.learner.fakes import until_someone_waits
@@ -12,7 +13,7 @@ from tests.learner.fakes import until_someone_waits
 def joining(servers: ServerList, results: list[object], url: str = "http://new") -> threading.Thread:
     def join() -> None:
         try:
-            servers.join("rollout/1", url, 10.0)
+            servers.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
             results.append("current")
         except WeightSyncError as error:
             results.append(str(error))
@@ -77,5 +78,5 @@ def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_i
 
 
 def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s"):
-        ServerList().join("rollout/3", "http://x", 0.01)
+    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.batch_s\)"):
+        ServerList().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from async_rl.errors import ConfigError, ProcessDiedError
+from async_rl.config import TimeoutsConfig
+from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
 from rollout_server.engine import Completion, open_engine
 from rollout_server.hf_engine import HFEngine
 from tests.rollout_server.hf_cases import (
@@ -191,6 +193,20 @@ def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: P
     for error in with_engine(config_for(folder), break_it):
         assert isinstance(error, ProcessDiedError)
         assert "out of memory, say" in str(error)
+
+
+def test_a_wait_for_the_decode_thread_ends_with_its_key(folder: Path) -> None:
+    release = threading.Event()
+
+    async def hold_up(engine: HFEngine) -> None:
+        with pytest.raises(WaitTimeoutError, match=r"a weight request waited 0 s \(timeouts\.push_s\) for hf engine"):
+            await engine.between_tokens(release.wait)
+        with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts\.shutdown_s\) for its decode"):
+            await engine.aclose()
+        release.set()
+
+    timeouts = TimeoutsConfig(push_s=0.2, shutdown_s=0.2)
+    with_engine(dataclasses.replace(config_for(folder), timeouts=timeouts), hold_up)
 
 
 def test_lengths_beyond_the_models_positions_are_refused_at_start(folder: Path, tmp_path: Path) -> None:

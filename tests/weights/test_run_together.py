@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
+import torch
 
+from async_rl.config import Config, Limit, ModelConfig, TaskConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.weights.cuda_ipc import CudaIpcPublisher
 from async_rl.weights.publisher import run_together
+
+PUSH = Limit(30.0, "timeouts.push_s")
 
 
 def test_the_first_failure_wins_although_another_call_never_returns() -> None:
@@ -13,13 +19,30 @@ def test_the_first_failure_wins_although_another_call_never_returns() -> None:
         raise ValueError("no such group")
 
     with pytest.raises(WeightSyncError, match="push of version 3: http://b failed: no such group"):
-        run_together({"learner": threading.Event().wait, "http://b": refuse}, 30.0, "push of version 3")
+        run_together({"learner": threading.Event().wait, "http://b": refuse}, PUSH, "push of version 3")
 
 
-def test_a_timeout_names_who_was_waited_for() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s for http://b$"):
-        run_together({"learner": lambda: 1, "http://b": threading.Event().wait}, 0.3, "joining")
+def test_a_timeout_names_who_was_waited_for_and_its_key() -> None:
+    with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s \(timeouts\.join_s\) for http://b$"):
+        run_together(
+            {"learner": lambda: 1, "http://b": threading.Event().wait}, Limit(0.3, "timeouts.join_s"), "joining"
+        )
+
+
+def test_a_server_that_never_answers_is_named_with_the_key_of_the_wait() -> None:
+    config = Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+        timeouts=TimeoutsConfig(push_s=0.3),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        publisher = CudaIpcPublisher(config, [url], 0, torch.device("cpu"))
+        with pytest.raises(WaitTimeoutError, match=rf"waited 0 s \(timeouts\.push_s\) for {url}/pause_generation"):
+            publisher.make_room()
+        with pytest.raises(WaitTimeoutError, match=r"waited 0 s \(timeouts\.push_s\) for rollout/0"):
+            publisher.call_servers("/end_weight_update", {}, "end of a weight push")
+        publisher.close()
 
 
 def test_results_come_back_by_name() -> None:
-    assert run_together({"a": lambda: 1, "b": lambda: 2}, 5.0, "sum") == {"a": 1, "b": 2}
+    assert run_together({"a": lambda: 1, "b": lambda: 2}, PUSH, "sum") == {"a": 1, "b": 2}

@@ -62,7 +62,7 @@ class LearnerClient:
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """The frames of batch number `version`, for `decode_batch` here or on another rank.
 
-        None if `interrupted`, asked every few seconds, becomes true before there is a batch.
+        Empty if `interrupted`, asked every few seconds, becomes true before there is a batch.
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.

@@ -1,6 +1,6 @@
 """The rules that bound staleness. Pure; the proof that they do is here.
 
-Notation (design.md sections 3 and 5):
+Notation:
     M  staleness.max                    B  learner.prompts_per_step
     F  ceil(buffer.fresh_fraction * B): fresh groups (in no batch yet) that every batch holds at least; B without replay
     E  weight_sync.every_steps          v  number of the next batch to choose: that many batches were chosen before it

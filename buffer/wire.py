@@ -10,7 +10,7 @@ one client that have the same answer, as many a `put` has, may be answered toget
                 its doing (staleness.late: drop), empty after wait_s. It cancels these, which aborts them at the engine,
                 and names them as heard in its next request: until then they are named again.
     may_push    asked by the learner before it pushes `version`, answered {ready: true} as soon as it may, {state: what
-                it waits for} after wait_s. Only in exact mode is there anything to wait for.
+                it waits for} after wait_s. It may at once but in exact mode and with weight_sync.on_update: drain.
     take        {end: why} without frames: there will be no batch any more, the learner saves and ends.
 """
 

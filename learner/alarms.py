@@ -32,7 +32,7 @@ class Rule:
 
 
 def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
-    """Thresholds: design.md, section 6. Rounding sets the mismatch: bfloat16 gets ten times more room."""
+    """Those of docs/algorithms.md. Rounding sets the mismatch: bfloat16 gets ten times more room."""
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
     return (
         Rule(

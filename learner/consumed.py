@@ -9,7 +9,11 @@ from async_rl.errors import StalenessError
 
 
 class Consumed:
-    """Group ids by number of uses, as ranges: ids are granted in order, so there are few.
+    """Group ids by number of uses, as ranges.
+
+    Between two ranges there is a group that was not used so often: dropped, live, or retired before. So there is at
+    most one range more than such groups: with half of a million groups dropped at random (where
+    algorithm.filter_zero_variance drops many) there are 250 000, 4.5 MB in a checkpoint.
 
     Args:
         max_uses: buffer.max_uses.

@@ -181,7 +181,7 @@ class Learner:
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
 
     def _take(self) -> Generator[Report, None, list[bytes]]:
-        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. None: no batch to come.
+        """The next batch on every rank: rank 0 passes on the bytes as the buffer sent them. Empty: no batch to come.
 
         A server that came back is brought up to date meanwhile: the batch may be waiting for its groups, and for those
         of a server that is lost in that push.

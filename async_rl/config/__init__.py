@@ -129,7 +129,7 @@ class Config:
 
     @property
     def max_slots(self) -> int:
-        """Rollout groups admitted and not yet superseded by served weights (design.md section 5)."""
+        """Rollout groups admitted and not yet superseded by served weights: (M + 1) F of buffer/staleness.py."""
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property

@@ -1,4 +1,4 @@
-"""A plain generate-then-train loop: what a run with `staleness.max: 0` must equal (design.md, invariant 2).
+"""A plain generate-then-train loop: what a run with `staleness.max: 0` must equal.
 
 GRPO by its formulas in plain torch: no buffer, no wire, no engine process, no packing of rows, no FSDP.
 """

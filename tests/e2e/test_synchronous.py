@@ -1,4 +1,4 @@
-"""`staleness.max: 0` is a plain generate-then-train loop (design.md, invariant 2)."""
+"""`staleness.max: 0` is a plain generate-then-train loop."""
 
 from __future__ import annotations
 

@@ -30,12 +30,7 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
     folder = Path(path)
     model = _read_model_config(folder, key, _CAUSAL)
     weight_files(folder)
-    positions = _size(model, "max_position_embeddings", folder)
-    if positions is not None and positions < longest_tokens:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
-            f"positions of the model {folder}, got {longest_tokens}. Lower one of them"
-        )
+    check_positions(folder, _size(model, "max_position_embeddings", folder), longest_tokens)
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -50,6 +45,17 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
             f"tokenizer and model in {folder} do not belong together: token {token!r} has id {token_id}, the "
             f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
             "the embeddings"
+        )
+
+
+def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
+    """Raises ConfigError unless the model in `path` has `positions` for the longest prompt with its answer; None: it
+    does not say.
+    """
+    if positions is not None and positions < longest_tokens:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
+            f"positions of the model {path}, got {longest_tokens}. Lower one of them"
         )
 
 
@@ -107,6 +113,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         first = (line.strip() for line in str(error).strip().splitlines()[:2])
         raise ConfigError(f"the tokenizer in {path} can't be loaded: {' '.join(first)}") from None
     return tokenizer
+
+
+def end_tokens(path: str | Path) -> list[int]:
+    """The tokens that end an answer: all that the folder's files call end of text. Chat models name several, in
+    different places.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    model = AutoConfig.from_pretrained(path)
+    sources: list[Any] = [model, model.get_text_config(), load_tokenizer(path)]
+    if (Path(path) / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(path))
+    tokens: set[int] = set()
+    for source in sources:
+        named = getattr(source, "eos_token_id", None)
+        tokens.update(named if isinstance(named, list) else [] if named is None else [named])
+    return sorted(tokens)
 
 
 def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict[str, Any]:

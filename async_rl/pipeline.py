@@ -215,7 +215,7 @@ def dry_run(config: Config) -> str:
         "rollouts at the engines, at most": min(
             config.max_slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
-        "optimizer steps per batch": config.algorithm.epochs * config.algorithm.minibatches,
+        "optimizer steps per batch": config.algorithm.steps_per_batch,
         "rollouts per learner rank and step": config.rollouts_per_step / placement.learner.ranks,
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,

@@ -28,7 +28,7 @@ import aiohttp
 
 from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.configfile import load_config
-from async_rl.model_folder import load_tokenizer
+from async_rl.model_folder import end_tokens, load_tokenizer
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
@@ -54,7 +54,7 @@ class Load:
 async def bare_load(config: Config, engine: Engine, task: Task, groups: int, first: int) -> Load:
     """`groups` requests sent straight to the server."""
     rollout = config.rollout
-    eos_tokens = [load_tokenizer(config.model.path).eos_token_id]
+    ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
 
     async def one(session: aiohttp.ClientSession, index: int) -> int:
@@ -62,7 +62,7 @@ async def bare_load(config: Config, engine: Engine, task: Task, groups: int, fir
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
-        body = request_body(request, [Answer()], eos_tokens, f"bare-{next(CACHE_KEYS)}.")
+        body = request_body(request, [Answer()], ends, f"bare-{next(CACHE_KEYS)}.")
         body["sampling_params"][0]["n"] = request.n
         del body["rid"]  # the server names the samples itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:

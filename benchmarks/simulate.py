@@ -48,8 +48,6 @@ class Workload:
     """Of a group that is alone at the engine."""
     group_cv: float = 1.0
     """Standard deviation of a group's duration over its mean."""
-    durations: tuple[float, ...] = ()
-    """Measured durations to draw from, instead of lognormal ones; their mean is group_mean_s."""
     load_s: float = 0.0
     """What every further group in flight adds to the duration of each: 0 on hardware with room, and on a full
     engine group_mean_s, where the throughput no longer grows.
@@ -212,8 +210,6 @@ class _Simulation:
             heapq.heappush(self._ends, (self._work_s + self._duration_s(), slot.group_id))
 
     def _duration_s(self) -> float:
-        if self._workload.durations:
-            return float(self._rng.choice(self._workload.durations))
         return self._workload.group_mean_s * float(self._rng.lognormal(-(self._sigma**2) / 2, self._sigma))
 
     def _factor(self, cv: float) -> float:

@@ -54,9 +54,6 @@ class Holder:
         take_over(self.model, tensors)
         self.version = version
 
-    async def set_version(self, version: int) -> None:
-        self.version = version
-
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         return [float(self.version), sum(t.double().sum().item() for t in self.model.state_dict().values())]
 

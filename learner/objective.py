@@ -92,15 +92,15 @@ class Objective:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.kl_coef = config.algorithm.kl.coef
-        steps = config.algorithm.epochs * config.algorithm.minibatches
+        takes_several = config.algorithm.steps_per_batch > 1
         interpolates = config.algorithm.proximal == "interpolate"
         self.whitens_penalised = whitens_penalised(config.algorithm)
         correction = config.algorithm.correction
         early = correction.masks.m2po > 0 or correction.batch_normalised or self.whitens_penalised
-        self.needs_proximal = (steps > 1 and not interpolates) or early
+        self.needs_proximal = (takes_several and not interpolates) or early
         """Whether `micro.proximal` must be set before the first optimizer step, by a forward pass without gradient.
         Else the gradient's own forward pass gives it."""
-        self.needs_values = steps > 1
+        self.needs_values = takes_several
         """The same of `micro.values`, with a critic."""
         self.needs_reference = config.algorithm.kl.kind != "none"
         """Whether `micro.reference` must be set before the losses."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,9 +63,3 @@ def tiny_model(name: str, seed: int) -> PreTrainedModel:
         if name == "tiny-qwen2":
             return Qwen2ForCausalLM(Qwen2Config(**sizes))
         return LlamaForCausalLM(LlamaConfig(**sizes))
-
-
-def save_tiny_model(name: str, folder: Path, seed: int) -> None:
-    """Model and tokenizer as a Hugging Face folder."""
-    tiny_model(name, seed).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)

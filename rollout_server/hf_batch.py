@@ -129,9 +129,9 @@ class _Row:
 class DecodingBatch:
     """Rows that advance together, a token a step. Groups join between steps and are handed back complete."""
 
-    def __init__(self, model: PreTrainedModel, eos_tokens: frozenset[int]) -> None:
+    def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
-        self._eos_tokens = eos_tokens
+        self._end_tokens = end_tokens
         self._rows: list[_Row] = []
         self._cache: list[WindowLayer] = []
         self._retracted: list[_Row] = []
@@ -233,7 +233,7 @@ class DecodingBatch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
-            stopped = token in self._eos_tokens
+            stopped = token in self._end_tokens
             if stopped or len(row.tokens) >= row.group.request.max_tokens:
                 row.done = True
                 row.group.completions[row.sample] = _completion(row, "stop" if stopped else "length")

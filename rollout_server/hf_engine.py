@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
-from async_rl.model_folder import load_tokenizer
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.model_folder import check_positions, end_tokens
 from async_rl.weights.publisher import serving_dtype
 from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.hf_batch import DecodingBatch, Group
@@ -58,9 +58,10 @@ class HFEngine:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.model, eos_tokens = await asyncio.to_thread(_load, self._config)
+        self.model = await asyncio.to_thread(_load, self._config)
+        ends = frozenset(await asyncio.to_thread(end_tokens, self._config.model.path))
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self._training, self._evaluation = (DecodingBatch(self.model, eos_tokens) for _ in range(2))
+        self._training, self._evaluation = (DecodingBatch(self.model, ends) for _ in range(2))
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
         self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)
@@ -117,9 +118,6 @@ class HFEngine:
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Puts the tensors in the place of the model's and sets the version, between two tokens."""
         await self.between_tokens(lambda: self._load_weights(tensors, version))
-
-    async def set_version(self, version: int) -> None:
-        await self.load_weights({}, version)
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`."""
@@ -236,30 +234,16 @@ def open_engine(config: Config, index: int, log_dir: Path) -> HFEngine:
     return HFEngine(config, index)
 
 
-def _load(config: Config) -> tuple[PreTrainedModel, frozenset[int]]:
-    """The model in its serving dtype on the first GPU or the CPU, and the tokens that end an answer."""
+def _load(config: Config) -> PreTrainedModel:
+    """The model in its serving dtype on the first GPU or the CPU."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=serving_dtype(config, device.type),
         attn_implementation=config.model.attn_implementation,
     )
-    longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > positions:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
-            f"positions of the model {config.model.path}, got {longest}. Lower one of them."
-        )
-    model.to(device).eval()  # type: ignore[arg-type]
-    return model, _eos_tokens(model, load_tokenizer(config.model.path))
-
-
-def _eos_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """All that model and tokenizer call end of text: chat models name several, in different places."""
-    named: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        named.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(named)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    check_positions(config.model.path, positions, config.longest_tokens)
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def _succeed(future: asyncio.Future[Any], result: Any) -> None:

@@ -35,7 +35,6 @@ class Updatable(Protocol):
     async def pause(self, *, keep_kv: bool) -> None: ...
     def resume(self) -> None: ...
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None: ...
-    async def set_version(self, version: int) -> None: ...
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]: ...
 
 
@@ -86,7 +85,6 @@ class WeightEndpoints:
             "/update_weights_from_disk": self._read,
             "/end_weight_update": self._end,
             "/continue_generation": self._resume,
-            "/update_weight_version": self._set_version,
             "/generate": self._probe,
         }
 
@@ -164,10 +162,6 @@ class WeightEndpoints:
             _check_whole(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
             self._receiver.taken()
-        return {}
-
-    async def _set_version(self, body: dict[str, Any]) -> dict[str, Any]:
-        await self._engine.set_version(int(body["new_version"]))
         return {}
 
     async def _probe(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
+from async_rl.model_folder import check_positions
 from async_rl.network import api_key, authorization
 from rollout_server.launch import API_KEY_VARIABLE, PARENT_VARIABLE
 
@@ -46,17 +47,11 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
 
     Raises ConfigError when the configured lengths exceed the model's.
     """
-    longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
-    positions = getattr(model, "max_position_embeddings", longest)
-    if longest > positions:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
-            f"positions of the model {config.model.path}, got {longest}. Lower one of them."
-        )
+    check_positions(config.model.path, getattr(model, "max_position_embeddings", None), config.longest_tokens)
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model-path": config.model.path, "host": config.network.host, "dtype": dtype, "random-seed": config.run.seed,
-        "context-length": longest + _RESERVED_TOKENS,
+        "context-length": config.longest_tokens + _RESERVED_TOKENS,
         "weight-version": "0",
         "skip-tokenizer-init": True,  # tokens in, tokens out: nothing to detokenize
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
@@ -72,13 +67,13 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
             "disable-overlap-schedule": True,
             "skip-server-warmup": True,  # nothing to compile
             "sleep-on-idle": True,  # an idle scheduler would spin on a core the learner needs
-            "max-total-tokens": _kv_tokens(config, model, longest, dtype, free_memory_bytes),
+            "max-total-tokens": _kv_tokens(config, model, dtype, free_memory_bytes),
         }
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
     return flags | user
 
 
-def _kv_tokens(config: Config, model: Any, longest: int, dtype: str, free_memory_bytes: int) -> int:
+def _kv_tokens(config: Config, model: Any, dtype: str, free_memory_bytes: int) -> int:
     """Room for every rollout that can be in flight, as far as memory goes, and for one rollout at least."""
     groups = min(config.rollout.concurrency, config.max_slots)
     rollouts = groups * config.rollout.group_size + config.eval.size * config.eval.samples
@@ -86,7 +81,7 @@ def _kv_tokens(config: Config, model: Any, longest: int, dtype: str, free_memory
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     token_bytes = 2 * model.num_hidden_layers * heads * head_dim * (4 if dtype == "float32" else 2)
     affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
-    return max(longest + _RESERVED_TOKENS, min(rollouts * longest, affordable))
+    return max(config.longest_tokens + _RESERVED_TOKENS, min(rollouts * config.longest_tokens, affordable))
 
 
 def command_line(flags: Flags) -> list[str]:

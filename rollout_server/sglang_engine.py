@@ -24,6 +24,7 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.model_folder import end_tokens
 from async_rl.network import authorization
 from async_rl.types import IntArray
 from rollout_server.engine import Completion, GenerationRequest, Load
@@ -69,7 +70,7 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Raises ConfigError, ProcessDiedError (with the log's last lines) or WaitTimeoutError."""
-        model, self._eos_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
+        model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
@@ -109,13 +110,13 @@ class SGLangEngine:
         """Lets `answers` grow, to their ends or until a push aborts them."""
         # SGLang aborts every request whose id begins with the given one: none may begin with another's.
         key = f"{request.group_id}.{next(self._attempts)}."
-        bodies = [request_body(request, answers, self._eos_tokens, key)]
+        bodies = [request_body(request, answers, self._end_tokens, key)]
         if len(answers) > 1:
             bodies.insert(0, primer_body(request, key))
         for body in bodies:
             replies = await self._post(body, request.group_id)
         for answer, reply in zip(answers, replies, strict=True):
-            extend_answer(answer, reply, request.max_tokens, self._eos_tokens)
+            extend_answer(answer, reply, request.max_tokens, self._end_tokens)
             if not (answer.finish_reason or self._resubmits):
                 finish = reply["meta_info"]["finish_reason"]
                 raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
@@ -202,14 +203,14 @@ def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
 
 
 def request_body(
-    request: GenerationRequest, answers: list[Answer], eos_tokens: list[int], key: str
+    request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
 ) -> dict[str, Any]:
     """Of a /generate request for what the answers lack. Every parameter that could narrow the support is set, also
     to its default.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {
-        "stop_token_ids": eos_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
+        "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }
     return {
@@ -224,7 +225,7 @@ def request_body(
     }
 
 
-def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, eos_tokens: list[int]) -> None:
+def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int]) -> None:
     """Appends what one request sampled. Raises AsyncRLError if it isn't whole, or ended by neither model nor abort."""
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
@@ -238,7 +239,7 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, eos_to
     answer.logprobs += logprobs
     answer.versions += token_versions(meta.get("weight_versions"), len(tokens)).tolist()
     ended_by_token = finish["type"] == "stop" and isinstance(finish.get("matched"), int)
-    if ended_by_token or (aborted and tokens and tokens[-1] in eos_tokens):  # an abort may come with the last token
+    if ended_by_token or (aborted and tokens and tokens[-1] in end_tokens):  # an abort may come with the last token
         answer.finish_reason = "stop"
     elif finish["type"] == "length" or (aborted and len(answer.tokens) == max_tokens):
         answer.finish_reason = "length"
@@ -268,14 +269,6 @@ def _inspect(path: str) -> tuple[Any, list[int], bool]:
     from.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
-    sources = [config, AutoTokenizer.from_pretrained(path)]
-    if (Path(path) / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(path))
-    eos: set[int] = set()
-    for source in sources:  # chat models name several, in different places
-        named = getattr(source, "eos_token_id", None)
-        eos.update(named if isinstance(named, list) else [] if named is None else [named])
-    return config.get_text_config(), sorted(eos), torch.cuda.is_available()
+    return AutoConfig.from_pretrained(path).get_text_config(), end_tokens(path), torch.cuda.is_available()

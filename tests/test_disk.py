@@ -27,7 +27,7 @@ from async_rl.config import (
 from async_rl.disk import check_disk, full_disk_named
 from async_rl.errors import ConfigError
 from async_rl.rundir import new_run_dir
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.fixture(scope="module")

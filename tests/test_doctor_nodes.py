@@ -16,7 +16,7 @@ from async_rl.cli import main
 from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.doctor import Check
 from async_rl.doctor_nodes import NodeReport, Probe, compare
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21"}
 GOOD = NodeReport(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.model_folder import check_model_folder, load_tokenizer
+from async_rl.model_folder import check_model_folder, end_tokens, load_tokenizer
 from learner.tiny_model import character_tokenizer, tiny_model
 
 
@@ -98,6 +98,18 @@ def test_a_model_that_does_not_say_how_many_positions_it_has_is_not_refused(good
     del content["max_position_embeddings"]
     (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "text_config": None}))
     check_model_folder(tmp_path / "model", longest_tokens=10_000)
+
+
+def test_the_tokens_that_end_an_answer_are_those_of_every_file_that_names_some(good: Path, tmp_path: Path) -> None:
+    assert end_tokens(good) == [2]  # <eos> of the character tokenizer
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    edit_json("generation_config.json", eos_token_id=[5, 3])(folder)
+    assert end_tokens(folder) == [2, 3, 5]
+    (folder / "generation_config.json").unlink()
+    nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "eos_token_id": 9}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert end_tokens(folder) == [2, 9]
 
 
 def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:

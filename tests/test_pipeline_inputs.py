@@ -32,7 +32,7 @@ from async_rl.configfile import load_config
 from async_rl.errors import ConfigError
 from async_rl.inputs import check_inputs
 from async_rl.pipeline import dry_run, run
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
 from async_rl.placement import Bundle, Host, Reservation, assign, bundles, explain, settle
 from buffer.keys import new_keys
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 

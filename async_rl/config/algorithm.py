@@ -175,7 +175,7 @@ class AlgorithmConfig:
             f"1 with algorithm.advantage {self.advantage}", f"Only {', '.join(discounted)} discount.",
         )
         check(
-            self.proximal != "interpolate" or self.epochs * self.minibatches > 1, "algorithm.proximal", self.proximal,
+            self.proximal != "interpolate" or self.steps_per_batch > 1, "algorithm.proximal", self.proximal,
             "recompute or behaviour with one optimizer step per batch",
             "Its one forward pass gives the proximal logprobs already: there is none to save.",
         )

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.marked_command import MarkedCommand
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
 from learner.export import export
-from learner.tiny_model import save_tiny_model
 from tests.exported import TOKENS, train_and_export
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.mark.parametrize("rank", [0, 2])

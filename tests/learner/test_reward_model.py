@@ -19,7 +19,7 @@ from async_rl.config import LearnerConfig, RewardModelConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.reward_model import RewardModel
-from learner.tiny_model import character_tokenizer, save_tiny_model
+from learner.tiny_model import character_tokenizer
 from learner.update import Updater
 from tests.learner.handmade import (
     VOCAB,
@@ -29,6 +29,7 @@ from tests.learner.handmade import (
     make_rollout,
     save_tiny_reward_model,
 )
+from tests.tiny_folder import save_tiny_model
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.tiny_model import TINY_MODELS, character_tokenizer, save_tiny_model, tiny_model
+from learner.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 def test_text_of_printable_characters_survives_encoding() -> None:

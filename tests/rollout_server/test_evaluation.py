@@ -10,8 +10,8 @@ import yaml
 from async_rl.cli import main
 from async_rl.config import EvalConfig
 from async_rl.metrics import reduce_metrics
-from learner.tiny_model import save_tiny_model
 from rollout_server.evaluation import _at_k_metrics, _version_metrics, pass_at_k
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 2), (1, 4, 2), (3, 4, 2), (2, 5, 3), (5, 5, 1)])

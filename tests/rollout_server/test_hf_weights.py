@@ -148,14 +148,6 @@ def test_a_push_is_ended_once_however_often_that_is_said(folder: Path, tmp_path:
     assert with_engine(config_for(folder), end_twice) == [200, 400]
 
 
-def test_the_version_can_be_set_without_new_weights(folder: Path) -> None:
-    async def relabel(engine: HFEngine) -> None:
-        assert (await post(engine, "/update_weight_version", {"new_version": "4"}))[0] == 200
-        assert {int(v) for c in await engine.generate(request_for(0)) for v in c.versions} == {4}
-
-    with_engine(config_for(folder), relabel)
-
-
 def test_ready_answers(folder: Path) -> None:
     async def ready(engine: HFEngine) -> int:
         async with aiohttp.ClientSession() as session, session.get(engine.url + "/ready") as reply:

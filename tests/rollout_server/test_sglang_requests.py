@@ -111,7 +111,7 @@ def test_a_free_port_can_be_listened_on() -> None:
 
 def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
     answer = before or Answer()
-    extend_answer(answer, reply, max_tokens, eos_tokens=[2, 5])
+    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5])
     return answer
 
 

@@ -29,11 +29,12 @@ from async_rl.timeline import Usage
 from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from learner.tiny_model import character_tokenizer, save_tiny_model
+from learner.tiny_model import character_tokenizer
 from rollout_server.engine import Completion, GenerationRequest, Load
 from rollout_server.hf_engine import HFEngine
 from rollout_server.tasks import open_task
 from rollout_server.worker import Worker
+from tests.tiny_folder import save_tiny_model
 
 TOKENIZER = character_tokenizer()
 SCORED = 0.25
@@ -115,7 +116,7 @@ def rolled_out(
 
         def push(version: int) -> None:
             if isinstance(engine, HFEngine):
-                asyncio.run_coroutine_threadsafe(engine.set_version(version), loop).result(5)
+                asyncio.run_coroutine_threadsafe(engine.load_weights({}, version), loop).result(5)
 
         learning = asyncio.create_task(asyncio.to_thread(learn, server.address, config, steps, push))
         try:

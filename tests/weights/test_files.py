@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.model_folder import weight_files
 from async_rl.weights.files import write_weights
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 def test_weights_within_the_limit_are_one_file_in_the_type_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from learner.tiny_model import character_tokenizer, tiny_model
+
+
+def save_tiny_model(name: str, folder: Path, seed: int) -> None:
+    """Model and tokenizer as a Hugging Face folder."""
+    tiny_model(name, seed).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)

@@ -27,7 +27,7 @@ import aiohttp
 import psutil
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.model_folder import check_positions
 from async_rl.network import api_key, authorization
 from rollout_server.launch import API_KEY_VARIABLE, PARENT_VARIABLE

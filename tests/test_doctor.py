@@ -25,7 +25,7 @@ from async_rl.config import (
 from async_rl.doctor import Check, examine, print_table
 from async_rl.errors import ConfigError
 from async_rl.inputs import check_inputs
-from learner.tiny_model import save_tiny_model
+from tests.tiny_folder import save_tiny_model
 
 
 def config(tmp_path: Path, engine: Any = "hf") -> Config:

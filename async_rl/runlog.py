@@ -228,5 +228,6 @@ class RunLog:
             summary["tokens_per_s"] = self._totals["batch/response_tokens"] / (end_s - start_s)
         if self.evals:
             summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
-            summary["accuracy_end"] = self.evals[-1][1].get("eval/accuracy")
+            version, values = self.evals[-1]
+            summary["accuracy_end"] = values.get("eval/accuracy") if version == self.version else None
         return summary

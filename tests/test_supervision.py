@@ -175,6 +175,9 @@ def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_ho
     assert "rollout/1 did not evaluate version" in run.notes[-2] and "waited 3 s" in run.notes[-2]
     assert run.notes[-1].endswith(f"is not evaluated: run `async-rl eval {run.config.run_dir / 'model'}`")
     assert run.processes.actors.keys() == {"buffer", "learner/0"}
+    assert run.log.summary({})["accuracy_end"] == 0.5
+    run.log.version += 1
+    assert run.log.summary({})["accuracy_end"] is None, "it would be that of an earlier version"
 
 
 def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(

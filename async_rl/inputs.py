@@ -97,8 +97,8 @@ def _check_placement(config: Config) -> None:
 def _check_transport(config: Config) -> None:
     transport, gpus = config.weight_sync.transport, gpus_here()
     check(
-        gpus > 0 or transport not in ("nccl", "cuda_ipc"), "weight_sync.transport", transport,
-        "auto, gloo or disk on a host without GPUs",
+        gpus > 0 or transport != "nccl", "weight_sync.transport", transport,
+        "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
     )
     check(
         gpus != 1 or transport != "nccl" or bool(config.rollout.server_url), "weight_sync.transport", transport,

@@ -166,7 +166,7 @@ def _examine_inputs(inputs: Sequence[InputCheck]) -> list[Check]:
     checks: dict[str, Check] = {}
     for each in inputs:
         if each.needs and checks[each.needs].state != "ok":
-            checks[each.what] = Check(each.what, "warn", "not checked", f"mend first: {each.needs}")
+            checks[each.what] = Check(each.what, "warn", f"not checked: that needs the {each.needs}")
             continue
         try:
             each.run()

@@ -71,7 +71,7 @@ def test_all_that_train_would_refuse_is_broken_a_line_each(tmp_path: Path, monke
         "critic.path", "reward_model.path", "weight_sync.transport", "network.keys", "task",
     ]
     assert "no such file" in checks["task"].found
-    assert checks["reward"] == Check("reward", "warn", "not checked", "mend first: task")
+    assert checks["reward"] == Check("reward", "warn", "not checked: that needs the task")
     with pytest.raises(ConfigError) as caught:
         check_inputs(broken)
     assert str(caught.value) == checks["critic.path"].found

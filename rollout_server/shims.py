@@ -1,7 +1,7 @@
-"""Import stand-ins that let the stock SGLang serve text on a host without triton, sgl_kernel or torchvision.
+"""Import stand-ins for packages that the stock SGLang imports at module level, also where serving text never uses
+them: without a GPU triton and sgl_kernel, on one flashinfer, on both torchvision.
 
-SGLang imports these packages at module level, also where serving text on a CPU never uses them. A stand-in
-lets such code be imported: its names can be passed around (annotations, base classes, decorators, default
+A stand-in lets such code be imported: its names can be passed around (annotations, base classes, decorators, default
 values), and calling one raises MissingKernelError. It never computes anything, so it never computes a wrong
 number.
 
@@ -17,17 +17,24 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("triton", "sgl_kernel", "torchvision")
+ON_CPU = ("triton", "sgl_kernel", "torchvision")
+ON_GPU = ("flashinfer", "torchvision")
+"""There SGLang needs triton and sgl_kernel, and what their import says is the error to show."""
+
+_WITH_FALLBACK = re.compile(r"triton\.knobs|sgl_kernel\..+|flashinfer\.norm")
+"""Modules that SGLang asks for in try/except, and does well without."""
 
 _CURES = {
     "triton": "It runs on GPUs only: use --device cpu with a text model SGLang serves natively in torch",
     "sgl_kernel": "On a GPU install sglang-kernel; on CPU use --attention-backend torch_native",
+    "flashinfer": "Install flashinfer-python, or use --attention-backend triton and --sampling-backend pytorch",
     "torchvision": "Only image models need it: install the torchvision that fits the installed torch",
 }
 
@@ -123,10 +130,8 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        package, _, submodule = fullname.partition(".")
-        has_fallback = fullname == "triton.knobs" or (package == "sgl_kernel" and submodule)
-        if package not in self.packages or has_fallback:
-            return None  # SGLang asks for those in try/except and does well without
+        if fullname.partition(".")[0] not in self.packages or _WITH_FALLBACK.fullmatch(fullname):
+            return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -150,10 +155,17 @@ def _is_usable(package: str) -> bool:
     return True
 
 
-def install(packages: Sequence[str] = PACKAGES) -> tuple[str, ...]:
-    """Make stand-ins for those `packages` that can't be imported here; return their names. Call before
-    sglang.
+def _needed_here() -> tuple[str, ...]:
+    import torch
+
+    return ON_GPU if torch.cuda.is_available() else ON_CPU
+
+
+def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Make stand-ins for those `packages` (None: what SGLang can do without on this host) that can't be imported
+    here; return their names. Call before sglang.
     """
+    packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))
     if "sgl_kernel" in missing:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -162,6 +174,8 @@ def install(packages: Sequence[str] = PACKAGES) -> tuple[str, ...]:
 
         has_triton_package()
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile's back end would look into triton
+    if "flashinfer" in missing:
+        os.environ.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
     if missing:
         sys.meta_path.append(_Finder(missing))
     return missing

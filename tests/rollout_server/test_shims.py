@@ -100,6 +100,43 @@ print(has_triton())
     assert lines[3:] == ["4 8", "knobs refused", "False"]
 
 
+ON_A_GPU = """
+import importlib, os, re, sys, types
+import torch
+
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
+    major=9, minor=0, name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, warp_size=32
+)
+from rollout_server import shims
+
+print(*shims.install())
+shims._WITH_FALLBACK = re.compile("triton.knobs|flashinfer.norm")  # all of sgl_kernel's modules are there
+shims.install(("triton", "sgl_kernel"))  # in place of the real ones, which a GPU host has
+os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
+def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
+    """No GPU is needed for it: torch is made to say that there is one."""
+    modules = (
+        "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.model_executor.model_runner",
+        "srt.models.qwen2", "srt.models.llama", "srt.layers.attention.triton_backend", "benchmark.serving",
+    )  # fmt: skip
+    command = [sys.executable, "-c", ON_A_GPU, *(f"sglang.{module}" for module in modules)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) >= {"flashinfer"}
+
+
 def test_stand_ins_stay_in_the_server() -> None:
     """Importing the engine must not make other code believe that a package is there."""
     code = "import sys; was = list(sys.meta_path); import rollout_server.{}; assert sys.meta_path == was"

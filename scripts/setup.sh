@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Makes or updates the virtual environment: the CUDA set where nvidia-smi works, else the CPU set. pip alone is enough.
+# Of the CUDA set, cuda-tile is a stub in the package index: it fetches its wheel from NVIDIA's own index, which must be
+# reachable too.
 # A second run sees by a hash of its inputs that nothing changed and returns at once.
 #   ASYNC_RL_VENV  folder of the environment (.venv)      ASYNC_RL_SET  cpu | cuda instead of detection
 #   PYTHON         interpreter to make it with (the first of python3, python3.13, ... that is 3.11 or newer)

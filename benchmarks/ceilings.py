@@ -2,7 +2,8 @@
 
     python -m benchmarks.ceilings
 
-Random data: zeros take less power, and run faster than anything real.
+Random data: zeros take less power, and run faster than anything real. copy_gb_per_s counts each copied byte once, as the
+push of weights does; traffic_gb_per_s twice, read and written, as data sheets of memory do.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
     copied_bytes = arguments.copy_mb * 2**20
+    copy_gb_per_s = copied_bytes / copy_seconds(copied_bytes, device, ROUNDS) / 1e9
     found = {
         "machine": describe_machine(),
         "matmul_tflops": 2 * arguments.size**3 / product_seconds(arguments.size, device) / 1e12,
-        "copy_gb_per_s": copied_bytes / copy_seconds(copied_bytes, device, ROUNDS) / 1e9,
+        "copy_gb_per_s": copy_gb_per_s, "traffic_gb_per_s": 2 * copy_gb_per_s,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{found['matmul_tflops']:.3g} TFLOP/s, {found['copy_gb_per_s']:.3g} GB/s copied")
+    print(f"{found['matmul_tflops']:.3g} TFLOP/s, {copy_gb_per_s:.3g} GB/s copied, twice that read and written")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import aiohttp
 
 from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.configfile import load_config
+from async_rl.errors import AsyncRLError
 from async_rl.model_folder import end_tokens, load_tokenizer
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
@@ -126,7 +127,7 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
     """Tokens/s of SGLang's own benchmark of as many answers, as many at once, on the same server."""
     rollout = config.rollout
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
-        subprocess.run(
+        done = subprocess.run(
             [
                 sys.executable, "-c", SGLANG_BENCH, "--backend", "sglang", "--base-url", engine.url,
                 "--model", config.model.path, "--dataset-name", "random-ids", "--tokenize-prompt",
@@ -134,39 +135,42 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
                 "--random-output-len", str(rollout.max_response_tokens), "--random-range-ratio", "1.0",
                 "--num-prompts", str(groups * rollout.group_size), "--return-logprob", "--temperature", "1.0",
                 "--max-concurrency", str(rollout.concurrency * rollout.group_size),
-                "--output-file", result.name, "--disable-tqdm",
+                "--output-file", result.name, "--disable-tqdm", "--disable-stream",  # the pipeline streams none either
             ],
-            check=True, capture_output=True, text=True, timeout=config.timeouts.generate_s,
+            capture_output=True, text=True, timeout=config.timeouts.generate_s,
         )  # fmt: skip
+        if done.returncode:
+            raise AsyncRLError(f"SGLang's benchmark ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         return float(json.loads(Path(result.name).read_text().splitlines()[-1])["output_throughput"])
 
 
-async def measure(config: Config, groups: int, rounds: int, with_sglang_bench: bool) -> dict[str, list[float]]:
+async def measure(
+    config: Config, groups: int, rounds: int, with_sglang_bench: bool, logs: Path
+) -> dict[str, list[float]]:
     """Of each round: rollouts/s and tokens/s of both sides, tokens/s of SGLang's own benchmark."""
-    with tempfile.TemporaryDirectory() as logs:
-        engine = open_engine(config, 0, Path(logs))
+    engine = open_engine(config, 0, logs)
+    try:
         await engine.start()
-        try:
-            task = open_task(config, load_tokenizer(config.model.path))
-            await bare_load(config, engine, task, groups, first=0)  # warm-up
-            rates: dict[str, list[float]] = {}
+        task = open_task(config, load_tokenizer(config.model.path))
+        await bare_load(config, engine, task, groups, first=0)  # warm-up
+        rates: dict[str, list[float]] = {}
 
-            def add(**found: float) -> None:
-                for key, rate in found.items():
-                    rates.setdefault(key, []).append(rate)
+        def add(**found: float) -> None:
+            for key, rate in found.items():
+                rates.setdefault(key, []).append(rate)
 
-            for number in range(rounds):
-                bare = await bare_load(config, engine, task, groups, first=0)
-                pipeline = await pipeline_load(config, engine, task, groups)
-                add(bare=bare.rollouts / bare.seconds, bare_tokens=bare.tokens / bare.seconds)
-                add(pipeline=pipeline.rollouts / pipeline.seconds, pipeline_tokens=pipeline.tokens / pipeline.seconds)
-                if with_sglang_bench:
-                    add(sglang_bench_tokens=await asyncio.to_thread(sglang_bench, config, engine, groups))
-                values = ", ".join(f"{key} {series[-1]:.1f}" for key, series in rates.items())
-                print(f"round {number + 1}/{rounds}, per second: {values}", flush=True)
-            return rates
-        finally:
-            await engine.aclose()
+        for number in range(rounds):
+            bare = await bare_load(config, engine, task, groups, first=0)
+            pipeline = await pipeline_load(config, engine, task, groups)
+            add(bare=bare.rollouts / bare.seconds, bare_tokens=bare.tokens / bare.seconds)
+            add(pipeline=pipeline.rollouts / pipeline.seconds, pipeline_tokens=pipeline.tokens / pipeline.seconds)
+            if with_sglang_bench:
+                add(sglang_bench_tokens=await asyncio.to_thread(sglang_bench, config, engine, groups))
+            values = ", ".join(f"{key} {series[-1]:.1f}" for key, series in rates.items())
+            print(f"round {number + 1}/{rounds}, per second: {values}", flush=True)
+        return rates
+    finally:
+        await engine.aclose()
 
 
 def main() -> None:
@@ -187,7 +191,8 @@ def main() -> None:
         config = dataclasses.replace(config, run=RunConfig(name="generation"))
         if arguments.groups % config.learner.prompts_per_step:
             parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")
-        rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench))
+        logs = arguments.out.with_name(f"{arguments.out.stem}-server")
+        rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench, logs))
     medians = {key: statistics.median(series) for key, series in rates.items()}
     ratios = {"ratio": medians["pipeline"] / medians["bare"]}
     if arguments.sglang_bench:

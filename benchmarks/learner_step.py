@@ -338,8 +338,9 @@ def main() -> None:
     }
     text = report(found, header)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".md").write_text(text)
-    arguments.out.with_suffix(".json").write_text(json.dumps({**header, **found}, indent=2) + "\n")
+    name = arguments.out.name  # with_suffix would take the 1b of learner-0.1b for a suffix
+    arguments.out.with_name(f"{name}.md").write_text(text)
+    arguments.out.with_name(f"{name}.json").write_text(json.dumps({**header, **found}, indent=2) + "\n")
     print(text)
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.push --size 1b --transports cuda_ipc,disk --rounds 5
 
 push    everything: pause, buckets, loading, resume; parameters as the learner holds them (serving type, no gathering)
-copy    one device-to-device copy of the same bytes, from one buffer to another
+copy    one device-to-device copy of the same bytes, from one buffer to another; each byte counted once, as for the push
 
 benchmarks/weight_sync.py measures the same without SGLang. On a CPU cuda_ipc shares host memory, buckets whole.
 """
@@ -71,10 +71,10 @@ def measure(
 
 
 class Serving:
-    """The engine of a config, in an event loop of its own."""
+    """The engine of a config, in an event loop of its own; its log is kept in `logs`."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.engine: Engine = open_engine(config, 0, folder)
+    def __init__(self, config: Config, logs: Path) -> None:
+        self.engine: Engine = open_engine(config, 0, logs)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._timeout_s = config.timeouts.server_start_s
@@ -110,7 +110,7 @@ def main() -> None:
         model.to(device)  # type: ignore[arg-type]
         tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
         rows = []
-        with Serving(base, Path(folder)) as url:
+        with Serving(base, arguments.out.with_name(f"{arguments.out.stem}-server")) as url:
             for transport in arguments.transports.split(","):
                 sync = WeightSyncConfig(transport=transport, bucket_bytes=arguments.bucket_mb * 2**20)
                 config = Config(

@@ -127,6 +127,9 @@ class ServerProcess:
         # The clients close theirs after 15 s.
         self._environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"
         self._environment.setdefault("OMP_NUM_THREADS", str(threads))
+        # SGLang calls `ninja` to build kernels: of this environment, also where nobody has activated it.
+        programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        self._environment["PATH"] = os.pathsep.join(programs)
         self._process: subprocess.Popen[bytes] | None = None
         self._left_behind: set[Path] = set()
         self._log_start_bytes = 0

@@ -24,7 +24,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from rollout_server.server import command_line, free_port, server_flags
+from rollout_server.server import ServerProcess, command_line, free_port, server_flags
 from rollout_server.sglang_engine import (
     Answer,
     extend_answer,
@@ -97,6 +97,14 @@ def test_users_flags_win_but_for_those_the_pipeline_relies_on() -> None:
     assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
     with pytest.raises(ConfigError, match=r"got \{'port': 30000\}\. async-rl sets these: leave port out"):
         config(server_args={"port": 30000})
+
+
+def test_a_server_finds_the_programs_of_its_environment_also_where_nobody_has_activated_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    server = ServerProcess("rollout/0", flags(config()), 1, tmp_path / "log", config())
+    assert server._environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
 def test_flags_become_words_of_the_command_line() -> None:

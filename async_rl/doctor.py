@@ -6,6 +6,7 @@ For several nodes see async_rl/doctor_nodes.py.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -28,6 +29,11 @@ SGLANG_IMPORT_TIMEOUT_S = 180
 
 REINSTALL = "make venv (or reinstall with the pip commands of README.md)"
 
+GPU_TOOLS = (
+    "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; where learner and server "
+    "take turns on a GPU it needs the package torch-memory-saver"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -48,7 +54,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
     engine = config.rollout.engine if config else ""
     checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
     checks += [_package(name) for name in ("torch", "transformers", "ray")]
-    checks += [_sglang(engine), _gpu(), _loopback(), _memory(), _shared_memory(), _cores()]
+    checks += [_sglang(engine), _gpu(engine), _loopback(), _memory(), _shared_memory(), _cores()]
     if config is None:
         return [*checks, _free_disk(Path("runs"))]
     return checks + _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
@@ -98,7 +104,7 @@ def _sglang(engine: str) -> Check:
     return Check("sglang", "ok", version)
 
 
-def _gpu() -> Check:
+def _gpu(engine: str) -> Check:
     try:
         import torch
 
@@ -106,10 +112,21 @@ def _gpu() -> Check:
     except Exception as error:
         return Check("GPU", "warn", f"torch can't say: {_first_line(error)}", REINSTALL)
     if names:
-        return Check("GPU", "ok", f"{len(names)} x {names[0]}")
+        found = f"{len(names)} x {names[0]}"
+        if engine != "hf" and (missing := _missing_gpu_tools()):
+            return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+        return Check("GPU", "ok", found)
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         return Check("GPU", "warn", "an NVIDIA driver is here, but this torch finds no GPU", REINSTALL)
     return Check("GPU", "ok", "none: everything runs on the CPU")
+
+
+def _missing_gpu_tools() -> list[str]:
+    """Of what SGLang's server uses beside the packages that it imports."""
+    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
+    missing = [name for name in ("nvcc", "ninja") if not shutil.which(name, path=path)]
+    return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
 
 
 def _loopback() -> Check:

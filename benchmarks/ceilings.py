@@ -2,8 +2,8 @@
 
     python -m benchmarks.ceilings
 
-Random data: zeros take less power, and run faster than anything real. copy_gb_per_s counts each copied byte once, as the
-push of weights does; traffic_gb_per_s twice, read and written, as data sheets of memory do.
+Random data: zeros take less power, and run faster than anything real. copy_gb_per_s counts each copied byte once, as
+the push of weights does; traffic_gb_per_s twice, read and written, as data sheets of memory do.
 """
 
 from __future__ import annotations

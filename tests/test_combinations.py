@@ -52,6 +52,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             ["placement.rollout.tp=2", "rollout.engine=hf"],
             "placement.rollout.tp must be 1 with rollout.engine hf, got 2. It computes on one device. Raise",
         ),
+        (
+            ["rollout.server_args={disable_overlap_schedule: false}"],
+            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False}. Else tokens are",
+        ),
         (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
         (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
         (

@@ -23,6 +23,7 @@ def check_combinations(config: Config) -> None:
     _check_mask(config)
     _check_best(config)
     _check_ipc(config)
+    _check_overlap(config)
     check(
         not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
         "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
@@ -148,6 +149,17 @@ def _check_ipc(config: Config) -> None:
         "weight_sync.transport", transport,
         "auto, nccl, gloo or disk but for rollout.engine sglang on one GPU of one host, with network.host on loopback",
         "Or set weight_sync.transport: auto.",
+    )
+
+
+def _check_overlap(config: Config) -> None:
+    """With SGLang's overlap schedule a token is on its way when a pause in place comes, and gets a wrong version."""
+    flag = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
+    check(
+        flag.get("disable-overlap-schedule", True) is True or config.weight_sync.on_update != "in_place",
+        "rollout.server_args", config.rollout.server_args,
+        "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place",
+        "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
     )
 
 

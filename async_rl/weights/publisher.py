@@ -22,14 +22,15 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
 from async_rl.timeline import Span
 
-PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "in_place", "abort": "abort"}
+PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """How servers stand still, by `weight_sync.on_update`. Where training has drained them, evaluations may still run."""
 LOST_WITHIN_S = 10.0
 """After a failed push a server that died has stopped answering by then."""
 PROBE_TIMEOUT_S = 3.0
 FLUSH_S = 30
-RELEASED = ("weights", "kv_cache", "cuda_graph")
-"""What a server lets go of for the learner's turn on the GPU: all that SGLang has tags for."""
+RELEASED = ("weights", "kv_cache")
+"""What a server lets go of for the learner's turn on the GPU. Its CUDA graphs stay: SGLang can release them only in a
+mode that its default graphs for prefill refuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,7 @@ class WeightPublisher(ABC):
     def _release_memory(self, url: str) -> None:
         try:
             post(self.session, url, "/pause_generation", {"mode": "retract"}, self.push_limit)
-            post(self.session, url, "/release_memory_occupation", {}, self.push_limit)
+            post(self.session, url, "/release_memory_occupation", {"tags": RELEASED}, self.push_limit)
         except WeightSyncError:
             if self._answers(url):
                 raise
@@ -271,7 +272,7 @@ class WeightPublisher(ABC):
         if self.background:
             self._pause()
         self.call_servers("/end_weight_update", {}, "end of a weight push")
-        self._at_every_server(partial(self._resume_memory, ("kv_cache", "cuda_graph")))
+        self._at_every_server(partial(self._resume_memory, ("kv_cache",)))
         self.call_servers("/continue_generation", {}, "resume after a weight push")
 
     def _pause(self) -> None:
@@ -279,7 +280,7 @@ class WeightPublisher(ABC):
 
         `retract` and `abort` leave no KV in use, so that the cache can be flushed, where a prompt may wait for its
         answers: a server told to flush while requests stand still in place refuses, and one told so by the update
-        itself (`flush_cache`) dies. The other modes rely on prefix-cache keys that no two groups share.
+        itself (`flush_cache`) dies. `in_place` relies on prefix-cache keys that no two groups share.
         """
         self.paused_s = time.time()
         self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")

@@ -22,6 +22,7 @@ from async_rl.config import (
     RolloutConfig,
     StalenessConfig,
     TaskConfig,
+    WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.server import ServerProcess, command_line, free_port, server_flags
@@ -87,6 +88,13 @@ def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bo
     assert flags(shared, on_gpu=True).get("enable-memory-saver", False) == in_turns
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_a_server_that_is_paused_in_place_has_read_every_token_it_has_sampled(on_update: str, on_gpu: bool) -> None:
+    pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
+    assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
+
+
 def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"must be at most 1024.*got 1100"):
         flags(config(max_response_tokens=1000))
@@ -110,6 +118,24 @@ def test_a_server_finds_the_programs_of_its_environment_also_where_nobody_has_ac
 def test_flags_become_words_of_the_command_line() -> None:
     words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
     assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
+    takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("cu13/lib/libcudart.so.13", "cu13/lib/libcublas.so.13", "cudnn/lib/libcudnn.so.9"):
+        file = tmp_path / "nvidia" / library
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    shared = dataclasses.replace(
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if takes_turns else 1)
+    )
+    server = ServerProcess("rollout/0", flags(shared, on_gpu=True), 1, tmp_path / "log", shared)
+    expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if takes_turns else "/mine"
+    assert server._environment["LD_LIBRARY_PATH"] == expected
 
 
 def test_a_free_port_can_be_listened_on() -> None:

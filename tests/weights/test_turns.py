@@ -20,9 +20,10 @@ from async_rl.weights.cuda_ipc import CudaIpcPublisher
 
 Told = list[tuple[str, Any]]
 PAUSE = ("/pause_generation", {"mode": "retract"})
+RELEASE = ("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 UPDATE = [("/begin_weight_update", {}), "/update_weights_from_tensor", ("/end_weight_update", {})]
 WEIGHTS = ("/resume_memory_occupation", {"tags": ["weights"]})
-KV_AND_GRAPHS = ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+KV_CACHE = ("/resume_memory_occupation", {"tags": ["kv_cache"]})
 CONTINUE = ("/continue_generation", {})
 
 
@@ -88,9 +89,9 @@ def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
 def test_weights_come_back_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
     publisher = publisher_for(servers[0])
     publisher.make_room()
-    assert servers[0].heard() == [PAUSE, ("/release_memory_occupation", {})]
+    assert servers[0].heard() == [PAUSE, RELEASE]
     push(publisher, 1)
-    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_AND_GRAPHS, CONTINUE]
+    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_CACHE, CONTINUE]
     push(publisher, 2)  # without a turn of the learner before it
     assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
@@ -101,13 +102,13 @@ def test_a_push_that_breaks_off_resumes_nothing_twice_and_nothing_of_a_server_th
     stays, dies, new = servers
     publisher = publisher_for(stays, dies)
     publisher.make_room()
-    assert stays.heard() == dies.heard() == [PAUSE, ("/release_memory_occupation", {})]
+    assert stays.heard() == dies.heard() == [PAUSE, RELEASE]
     dies.dies_at = WEIGHTS[0]
     assert push(publisher, 1) == ("rollout/1",)
     assert stays.heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
     publisher.servers["rollout/1"] = new.url
     assert push(publisher, 1) == ()
-    assert stays.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_AND_GRAPHS, CONTINUE]
+    assert stays.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_CACHE, CONTINUE]
     assert new.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
@@ -119,4 +120,4 @@ def test_a_server_that_dies_as_the_learners_turn_begins_is_found_out_by_the_push
     assert push(publisher, 1) == ("rollout/1",)
     stays.heard()
     assert push(publisher, 1) == ()
-    assert KV_AND_GRAPHS in stays.heard()
+    assert KV_CACHE in stays.heard()

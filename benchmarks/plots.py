@@ -197,7 +197,9 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
 
 
 def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
-    """Shares of time by state, stacked; predicted busy share and occupancy as marks. First series only, by name."""
+    """Shares of time by state, stacked; predicted busy share, occupancy and what NVML says as marks. First series only,
+    by name.
+    """
     if not rows:
         return None
     series, rows = next(iter(by_series(rows).items()))
@@ -222,6 +224,9 @@ def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
         if kind == "rollout":
             occupancy = [row.estimate("occupancy").mean for row in rows]
             axes.plot(range(len(rows)), occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
+        if any(row.has(f"gpu_{kind}") for row in rows):
+            of_gpu = [row.estimate(f"gpu_{kind}").mean for row in rows]
+            axes.plot(range(len(rows)), of_gpu, "kx", markersize=7, label="GPU, by NVML")
         axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
         axes.set_xlabel("staleness.max, versions")
         axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)

@@ -26,6 +26,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("per_minute", "improvement per minute, measured", "{:+.3f}"),
     ("rollout", "utilisation, rollout", "{:.1%}"),
     ("occupancy", "occupancy of slots", "{:.1%}"),
+    ("gpu_learner", "GPU of the learner, NVML", "{:.1%}"),
+    ("gpu_rollout", "GPU of rollout, NVML", "{:.1%}"),
     ("ess", "ESS / tokens", "{:.3f}"),
     ("staleness_mean", "staleness, mean", "{:.2f}"),
     ("staleness_max", "staleness, max", "{:.0f}"),
@@ -33,13 +35,16 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("train_s", "training, s", "{:.3f}"),
     ("push_s", "push, s", "{:.3f}"),
 )
+OF_GPUS = ("gpu_learner", "gpu_rollout")
+"""Columns of the table where there were GPUs to ask."""
 NOTES = (
     "Mean ± standard error over seeds; the best row by measured improvement per minute is bold.",
     "Improvement: held-out accuracy at the end minus at the start (mean reward, last tenth of the steps minus the "
     "first, where nothing was evaluated). Wall-clock improvement: improvement per 100 steps times the learner's "
     "utilisation over that at the smallest staleness.",
     "Utilisation: the learner computes an update; at least one rollout group is in flight and no push holds it up. "
-    "Occupancy: the server's running requests over its slots. Start-up and the first step are left out.",
+    "Occupancy: the server's running requests over its slots. NVML, where there are GPUs: the share of time in which "
+    "any kernel ran; pools that share a GPU have the same. Start-up and the first step are left out.",
     "In flight: rollout groups between their grant and the buffer's acknowledgement, over rollout.concurrency, mean "
     "over all time. A prediction, by simulation with the measured durations and the run's rules, is - where these are "
     "not simulated.",
@@ -87,15 +92,19 @@ def write_report(folder: Path) -> str:
     return tables + "\n" + "\n".join(sentences)
 
 
+def columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    return [column for column in COLUMNS if column[0] not in OF_GPUS or any(row.has(column[0]) for row in rows)]
+
+
 def header(rows: Sequence[Row]) -> list[str]:
-    return ["staleness", *(key for key, _ in rows[0].series), *(label for _, label, _ in COLUMNS), "seeds"]
+    return ["staleness", *(key for key, _ in rows[0].series), *(label for _, label, _ in columns(rows)), "seeds"]
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table's texts; what no run measured is `-`."""
     lines = []
     for row in rows:
-        values = [_text(row, key, form) for key, _, form in COLUMNS]
+        values = [_text(row, key, form) for key, _, form in columns(rows)]
         lines.append([str(row.staleness), *(label for _, label in row.series), *values, str(len(row.runs))])
     return lines
 

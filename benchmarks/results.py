@@ -18,7 +18,10 @@ from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, 
 from benchmarks.statistics import Estimate, estimate
 
 Step = dict[str, float | None]
-OF_THE_SYSTEM = ("learner", "rollout", "occupancy", "steps_per_minute", "per_minute", "train_s", "push_s")
+OF_THE_SYSTEM = (
+    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "per_minute", "train_s",
+    "push_s",
+)  # fmt: skip
 """Values that say nothing in exact mode, where a push waits for the groups of a batch."""
 
 
@@ -92,6 +95,8 @@ class Run:
             "learner": float(summary.get("utilisation/learner", math.nan)),
             "rollout": float(summary.get("utilisation/rollout", math.nan)),
             "occupancy": float(summary.get("occupancy/rollout", math.nan)),
+            "gpu_learner": float(summary.get("gpu/learner", math.nan)),
+            "gpu_rollout": float(summary.get("gpu/rollout", math.nan)),
             "staleness_mean": float(summary["staleness_mean"] or 0.0),
             "staleness_max": float(summary["staleness_max"] or 0.0),
             "train_s": self.mean("time/train_s"),
@@ -163,6 +168,10 @@ class Row:
         """For a sentence."""
         others = ", ".join(f"{key} {label}" for key, label in self.series)
         return f"staleness {self.staleness}" + (f" ({others})" if others else "")
+
+    def has(self, key: str) -> bool:
+        """Did any seed measure it?"""
+        return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
         """Over the seeds; of the maximum it is the maximum."""

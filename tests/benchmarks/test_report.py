@@ -14,6 +14,7 @@ import pytest
 from async_rl.configfile import dump_config
 from async_rl.errors import ConfigError
 from benchmarks.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
+from benchmarks.plots import _utilisation
 from benchmarks.prediction import compare
 from benchmarks.report import write_report
 from benchmarks.results import Row, Run, read_runs, rows_of
@@ -126,6 +127,27 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     drawn = {path.stem for path in (exact / "plots").iterdir()}
     assert {"accuracy_by_step", "trade_off"} <= drawn
     assert not {"utilisation", "accuracy_by_time", "reward_by_time"} & drawn
+
+
+def test_what_nvml_says_of_the_gpus_stands_beside_our_utilisation_where_there_were_gpus(
+    sweep: Path, printed: str, tmp_path: Path
+) -> None:
+    def drawn(folder: Path) -> list[str]:
+        (legend,) = _utilisation(rows_of(read_runs(folder)), {}).legends
+        return [text.get_text() for text in legend.get_texts()]
+
+    assert "NVML" not in printed
+    assert "GPU, by NVML" not in drawn(sweep)
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    for number, file in enumerate(sorted(copy.glob("cells/staleness-1.*/summary.json"))):
+        said = {"gpu/learner": 0.8 + 0.01 * number, "gpu/rollout": 0.6}
+        file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    table = [[text.strip(" *") for text in line.split("|")] for line in write_report(copy).splitlines()]
+    learner, rollout = (table[0].index(f"GPU of {pool}, NVML") for pool in ("the learner", "rollout"))
+    assert [line[learner] for line in table[2:5]] == ["-", "81.0% ± 0.6%", "-"]
+    assert table[3][rollout] == "60.0% ± 0.0%"
+    assert "GPU, by NVML" in drawn(copy)
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:

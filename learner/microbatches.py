@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from async_rl.types import Batch, FloatArray, IntArray, RolloutGroup
 
@@ -297,23 +296,17 @@ def attention_mask(
     dtype: torch.dtype,
 ) -> Tensor:
     """Added to attention scores: 0 where a token may look, the lowest number elsewhere; [B, 1, S, S]."""
-    own, root = segments[:, :, :, None]
-    size = segments.shape[2]
-    causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    looked_at = segments[0][:, None, :]
-    allowed = ((looked_at == own) | (looked_at == root)) & causal
+    allowed = may_look(segments, 0, segments.shape[2])
     mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
-def block_mask(segments: Tensor) -> BlockMask:
-    """The same for flex attention, which skips the blocks in which no token may look."""
-    own, root = segments
-
-    def may_look(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & ((own[b, k] == own[b, q]) | (own[b, k] == root[b, q]))
-
-    return create_block_mask(may_look, own.shape[0], None, own.shape[1], own.shape[1], device=str(own.device))
+def may_look(segments: Tensor, start: int, end: int) -> Tensor:
+    """Of the tokens start..end: at their own segment and their prompt's, and not ahead; [B, end - start, S]."""
+    own, root = segments[:, :, start:end, None]
+    looked_at = segments[0][:, None, :]
+    place = torch.arange(segments.shape[2], device=segments.device)
+    return ((looked_at == own) | (looked_at == root)) & (place <= place[start:end, None])
 
 
 def _empty(device: torch.device) -> MicroBatch:

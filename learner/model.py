@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.errors import ConfigError
 from async_rl.weights.files import write_weights
+from learner.block_mask import block_mask
 from learner.lora import add_adapters, dropouts, merged_parameters
-from learner.microbatches import Layout, MicroBatch, attention_mask, block_mask
+from learner.microbatches import Layout, MicroBatch, attention_mask
 from learner.scoring import score_tokens
 
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

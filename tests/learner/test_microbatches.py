@@ -13,7 +13,6 @@ from learner.microbatches import (
     Layout,
     Piece,
     attention_mask,
-    block_mask,
     collate,
     make_pieces,
     plan_microbatches,
@@ -161,9 +160,6 @@ def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> N
     mask = attention_mask(segments, torch.float32)
     assert mask.shape == (1, 1, 8, 8)
     assert (mask[0, 0] == 0).int().tolist() == expected
-    may_look = block_mask(segments).mask_mod
-    index = torch.arange(8)
-    assert may_look(0, 0, index[:, None], index[None]).int().tolist() == expected
 
 
 def test_rows_of_single_answers_need_no_mask_and_an_empty_micro_batch_trains_nothing() -> None:

@@ -25,12 +25,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_rl.bundles import assign, bundles
 from async_rl.config import Config
 from async_rl.doctor import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, examine
 from async_rl.errors import ConfigError
 from async_rl.model_folder import load_tokenizer
 from async_rl.network import open_store, use_interface
-from async_rl.placement import assign, bundles, open_ray, ray_hosts
+from async_rl.placement import open_ray, ray_hosts
 
 CONNECT_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "transformers", "ray", "sglang")

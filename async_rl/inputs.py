@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
+from async_rl.bundles import bundles
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.disk import check_disk
 from async_rl.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
 from async_rl.network import interface_of
-from async_rl.placement import explain, gpus_here, runs_here
+from async_rl.placement import check_ipc, explain, gpus_here, runs_here
 
 MODEL, TASK = "model and tokenizer", "task"
 
@@ -84,7 +85,6 @@ def _checks_of_this_host(config: Config) -> list[InputCheck]:
 
 
 def _check_placement(config: Config) -> None:
-    explain(config)
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + rollout.servers * rollout.tp
     check(
@@ -92,6 +92,7 @@ def _check_placement(config: Config) -> None:
         f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
+    explain(config)
 
 
 def _check_transport(config: Config) -> None:
@@ -104,6 +105,7 @@ def _check_transport(config: Config) -> None:
         gpus != 1 or transport != "nccl" or bool(config.rollout.server_url), "weight_sync.transport", transport,
         "auto, cuda_ipc or disk on a host with one GPU", "NCCL refuses two ranks on one device.",
     )
+    check_ipc(config, bundles(config, gpus))
 
 
 def _check_attention(config: Config) -> None:

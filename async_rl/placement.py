@@ -1,149 +1,26 @@
-"""Who runs where: from `placement` to Ray bundles, one for each host the run needs.
+"""Who runs where: Ray sets aside what async_rl/bundles.py asks of each host.
 
-    bundles(config)          what each host must offer, and the processes it gets
-    assign(bundles, hosts)   a host for each, or the arithmetic of why not
-    reserve(...)             the same by Ray: a placement group, STRICT_SPREAD over the hosts
-
-Ray makes the choice; `assign` explains it beforehand (`--dry-run`) and says what is missing.
+    reserve(config)    a placement group, STRICT_SPREAD over the hosts
+    explain(config)    the same without Ray's part, beforehand (`--dry-run`)
+    settle(...)        what only the placement could decide
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from async_rl.bundles import JOIN_COMMANDS, Bundle, Host, assign, bundles, compact
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.errors import ConfigError, WaitTimeoutError
-
-JOIN_COMMANDS = (
-    "on the first host `ray start --head`, on each other one `ray start --address=<first host>:6379`, "
-    "then async-rl on any of them"
-)
 
 
 class NoClusterError(ConfigError):
     """No Ray cluster is where one was looked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """What a host has to offer."""
-
-    name: str
-    cpus: float
-    gpus: float
-    resources: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """What one host must offer, and the processes that run there."""
-
-    gpus_of: Mapping[str, float]
-    """Each process with its GPUs. A learner rank and a server take a CPU as well, the buffer none."""
-    sum_of_gpus: str = ""
-    """How the number of GPUs comes about."""
-    gpus: float = 0.0
-    resource: str = ""
-
-    @property
-    def cpus(self) -> int:
-        return len(self.gpus_of) - ("buffer" in self.gpus_of)
-
-    def fits(self, host: Host) -> bool:
-        return (
-            self.gpus <= host.gpus and self.cpus <= host.cpus and (not self.resource or self.resource in host.resources)
-        )
-
-    def __str__(self) -> str:
-        cpus = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}"
-        gpus = f", {self.gpus:g} GPU{'s' if self.gpus != 1 else ''} ({self.sum_of_gpus})" if self.gpus else ""
-        resource = f", resource {self.resource}" if self.resource else ""
-        return f"{_compact(list(self.gpus_of))}: {cpus}{gpus}{resource}"
-
-
-def bundles(config: Config, gpus_there: float = 0.0) -> list[Bundle]:
-    """One for each host: the learner's first, then those of the servers if they have their own.
-
-    Args:
-        gpus_there: of the hosts together. Where the config does not ask for GPUs in numbers, they are used if there
-            are enough for all, or shared by all if there is one host.
-    """
-    placement = config.placement
-    learner, rollout = placement.learner, placement.rollout
-    with_learner = rollout.nodes == 0
-    wanted = learner.ranks + rollout.servers * rollout.tp
-    if learner.gpus_per_node or gpus_there >= wanted:
-        share = 1.0
-    else:
-        share = int(100 * gpus_there / wanted) / 100 if placement.num_nodes == 1 else 0.0
-    if placement.colocated:
-        share = 0.5 if learner.gpus_per_node or gpus_there >= learner.ranks else 0.0
-    result = []
-    for node in range(learner.nodes):
-        ranks = _part(learner.ranks, learner.nodes, node)
-        servers = _part(rollout.servers, learner.nodes, node) if with_learner else range(0)
-        processes = {"buffer": 0.0} if node == 0 else {}
-        processes |= {f"rollout/{i}": share * rollout.tp for i in servers}
-        processes |= {f"learner/{r}": share for r in ranks}
-        result.append(_bundle(processes, learner.resource, placement.colocated))
-    for node in range(rollout.nodes):
-        servers = _part(rollout.servers, rollout.nodes, node)
-        result.append(_bundle({f"rollout/{i}": share * rollout.tp for i in servers}, rollout.resource, False))
-    return result
-
-
-def _bundle(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Bundle:
-    parts = []
-    for kind, noun in (("learner", "learner rank"), ("rollout", "server")):
-        of_kind = [gpus for name, gpus in gpus_of.items() if name.startswith(kind)]
-        if of_kind:
-            parts.append(f"{len(of_kind)} {noun}{'s' if len(of_kind) != 1 else ''} x {of_kind[0]:g}")
-    gpus = round(sum(gpus_of.values()), 2)
-    if colocated and gpus:
-        gpus = float(max(sum(n.startswith(kind) for n in gpus_of) for kind in ("learner", "rollout")))
-    return Bundle(gpus_of=gpus_of, sum_of_gpus=" + ".join(parts), gpus=gpus, resource=resource)
-
-
-def assign(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> list[Host]:
-    """A host of its own for each bundle, in order.
-
-    Raises:
-        ConfigError: there is no such choice; gives what is wanted beside what there is.
-    """
-    taken: dict[int, int] = {}  # host -> bundle
-
-    def place(bundle: int, seen: set[int]) -> bool:
-        for host, offer in enumerate(hosts):
-            if host not in seen and wanted[bundle].fits(offer):
-                seen.add(host)
-                if host not in taken or place(taken[host], seen):
-                    taken[host] = bundle
-                    return True
-        return False
-
-    for bundle in range(len(wanted)):
-        if not place(bundle, set()):
-            lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
-            lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
-            raise ConfigError(
-                f"placement does not fit: {_shortfall(wanted, hosts)}\n" + "\n".join(lines)
-                + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
-            )
-    return [hosts[host] for host, _ in sorted(taken.items(), key=lambda pair: pair[1])]
-
-
-def _shortfall(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> str:
-    if len(wanted) > len(hosts):
-        return f"{len(wanted)} hosts wanted, {len(hosts)} there"
-    for unit in ("gpus", "cpus"):
-        asked, offered = sum(getattr(b, unit) for b in wanted), sum(getattr(h, unit) for h in hosts)
-        if asked > offered:
-            return f"{asked:g} {unit[:-1].upper()}s wanted, {offered:g} there"
-    return "no choice of hosts has enough on each"
 
 
 @dataclass(slots=True)
@@ -169,7 +46,7 @@ class Reservation:
         return self.addresses[self.bundle_of[process]]
 
     def __str__(self) -> str:
-        return "; ".join(f"{a}: {_compact(list(b.gpus_of))}" for a, b in zip(self.addresses, self.bundles, strict=True))
+        return "; ".join(f"{a}: {compact(list(b.gpus_of))}" for a, b in zip(self.addresses, self.bundles, strict=True))
 
 
 def reserve(config: Config) -> Reservation:
@@ -184,10 +61,8 @@ def reserve(config: Config) -> Reservation:
 
     hosts = ray_hosts()
     wanted = bundles(config, sum(host.gpus for host in hosts))
-    assign(wanted, hosts)
-    group = placement_group(
-        [_ray_resources(bundle) for bundle in wanted], strategy="STRICT_SPREAD" if len(wanted) > 1 else "STRICT_PACK"
-    )
+    parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
+    group = placement_group(resources, strategy=strategy)
     if not group.wait(config.timeouts.join_s):
         free = ", ".join(f"{v:g} {k}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU"))
         raise WaitTimeoutError(
@@ -197,19 +72,36 @@ def reserve(config: Config) -> Reservation:
         )
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    addresses = [address_of[nodes[index]] for index in range(len(wanted))]
-    bundle_of = {name: index for index, bundle in enumerate(wanted) for name in bundle.gpus_of}
-    return Reservation(group, wanted, addresses, bundle_of)
+    addresses = [address_of[nodes[index]] for index in range(len(parts))]
+    bundle_of = {name: index for index, part in enumerate(parts) for name in part.gpus_of}
+    return Reservation(group, parts, addresses, bundle_of)
+
+
+def ray_bundles(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> tuple[list[Bundle], list[dict[str, float]], str]:
+    """(what Ray is asked for, piece by piece, the resources of each, how it is to place them). Ray chooses the hosts;
+    but where pairs share the GPUs of several, it can't be told which pieces belong together, only where: on `hosts`.
+    """
+    parts = [(part, host) for bundle, host in zip(wanted, hosts, strict=True) for part in bundle.per_gpu()]
+    resources = [_ray_resources(part) for part, _ in parts]
+    strategy = "STRICT_SPREAD" if len(wanted) > 1 else "STRICT_PACK"
+    if len(parts) > len(wanted) > 1:
+        strategy = "PACK"
+        resources = [r | {f"node:{host.name}": 0.001} for r, (_, host) in zip(resources, parts, strict=True)]
+    return [part for part, _ in parts], resources, strategy
 
 
 def settle(config: Config, reservation: Reservation) -> Config:
     """The config with what only the placement could decide: the transport that `auto` stands for, keys for the run.
 
     gloo on CPU; NCCL where learner ranks and servers have GPUs of their own, as it refuses two ranks on one device.
+
+    Raises:
+        ConfigError: the transport does not fit the placement.
     """
     if config.weight_sync.transport == "auto":
         transport: Any = _transport(config, reservation.bundles)
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
+    check_ipc(config, reservation.bundles)
     network = config.network
     if config.placement.num_nodes > 1 and not (network.keys or network.insecure):
         from buffer.keys import new_keys
@@ -221,14 +113,32 @@ def settle(config: Config, reservation: Reservation) -> Config:
     return config
 
 
+def check_ipc(config: Config, parts: Sequence[Bundle]) -> None:
+    """A process maps memory of its own device only: of another, which for the sender has the same number, it can't.
+
+    Raises:
+        ConfigError: weights are to go by cuda_ipc, and learner and servers will not be on one GPU.
+    """
+    asked, gpus = config.weight_sync.transport, sum(part.gpus for part in parts)
+    check(
+        asked != "cuda_ipc" or gpus == 0 or _on_one_gpu(config, parts), "weight_sync.transport", asked,
+        f"auto, nccl or disk where learner and servers are not on one GPU, but on {gpus:g}",
+        "Or set placement.colocated: true with one learner rank and one server.",
+    )
+
+
 def _transport(config: Config, parts: Sequence[Bundle]) -> str:
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
     if shares == {0.0}:
         return "gloo"
     if min(shares) >= 1:
         return "nccl"
-    on_one_gpu = len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
-    return "cuda_ipc" if on_one_gpu and config.rollout.engine == "sglang" and config.network.is_on_loopback else "disk"
+    can_map = config.rollout.engine == "sglang" and config.network.is_on_loopback
+    return "cuda_ipc" if can_map and _on_one_gpu(config, parts) else "disk"
+
+
+def _on_one_gpu(config: Config, parts: Sequence[Bundle]) -> bool:
+    return len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
 
 
 def _ray_resources(bundle: Bundle) -> dict[str, float]:
@@ -324,25 +234,3 @@ def gpus_here() -> float:
     import torch
 
     return float(torch.cuda.device_count())
-
-
-def _part(count: int, parts: int, index: int) -> range:
-    return range(count * index // parts, count * (index + 1) // parts)
-
-
-def _compact(names: list[str]) -> str:
-    """`buffer, rollout/0..1, learner/0..7`"""
-    runs: dict[str, list[str]] = {}
-    for name in names:
-        kind, _, number = name.partition("/")
-        runs.setdefault(kind, []).append(number)
-    return ", ".join(
-        kind if not numbers[0] else f"{kind}/{numbers[0]}" + (f"..{numbers[-1]}" if len(numbers) > 1 else "")
-        for kind, numbers in runs.items()
-    )
-
-
-def _named(host: Host) -> str:
-    """The resources a user gave a name to."""
-    own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
-    return f", resources {', '.join(own)}" if own else ""

@@ -5,11 +5,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from async_rl.bundles import Bundle, Host, assign, bundles
 from async_rl.config import (
     Config,
     LearnerPlacement,
@@ -20,13 +22,14 @@ from async_rl.config import (
     RolloutPlacement,
     RunConfig,
     TaskConfig,
+    WeightSyncConfig,
 )
 from async_rl.configfile import load_config
 from async_rl.doctor_nodes import examine_nodes
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
-from async_rl.placement import Bundle, Host, Reservation, assign, bundles, explain, settle
+from async_rl.placement import Reservation, explain, ray_bundles, reserve, settle
 from buffer.keys import new_keys
 from tests.tiny_folder import save_tiny_model
 
@@ -78,6 +81,85 @@ def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
     assert bundle.gpus_of["learner/1"] == bundle.gpus_of["rollout/1"] == 0.5
 
 
+TWO_PAIRS = config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True)
+
+
+def test_a_pair_keeps_to_its_gpu_for_ray_is_asked_for_each_alone() -> None:
+    (bundle,) = bundles(TWO_PAIRS)
+    assert [list(part.gpus_of) for part in bundle.per_gpu()] == [
+        ["buffer", "rollout/0", "learner/0"], ["rollout/1", "learner/1"],
+    ]
+    (alone,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
+    assert [list(part.gpus_of) for part in alone.per_gpu()][1] == ["learner/1"]
+    for whole in (*bundles(TWO_NODES), *bundles(config(colocated=True)), *bundles(config(), 1)):
+        assert whole.per_gpu() == [whole]
+
+
+def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
+    wanted = bundles(config(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True))
+    hosts = [Host(name="10.0.0.1", cpus=8, gpus=2), Host(name="10.0.0.2", cpus=8, gpus=2)]
+    parts, resources, strategy = ray_bundles(wanted, hosts)
+    assert [list(part.gpus_of)[-1] for part in parts] == [f"learner/{rank}" for rank in range(4)]
+    assert strategy == "PACK"
+    assert resources == [
+        {"CPU": 2.0, "GPU": 1.0, f"node:{host}": 0.001} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    ]
+    assert ray_bundles(bundles(TWO_NODES), hosts)[2] == "STRICT_SPREAD"
+
+
+class Where:
+    def gpus(self) -> list[int]:
+        import ray
+
+        found: list[int] = ray.get_gpu_ids()
+        return found
+
+
+@pytest.mark.e2e
+def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
+    import ray
+
+    ray.init(address="local", include_dashboard=False, num_cpus=4, num_gpus=2, log_to_driver=False)
+    try:
+        reservation = reserve(TWO_PAIRS)
+        where: Any = ray.remote(Where)
+        names = [f"{kind}/{index}" for kind in ("rollout", "learner") for index in range(2)]
+        actors = {name: where.options(**reservation.options(name)).remote() for name in names}
+        gpus = {name: ray.get(actor.gpus.remote(), timeout=60) for name, actor in actors.items()}
+        assert gpus["rollout/0"] == gpus["learner/0"] != gpus["rollout/1"] == gpus["learner/1"]
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus"),
+    [
+        ({"rollout": RolloutPlacement(servers=2)}, 2),
+        ({"learner": LearnerPlacement(ranks=2)}, 1),
+        ({"rollout": RolloutPlacement(tp=2)}, 1),
+        ({"learner": LearnerPlacement(ranks=2), "rollout": RolloutPlacement(servers=2), "colocated": True}, 1),
+    ],
+)
+def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, gpus: int) -> None:
+    """Three processes would get 0.66 of two GPUs each, and the third would never be placed."""
+    with pytest.raises(ConfigError, match=rf"what {gpus} GPU\(s\) have room for.*placement\.colocated: true"):
+        bundles(config(**placement), gpus)
+    assert bundles(config(**placement), 0)[0].gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "colocated", "fits"), [(0, False, True), (1, False, True), (2, False, False), (2, True, True)]
+)
+def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool) -> None:
+    asked = dataclasses.replace(config(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
+    reservation = Reservation(None, bundles(asked, gpus), ["127.0.0.1"])
+    if fits:
+        assert settle(asked, reservation).weight_sync.transport == "cuda_ipc"
+        return
+    with pytest.raises(ConfigError, match=f"learner and servers are not on one GPU, but on {gpus}, got 'cuda_ipc'"):
+        settle(asked, reservation)
+
+
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
     with pytest.raises(ConfigError) as caught:
@@ -127,9 +209,9 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) 
 
 
 def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank_on_a_gpu() -> None:
-    two_ranks, three_servers = config(LearnerPlacement(ranks=2)), config(rollout=RolloutPlacement(servers=3))
+    two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
     hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
-    for asked, gpus in ((two_ranks, 1), (three_servers, 2), (hf, 1)):
+    for asked, gpus in ((two_pairs, 2), (hf, 1)):
         settled = settle(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
         assert settled.weight_sync.transport == "disk"
 

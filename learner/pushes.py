@@ -10,13 +10,14 @@ from async_rl.metrics import Metric
 from async_rl.timeline import Span
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.publisher import Tolerance, serving_dtype
 from learner.model import full_parameters
 from learner.servers import ServerList
 from learner.update import Updater
 
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a logprob between server and learner at equal weights, by compute type."""
+VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
+"""By compute type. In bfloat16 logits are rounded on both sides, to an eighth where they are near 20: a single token
+says little, their mean tells other weights apart."""
 VERIFY_TOKENS = 32
 
 

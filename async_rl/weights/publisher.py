@@ -48,6 +48,14 @@ class PushReport:
     """Servers that died on the way and were taken out. The push did not take place: repeat it, on every rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Of differences of logprobs between server and learner at equal weights."""
+
+    mean: float
+    largest: float
+
+
 def run_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> dict[str, Any]:
     """Run calls that wait for each other, each in a thread of its own; the first exception wins.
 
@@ -213,17 +221,14 @@ class WeightPublisher(ABC):
     def close(self) -> None:
         self.session.close()
 
-    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: float) -> float:
+    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
         """Compare every server's logprobs of `tokens` with the learner's; rank 0 only.
 
         Args:
             learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
 
-        Returns:
-            The largest absolute difference over servers and positions.
-
         Raises:
-            WeightSyncError: the difference exceeds `tolerance`: the server does not hold the learner's weights.
+            WeightSyncError: they differ by more than `tolerance`: the server does not hold the learner's weights.
         """
         body = {
             "input_ids": list(tokens),
@@ -233,22 +238,21 @@ class WeightPublisher(ABC):
             "extra_key": f"verify-{time.time_ns()}",
         }
         replies = self.call_servers("/generate", body, "weight verification")
-        worst = 0.0
         for name, reply in replies.items():
             served = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
             if len(served) != len(learner_logprobs):
                 raise WeightSyncError(
                     f"weight verification: {name} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
                 )
-            difference = max(abs(a - b) for a, b in zip(served, learner_logprobs, strict=True))
-            if not difference <= tolerance:
+            differences = [abs(a - b) for a, b in zip(served, learner_logprobs, strict=True)]
+            mean, largest = sum(differences) / len(differences), max(differences)
+            if not (mean <= tolerance.mean and largest <= tolerance.largest):
                 raise WeightSyncError(
-                    f"weight verification: after the push {name} gives logprobs that differ from the learner's by up "
-                    f"to {difference:.2e} (allowed {tolerance:.0e}): it does not serve the learner's weights. "
-                    "Compare the model folder of both sides and weight_sync.transport."
+                    f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
+                    f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
+                    f"{tolerance.largest:.0e}): it does not serve the learner's weights. Compare the model folder of "
+                    "both sides and weight_sync.transport."
                 )
-            worst = max(worst, difference)
-        return worst
 
     def call_servers(self, path: str, body: dict[str, Any], what: str) -> dict[str, Any]:
         """POST to every server at once and return their JSON replies by name."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_rl.config import TimeoutsConfig
 from async_rl.timeline import Span
-from async_rl.weights.publisher import PushReport
+from async_rl.weights.publisher import PushReport, Tolerance
 from learner.servers import ServerList
 
 
@@ -76,9 +76,8 @@ class FakePublisher:
             seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
         )
 
-    def verify(self, tokens: list[int], logprobs: list[float], tolerance: float) -> float:
+    def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> None:
         self.verified.append((tokens, logprobs))
-        return 0.0
 
     def close(self) -> None:
         pass

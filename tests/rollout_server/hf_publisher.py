@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from async_rl.weights import open_publisher
+from async_rl.weights.publisher import Tolerance
 from tests.rollout_server.hf_cases import config_for, sharp_model
 
 
@@ -33,7 +34,7 @@ def main(transport: str, url: str, folder: str, run_dir: str) -> None:
     tokens = list(range(5, 40))
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
-    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], tolerance=1e-4)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-4, 1e-4))
     publisher.close()
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
+from async_rl.weights.publisher import Tolerance
 from rollout_server.engine import Completion
 from tests.conftest import EngineInThread, sglang_config
 from tests.exported import train_and_export
@@ -48,7 +49,7 @@ def push(config: Config, url: str) -> int:
     tokens = list(range(5, 30))
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
-    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], tolerance=1e-3)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-3, 1e-3))
     publisher.close()
     return version
 

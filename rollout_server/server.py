@@ -65,6 +65,8 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.takes_turns else {}
+        # SGLang takes FA3 on Hopper, which can't compute float32.
+        flags |= {"attention-backend": "triton"} if dtype == "float32" else {}
     else:
         flags |= {
             "device": "cpu",
@@ -140,6 +142,8 @@ class ServerProcess:
         # SGLang calls `ninja` to build kernels: of this environment, also where nobody has activated it.
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         self._environment["PATH"] = os.pathsep.join(programs)
+        if flags["dtype"] == "float32":  # else Triton rounds what it multiplies to 10 bits of mantissa (TF32)
+            self._environment.setdefault("TRITON_F32_DEFAULT", "ieee")
         if "enable-memory-saver" in flags:
             # It is loaded before Python is, which alone knows where a CUDA runtime from wheels lies.
             folders = [os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders()]

@@ -80,6 +80,19 @@ def test_on_a_gpu_the_memory_fraction_rules_and_weights_are_bfloat16() -> None:
     assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
 
 
+@pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
+def test_a_gpu_server_that_is_to_compute_float32_does_so_in_full(
+    dtype: str, computes_float32: bool, tmp_path: Path
+) -> None:
+    typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]
+    chosen = flags(typed, on_gpu=True)
+    server = ServerProcess("rollout/0", chosen, 1, tmp_path / "log", typed)
+    assert ("TRITON_F32_DEFAULT" in server._environment) == computes_float32
+    assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
+    own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
+    assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"
+
+
 @pytest.mark.parametrize(("bound", "in_turns"), [(0, True), (1, False)])
 def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bound: int, in_turns: bool) -> None:
     shared = dataclasses.replace(

@@ -52,7 +52,9 @@ class _ScoreTokens(torch.autograd.Function):
         states, head, targets, temperature, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = grads
         of_states = torch.empty_like(states)
-        of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        # A sum over chunks is rounded as often: over forty in bfloat16, the gradient's error would more than double.
+        summed = head.dtype if len(states) <= ctx.size else torch.promote_types(head.dtype, torch.float32)
+        of_head = torch.zeros_like(head, dtype=summed) if ctx.needs_input_grad[1] else None
         for start in range(0, len(states), ctx.size):
             part = slice(start, start + ctx.size)
             logp = _log_softmax(states[part], head, temperature[part]) if ctx.kept is None else ctx.kept
@@ -66,9 +68,11 @@ class _ScoreTokens(torch.autograd.Function):
             )
             of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
             torch.mm(of_logits, head, out=of_states[part])
-            if of_head is not None:
+            if of_head is not None and summed == head.dtype:
                 of_head.addmm_(of_logits.T, states[part])
-        return of_states, of_head, None, None
+            elif of_head is not None:
+                of_head += of_logits.T @ states[part]
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None
 
 
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:

@@ -57,6 +57,23 @@ def test_a_frozen_head_gets_no_gradient_and_scores_of_bfloat16_are_float32() -> 
     torch.testing.assert_close(logprobs.detach(), exact, atol=0.05, rtol=0.02)
 
 
+def test_the_heads_gradient_of_many_chunks_is_as_good_as_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    states, head = torch.randn(640, 16, dtype=torch.bfloat16) + 0.5, torch.randn(50, 16, dtype=torch.bfloat16)
+    targets, temperature = torch.randint(50, (640,)), torch.ones(640)
+
+    def gradient(dtype: torch.dtype, chunks: int) -> Tensor:
+        monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * (640 // chunks))
+        trained = head.to(dtype, copy=True).requires_grad_()
+        score_tokens(states.to(dtype), trained, targets, temperature.to(dtype))[0].sum().backward()
+        assert trained.grad is not None and trained.grad.dtype == dtype
+        return trained.grad.double()
+
+    exact = gradient(torch.float64, 1)
+    errors = {n: float((gradient(torch.bfloat16, n) - exact).norm() / exact.norm()) for n in (1, 40)}
+    assert errors[40] < 1.2 * errors[1] < 0.01
+
+
 def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * 2)
     sizes = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.utils import is_flash_attn_2_available
 
 from async_rl.config import Config
 from async_rl.types import Batch
@@ -60,8 +60,8 @@ def test_packing_changes_neither_logprobs_nor_gradient(
 ) -> None:
     if device.type == "cpu" and (attention != "sdpa" or dtype != "float32"):
         pytest.skip("for GPUs")
-    if attention == "flash_attention_2" and (importlib.util.find_spec("flash_attn") is None or dtype == "float32"):
-        pytest.skip("flash_attn is not installed, or can't compute this type")
+    if attention == "flash_attention_2" and (not is_flash_attn_2_available() or dtype == "float32"):
+        pytest.skip("flash-attn 2 is not installed, or can't compute this type")
     config = with_dtype(config, dtype)
     batch = random_batch(config)
     longest = config.longest_tokens

@@ -1,24 +1,34 @@
-"""SGLang's logprobs against the learner's, at equal weights: at the start, and after a push through each transport."""
+"""SGLang's logprobs against the learner's, at equal weights: at the start, and after a push through each transport.
+And answers that run while weights come: whose each token is.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from async_rl.weights.publisher import serving_dtype
 from learner.model import full_parameters
 from learner.update import Updater
+from rollout_server.engine import Completion, GenerationRequest
 from tests.conftest import EngineInThread
 from tests.gpu.answers import behaviour_logprobs, generated, learner_logprobs, with_dtype
 from tests.gpu.conftest import OPEN, Note
+from tests.rollout_server.hf_cases import request_for
+from tests.rollout_server.sglang_cases import load_model
+from tests.rollout_server.tags import check_tags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+TEMPERATURE = 0.3
+"""Of answers that are to run for long: cold, they rarely come to an end."""
 
 
 def transports(device: torch.device) -> list[tuple[str, bool]]:
@@ -45,6 +55,29 @@ def check(what: str, dtype: str, updater: Updater, server: EngineInThread, confi
     assert np.quantile(np.abs(differences), 0.99) < p99
 
 
+def free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+class Memory:
+    """Of the GPU that a server shares; nothing is checked on a CPU.
+
+    Args:
+        of_server_bytes: what it was given for weights and KV cache.
+    """
+
+    def __init__(self, device: torch.device, of_server_bytes: float) -> None:
+        self._device = device
+        self._of_server_bytes = of_server_bytes
+        self._before_bytes = free_bytes(device)
+
+    def check_let_go(self) -> None:
+        assert free_bytes(self._device) - self._before_bytes >= 0.8 * self._of_server_bytes
+
+    def check_taken(self) -> None:
+        assert free_bytes(self._device) - self._before_bytes <= 0.2 * self._of_server_bytes
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_server_and_learner_agree_at_the_start_and_after_a_push_through_each_transport(
     config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, dtype: str
@@ -53,6 +86,7 @@ def test_server_and_learner_agree_at_the_start_and_after_a_push_through_each_tra
         pytest.skip("bfloat16 on a CPU says nothing about a GPU")
     config = with_dtype(config, dtype)
     updater = Updater(config, device)
+    at_start_bytes = free_bytes(device)
     server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")
     try:
         server.run(server.engine.start(), timeout_s=600.0)
@@ -65,10 +99,74 @@ def test_server_and_learner_agree_at_the_start_and_after_a_push_through_each_tra
             )
             publisher = open_publisher(pushing, [server.engine.url], 0, device)
             publisher.connect()
+            held = Memory(device, config.rollout.mem_fraction * at_start_bytes)
             if in_turns:
                 publisher.make_room()
+                held.check_let_go()
             publisher.push(full_parameters(updater.policy, serving_dtype(config, device.type)), version)
+            held.check_taken()
             publisher.close()
             check(f"{transport}{' in turns' if in_turns else ''}", dtype, updater, server, config, note)
+    finally:
+        server.close()
+
+
+def perturbed(folder: Path, version: int) -> PreTrainedModel:
+    """A model of its own for each version, on the CPU."""
+    torch.manual_seed(version)
+    model = load_model(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.5 * parameter.std(unbiased=False) * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("on_update", ["in_place", "retract"])
+def test_every_token_has_the_version_that_sampled_it_when_weights_come_under_running_answers(
+    config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str
+) -> None:
+    """In float32, where versions are told apart. SGLang's overlap schedule is on as far as it may be."""
+    server_args = config.rollout.server_args | {"disable-overlap-schedule": on_update == "in_place"}
+    config = dataclasses.replace(
+        with_dtype(config, "float32"), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]
+        rollout=dataclasses.replace(config.rollout, max_response_tokens=800, server_args=server_args),
+    )
+    server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")
+    models: dict[int, PreTrainedModel] = {}
+
+    def push(transport: str, in_turns: bool) -> None:
+        version = len(models) + 1
+        models[version] = perturbed(model_path, version)
+        pushing = dataclasses.replace(
+            config, placement=PlacementConfig(colocated=in_turns),
+            weight_sync=WeightSyncConfig(transport=transport, on_update=on_update),  # type: ignore[arg-type]
+        )
+        publisher = open_publisher(pushing, [server.engine.url], 0, device)
+        publisher.connect()
+        if in_turns:
+            publisher.make_room()
+        publisher.push(((name, p.to(device)) for name, p in models[version].named_parameters()), version)
+        publisher.close()
+
+    async def answers_over_a_push(request: GenerationRequest, transport: str, in_turns: bool) -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        await server.engine.generate(request_for(0))  # the group runs once this is answered
+        await asyncio.to_thread(push, transport, in_turns)
+        return await running
+
+    try:
+        server.run(server.engine.start(), timeout_s=600.0)
+        push("disk", False)
+        for index, (transport, in_turns) in enumerate(transports(device), start=1):
+            request = request_for(index, n=32, max_tokens=800, temperature=TEMPERATURE)
+            answers = server.run(answers_over_a_push(request, transport, in_turns), timeout_s=300.0)
+            both = {version: models[version] for version in list(models)[-2:]}
+            spanning = [answer for answer in answers if set(answer.versions.tolist()) == set(both)]
+            assert len(spanning) >= 2, transport
+            for answer in spanning[:3]:
+                check_tags(
+                    both, request.prompt.tokens, answer, TEMPERATURE, tolerance=1e-4 if device.type == "cpu" else 1e-2,
+                    keeps_kv=on_update == "in_place" and not in_turns,
+                )
     finally:
         server.close()

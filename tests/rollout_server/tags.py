@@ -54,7 +54,7 @@ def over_mixed_kv(
 
 def check_tags(
     models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float, *,
-    keeps_kv: bool,
+    keeps_kv: bool, tolerance: float = TOLERANCE,
 ) -> float:
     """Asserts that behaviour logprobs are those of the tagged version and of no other. With `keeps_kv` they are
     compared over mixed KV, else from scratch.
@@ -68,7 +68,7 @@ def check_tags(
     if keeps_kv:
         tagged = over_mixed_kv(models, prompt, completion, temperature)
         fresh = {v: over_mixed_kv(models, prompt, completion, temperature, other=v) for v in models}
-    np.testing.assert_allclose(completion.logprobs, tagged, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(completion.logprobs, tagged, atol=tolerance, rtol=0)
     for version, start, end in segments(completion.versions):
         for other in models:
             if other != version and end - start >= MIN_TOKENS:

@@ -23,9 +23,15 @@ def test_every_key_of_ours_on_the_page_for_verls_users_exists() -> None:
         assert "unknown key" not in str(caught.value), key
 
 
-def test_the_single_gpu_config_is_verls_quickstart() -> None:
+def test_the_single_gpu_config_has_the_settings_that_users_of_verl_know() -> None:
     config = load_config(ROOT / "configs" / "gsm8k_single_gpu.yaml")
     assert (config.learner.prompts_per_step, config.learner.lr, config.critic.lr) == (64, 1e-6, 1e-5)
     assert (config.task.max_prompt_tokens, config.rollout.max_response_tokens) == (512, 512)
     assert (config.algorithm.kl.kind, config.algorithm.kl.coef) == ("k1_reward", 0.001)
     assert (config.rollout.mem_fraction, config.takes_turns) == (0.4, True)
+
+
+@pytest.mark.parametrize("name", ["gsm8k_single_gpu", "gsm8k_two_node"])
+def test_a_gsm8k_config_takes_fifteen_epochs_of_whole_batches(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    assert config.run.steps == 15 * (7473 // config.learner.prompts_per_step)

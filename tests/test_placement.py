@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from async_rl.bundles import Bundle, Host, assign, bundles
+from async_rl.cli import main
 from async_rl.config import (
     Config,
     LearnerPlacement,
@@ -248,10 +247,10 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     save_tiny_model("tiny-qwen2", folder / "model", seed=0)
     file = folder / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 32_768}))
-    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1 + 1?"}], "ability": "math",
-           "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
-    pq.write_table(pa.Table.from_pylist([row]), folder / "rows.parquet")
+    row = {"question": "What is 1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = folder / "rows.parquet"
+    assert main(["prepare", "gsm8k", str(folder / "rows.jsonl"), str(rows)]) == 0
     return [f"model.path={folder / 'model'}", f"task.path={rows}", f"task.eval_path={rows}", f"run.dir={folder}"]
 
 
@@ -301,12 +300,14 @@ def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monke
     ],
 )
 def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
-    name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("async_rl.placement.gpus_here", lambda: 0.0)
     monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
-    text = dry_run(load_config(ROOT / "configs" / f"{name}.yaml", stand_ins))
+    assert main(["train", str(ROOT / "configs" / f"{name}.yaml"), *stand_ins, "--dry-run"]) == 0
+    text = capsys.readouterr().out
     assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
 
 

@@ -81,17 +81,18 @@ def bundles(config: Config, gpus_there: float = 0.0) -> list[Bundle]:
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     with_learner, share = rollout.nodes == 0, _share(config, gpus_there)
+    of_server = share * _gpus_of_servers(config) / rollout.servers
     result = []
     for node in range(learner.nodes):
         ranks = _part(learner.ranks, learner.nodes, node)
         servers = _part(rollout.servers, learner.nodes, node) if with_learner else range(0)
         processes = {"buffer": 0.0} if node == 0 else {}
-        processes |= {f"rollout/{i}": share * rollout.tp for i in servers}
+        processes |= {f"rollout/{i}": of_server for i in servers}
         processes |= {f"learner/{r}": share for r in ranks}
         result.append(_bundle(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
         servers = _part(rollout.servers, rollout.nodes, node)
-        result.append(_bundle({f"rollout/{i}": share * rollout.tp for i in servers}, rollout.resource, False))
+        result.append(_bundle({f"rollout/{i}": of_server for i in servers}, rollout.resource, False))
     return result
 
 
@@ -102,19 +103,24 @@ def _share(config: Config, gpus_there: float) -> float:
     if placement.colocated:
         wanted, share = max(learner.ranks, rollout.servers), 0.5
     else:
-        wanted, share = learner.ranks + rollout.servers * rollout.tp, 1.0
+        wanted, share = learner.ranks + _gpus_of_servers(config), 1.0
     if learner.gpus_per_node or gpus_there >= wanted:
         return share
     if gpus_there == 0 or placement.num_nodes > 1:
         return 0.0
-    tp = 1 if config.rollout.server_url else rollout.tp
     check(
-        gpus_there == learner.ranks == tp == 1, "placement", f"{learner.ranks} learner rank(s) and {rollout.servers} "
-        f"server(s) of {rollout.tp} GPU(s)", f"what {gpus_there:g} GPU(s) have room for",
+        gpus_there == learner.ranks == rollout.tp == 1, "placement",
+        f"{learner.ranks} learner rank(s) and {rollout.servers} server(s) of {rollout.tp} GPU(s)",
+        f"what {gpus_there:g} GPU(s) have room for",
         "One GPU may be shared by one rank and all servers, several only by pairs: set placement.colocated: true. Or "
         "lower placement.learner.ranks, placement.rollout.servers or tp; CUDA_VISIBLE_DEVICES= runs all on the CPU.",
     )
     return int(100 / wanted) / 100
+
+
+def _gpus_of_servers(config: Config) -> int:
+    """Of those that the run starts: rollout.server_url has its GPUs already."""
+    return 0 if config.rollout.server_url else config.placement.rollout.servers * config.placement.rollout.tp
 
 
 def _bundle(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Bundle:

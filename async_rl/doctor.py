@@ -189,7 +189,7 @@ def _examine_inputs(inputs: Sequence[InputCheck]) -> list[Check]:
             each.run()
         except ConfigError as error:
             checks[each.what] = Check(each.what, "broken", str(error))
-        except (ImportError, OSError) as error:
+        except Exception as error:  # a damaged file, say: the other checks are told all the same
             checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
         else:
             checks[each.what] = Check(each.what, "ok", each.value)

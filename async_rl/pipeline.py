@@ -32,7 +32,7 @@ from async_rl.config import Config
 from async_rl.configfile import dump_config
 from async_rl.curve import draw_learning_curve
 from async_rl.disk import full_disk_named
-from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
 from async_rl.inputs import check_inputs
 from async_rl.interrupts import Interrupts
 from async_rl.placement import explain, open_ray, reserve, settle
@@ -85,7 +85,7 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
             servers = supervisor.end_restarts()
             if not interrupts.requested:
                 _evaluate_trained(config, processes, log, servers)
-            counters = _close_buffer(config, processes, revive_buffer)
+            counters = _close_buffer(config, processes, log, revive_buffer)
             supervisor.watch.write_status("ended as it should")
         except BaseException as error:
             supervisor.give_up(error)
@@ -148,11 +148,13 @@ def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, v
 
 def _evaluate_trained(config: Config, processes: ProcessGroup, log: RunLog, servers: list[str]) -> None:
     """On the first of `servers` that lives to its end. The model is saved: without any, only this number is missing."""
+    if config.eval.size == 0:
+        return
     for name in servers:
         try:
             _evaluate(config, processes, log, name, version=log.version)
             return
-        except (ProcessDiedError, WaitTimeoutError) as error:
+        except AsyncRLError as error:
             log.logger.note(f"{name} did not evaluate version {log.version}: {str(error).splitlines()[0]}")
             processes.kill(name)
             if isinstance(error, WaitTimeoutError):  # another would take as long
@@ -184,11 +186,18 @@ def _revive_buffer(
 
 
 def _close_buffer(
-    config: Config, processes: ProcessGroup, revive_buffer: Callable[[ProcessKilledError], None]
+    config: Config, processes: ProcessGroup, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]
 ) -> dict[str, float]:
-    """End the rollout workers, then the buffer, which checks that every admitted group is accounted for."""
-    workers = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
-    processes.gather(workers, config.timeouts.limit("shutdown_s"), "the end")
+    """End the rollout workers, then the buffer, which checks that every admitted group is accounted for, also
+    those of a worker that died since training ended.
+    """
+    workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
+    for name, call in workers.items():
+        try:
+            processes.gather({name: call}, config.timeouts.limit("shutdown_s"), "the end")
+        except AsyncRLError as error:
+            log.logger.note(f"{name} did not end by itself: {str(error).splitlines()[0]}")
+            processes.kill(name)
     try:
         return _final_account(config, processes)
     except ProcessKilledError as error:

@@ -131,6 +131,8 @@ def _transport(config: Config, parts: Sequence[Bundle]) -> str:
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
     if shares == {0.0}:
         return "gloo"
+    if config.rollout.server_url:
+        return "disk"  # which GPU it is on is not known here
     if min(shares) >= 1:
         return "nccl"
     can_map = config.rollout.engine == "sglang" and config.network.is_on_loopback

@@ -66,7 +66,9 @@ class RunLog:
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """What the summary and the choice of checkpoints need of the steps before a resume."""
+        """What the summary and the choice of checkpoints need of the steps before a resume. None goes for it: the best
+        are known only with the last record.
+        """
         for record in records:
             values = {key: value for key, value in record.items() if value is not None}
             self._note_values(int(values["step"]), values)
@@ -78,6 +80,8 @@ class RunLog:
             self._first_reward = values.get("reward/mean")
         if self._checkpoint.best_metric in values:
             self._best_values[version] = values[self._checkpoint.best_metric]
+
+    def _prune(self) -> None:
         prune(self.run_dir, self._checkpoint, self._best_values)
 
     def _note_eval(self, version: int, values: Values) -> None:
@@ -120,6 +124,7 @@ class RunLog:
         if values:
             self._note_eval(report.step, values)
             self._note_values(report.step, values)
+            self._prune()
             self.logger.log_eval(report.step, values)
 
     def _add_usage(self, report: Report) -> None:
@@ -159,6 +164,7 @@ class RunLog:
         self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
         self.version = report.step
         self._note_values(report.step, values)
+        self._prune()
         self.logger.log(report.step, values)
 
     def _add_last_step(self, usage: Usage) -> Usage:
@@ -193,7 +199,7 @@ class RunLog:
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
             while self._pending:
                 self._close_step(*self._pending.pop(0))
-            prune(self.run_dir, self._checkpoint, self._best_values)
+            self._prune()
             usage = self._usage_of_run()
             self._write_trace(float("inf"))
             busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}

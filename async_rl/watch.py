@@ -74,12 +74,13 @@ class Watch:
 
     def _silent(self, unanswered: Set[str]) -> Iterator[tuple[str, AsyncRLError]]:
         """Of those who were asked at an earlier turn: had the driver been away, it would have heard none of them."""
+        now_s = time.monotonic()  # what the caller does about one does not count against the next
         for name in sorted(unanswered & self._processes.actors.keys()):
             silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
             outlived_s = self._config.timeouts.wire_s / 3
             if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:
                 silent_s, setting = outlived_s, "a third of timeouts.wire_s: its clients give up after all of it"
-            if time.monotonic() - self._heard_s[name] <= silent_s:
+            if now_s - self._heard_s[name] <= silent_s:
                 continue
             last = self._statuses.get(name)
             self._processes.dump_stacks()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from async_rl.metrics import Metric
 from async_rl.status import Status
 from async_rl.timeline import Span, State, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    doing: str
+    waits_on: str
+    began_s: float
+    """By the monotonic clock."""
+    limit_s: float
 
 
 class Activity:
@@ -23,8 +32,8 @@ class Activity:
         self._since_s = time.time()
         self._changed_s = self._since_s
         """When in_flight last went from none to some, or back."""
-        self._waits: dict[int, Status] = {}
-        """Of the groups, and of the greedy answers and held-out prompts beside them, each with the limit it keeps."""
+        self._waits: dict[int, _Wait] = {}
+        """Of the groups, and of the greedy answers and held-out prompts beside them."""
         self._evaluations = 0
         self.in_flight = 0
         """Groups between their grant and the buffer's acknowledgement."""
@@ -53,8 +62,8 @@ class Activity:
 
     @contextlib.contextmanager
     def waiting(self, doing: str, waits_on: str, limit_s: float) -> Iterator[None]:
-        """Around what a group waits for: at most `limit_s`, which whoever waits keeps by itself."""
-        wait = Status(doing=doing, waits_on=waits_on, since_s=time.time(), limit_s=limit_s)
+        """Around what a request waits for: at most `limit_s`, which whoever waits keeps by itself."""
+        wait = _Wait(doing, waits_on, time.monotonic(), limit_s)
         self._waits[id(wait)] = wait
         try:
             yield
@@ -62,13 +71,20 @@ class Activity:
             del self._waits[id(wait)]
 
     def status(self) -> Status:
-        """How many groups do what, and of these waits the one that is closest to its limit."""
+        """How many requests do what, and of these waits the one that is closest to its limit."""
+        now_s = time.time()
         if not self._waits:
-            return Status(doing="waits for admission", waits_on="buffer (learner)", since_s=self._changed_s)
-        first = min(self._waits.values(), key=lambda wait: wait.since_s + wait.limit_s)
+            if self.in_flight:
+                return Status(doing=f"prepares {self.in_flight} groups", since_s=self._changed_s, told_s=now_s)
+            return Status(
+                doing="waits for admission", waits_on="buffer (learner)", since_s=self._changed_s, told_s=now_s
+            )
+        first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
         counts = Counter(wait.doing for wait in self._waits.values())
-        doing = ", ".join(f"{doing} {number} groups" for doing, number in sorted(counts.items()))
-        return dataclasses.replace(first, doing=doing, told_s=time.time())
+        doing = ", ".join(f"{doing} {number} requests" for doing, number in sorted(counts.items()))
+        # A clock that is set must not make a wait look overdue.
+        since_s = now_s - (time.monotonic() - first.began_s)
+        return Status(doing=doing, waits_on=first.waits_on, since_s=since_s, told_s=now_s, limit_s=first.limit_s)
 
     def enter_evaluation(self) -> None:
         self._cut()

@@ -26,6 +26,12 @@ async def take_over(session: aiohttp.ClientSession, url: str, config: Config) ->
     """
     weights = {"model_path": str(Path(config.model.path).resolve()), "weight_version": "0", "flush_cache": False}
     limit = config.timeouts.limit("push_s")
+    is_disabled = (await _ask(session, url, "/server_info", limit)).get("disable_overlap_schedule")
+    check(
+        is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_url", url,
+        "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
+        "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
+    )
     for path, body in (
         ("/continue_generation", {}),  # it may have been left in a push
         ("/abort_request", {"abort_all": True}),
@@ -42,12 +48,6 @@ async def take_over(session: aiohttp.ClientSession, url: str, config: Config) ->
                 await asyncio.sleep(FLUSH_INTERVAL_S)  # refused while an aborted request is still being ended
     except TimeoutError:
         raise WaitTimeoutError(f"the run waited {limit} for the server at {url} to end its requests") from None
-    is_disabled = (await _ask(session, url, "/server_info", limit)).get("disable_overlap_schedule")
-    check(
-        is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_url", url,
-        "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
-        "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
-    )
     version = (await _ask(session, url, "/model_info", limit)).get("weight_version")
     if str(version) != "0":
         raise WeightSyncError(f"the server at {url} must serve weight version 0 after its reset, got {version!r}")
@@ -66,9 +66,7 @@ async def _ask(
     except TimeoutError:
         raise WaitTimeoutError(f"the run waited {limit} for {url}{path} to take over rollout.server_url") from None
     except aiohttp.ClientError as error:
-        raise WeightSyncError(
-            f"rollout.server_url {url} can't be taken over: {path}: {error!r}. Is an SGLang server running there?"
-        ) from error
+        raise _unreachable(url, path, error) from error
     try:
         said = json.loads(text)
     except ValueError:
@@ -77,5 +75,14 @@ async def _ask(
 
 
 async def _flushed(session: aiohttp.ClientSession, url: str) -> bool:
-    async with session.post(f"{url}/flush_cache") as reply:
-        return reply.status == 200
+    try:
+        async with session.post(f"{url}/flush_cache") as reply:
+            return reply.status == 200
+    except aiohttp.ClientError as error:
+        raise _unreachable(url, "/flush_cache", error) from error
+
+
+def _unreachable(url: str, path: str, error: aiohttp.ClientError) -> WeightSyncError:
+    return WeightSyncError(
+        f"rollout.server_url {url} can't be taken over: {path}: {error!r}. Is an SGLang server running there?"
+    )

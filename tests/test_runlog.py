@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.checkpoints import Cut, checkpoint_folder, list_checkpoints, write_cut
 from async_rl.config import (
+    CheckpointConfig,
     Config,
+    EvalConfig,
     LearnerPlacement,
     LoggingConfig,
     ModelConfig,
@@ -140,6 +143,28 @@ def test_what_the_log_keeps_in_memory_does_not_grow_with_the_run(tmp_path: Path)
     log.close()
     assert kept[-1] <= kept[9] + 2 * 50  # the time each step ended, and its version
     assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 60
+
+
+def test_a_resume_keeps_the_best_checkpoints_though_it_reads_their_values_one_by_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    kept = (20, 30, 50, 60)
+    for version in kept:
+        checkpoint_folder(run_dir, version).mkdir(parents=True)
+        cut = Cut(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        write_cut(checkpoint_folder(run_dir, version), cut)
+    values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
+    records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(records))
+    log = RunLog(
+        Config(
+            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            run=RunConfig(name="r", dir=str(tmp_path), resume=str(checkpoint_folder(run_dir, 60))),
+            logging=LoggingConfig(wandb="disabled"), eval=EvalConfig(every_steps=10),
+            checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2),
+        )
+    )
+    log.close()
+    assert tuple(list_checkpoints(run_dir)) == kept
 
 
 def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:

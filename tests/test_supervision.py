@@ -14,7 +14,7 @@ import ray
 from async_rl import supervision, watch
 from async_rl.config import Limit, TimeoutsConfig
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.pipeline import _evaluate_trained
+from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.status import Status, format_status, write_status
 from async_rl.supervision import Supervisor
 from tests.pretenders import Buffer, Rollout, Watched, ends_when, stop
@@ -178,6 +178,16 @@ def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_ho
     assert run.log.summary({})["accuracy_end"] == 0.5
     run.log.version += 1
     assert run.log.summary({})["accuracy_end"] is None, "it would be that of an earlier version"
+
+
+def test_a_server_that_died_after_training_costs_no_summary(watched: Any) -> None:
+    run = watched(servers=2)
+    run.tell("learner-0-ends")
+    run.train()
+    ray.kill(run.processes.actors["rollout/1"])
+    counters = _close_buffer(run.config, run.processes, run.log, lambda death: pytest.fail(str(death)))
+    assert counters == {"buffer/unaccounted": 0}
+    assert run.notes[-1].startswith("rollout/1 did not end by itself: rollout/1 on 10.0.0.9 died")
 
 
 def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(

@@ -56,7 +56,7 @@ class RolloutConfig:
     """SGLang's --mem-fraction-static on GPUs."""
     server_url: str = ""
     """Of a running SGLang server to take over: it is set back to model.path as version 0, and lives on after the run.
-    Empty: the run starts its own."""
+    Empty: the run starts its own. With weight_sync.on_update in_place it must run with --disable-overlap-schedule."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further SGLang flags, e.g. {max-running-requests: 512}."""
 

@@ -72,10 +72,10 @@ def test_the_status_counts_what_groups_do_and_shows_the_wait_that_is_closest_to_
         clock.now_s = 130
         with activity.waiting("scores", "its reward", 20), activity.waiting("scores", "its reward", 90):
             status = activity.status()
-            assert status.doing == "generates 1 groups, scores 2 groups"
+            assert status.doing == "generates 1 requests, scores 2 requests"
             assert (status.waits_on, status.since_s, status.limit_s) == ("its reward", 130, 20)
         clock.now_s = 140
         status = activity.status()
-        assert (status.doing, status.since_s, status.limit_s) == ("generates 1 groups", 100, 60)
+        assert (status.doing, status.since_s, status.limit_s) == ("generates 1 requests", 100, 60)
         assert status.waited_s == 40
     assert (activity.status().doing, activity.status().since_s) == (idle.doing, 100)

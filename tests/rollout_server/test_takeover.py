@@ -18,10 +18,12 @@ from rollout_server.takeover import take_over
 CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/chain_sum"))
 
 
-async def taken_over(config: Config, says: dict[str, Any]) -> None:
-    """A server of which /server_info is `says`."""
+async def taken_over(config: Config, says: dict[str, Any], asked: list[str] | None = None) -> None:
+    """A server of which /server_info is `says`; `asked` gets what it was asked for."""
 
     async def answer(request: web.Request) -> web.Response:
+        if asked is not None:
+            asked.append(request.path)
         return web.json_response({"/server_info": says, "/model_info": {"weight_version": "0"}}.get(request.path, {}))
 
     app = web.Application()
@@ -39,8 +41,10 @@ async def taken_over(config: Config, says: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("says", [{}, {"disable_overlap_schedule": False}])
 def test_a_server_that_would_tag_tokens_wrongly_is_refused(says: dict[str, Any]) -> None:
+    asked: list[str] = []
     with pytest.raises(ConfigError, match="a server with --disable-overlap-schedule for weight_sync"):
-        asyncio.run(taken_over(CONFIG, says))
+        asyncio.run(taken_over(CONFIG, says, asked))
+    assert asked == ["/server_info"], "whatever it does goes on"
     retracting = dataclasses.replace(CONFIG, weight_sync=WeightSyncConfig(on_update="retract"))
     asyncio.run(taken_over(retracting, says))
     asyncio.run(taken_over(CONFIG, {"disable_overlap_schedule": True}))
@@ -55,6 +59,6 @@ def test_a_server_that_does_not_answer_is_not_taken_over_and_the_key_of_the_wait
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        message = rf"waited 0 s \(timeouts\.push_s\) for {url}/continue_generation"
+        message = rf"waited 0 s \(timeouts\.push_s\) for {url}/server_info"
         with pytest.raises(WaitTimeoutError, match=message):
             asyncio.run(try_it(url))

@@ -18,7 +18,8 @@ from tests.learner.test_trainer import open_learner, pushed_bytes
 
 def joining(learner: Learner) -> threading.Thread:
     """A server that has come back waits for weights."""
-    thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", 20.0))
+    limit = learner.config.timeouts.limit("batch_s")
+    thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", limit))
     thread.start()
     until_someone_waits(learner.servers)
     return thread

@@ -43,7 +43,7 @@ def test_the_status_of_groups_that_queue_for_their_rewards_has_a_limit_that_they
     config = config_of(timeouts=SLOW)
     statuses = asyncio.run(statuses_of_evaluation(config))
     scoring = [status for status in statuses if status.doing.startswith("scores")]
-    assert scoring[0].doing == "scores 6 groups" and scoring[0].waits_on == "its reward"
+    assert scoring[0].doing == "scores 6 requests" and scoring[0].waits_on == "its reward"
     # The first: 2 calls of at most 1 s in one thread, after the one that may run: 3 rounds, and twice that.
     assert scoring[0].limit_s == 6
     # The last: the same, behind 10 calls of which the thread may have taken one.

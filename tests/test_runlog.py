@@ -4,6 +4,7 @@ import gc
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,13 @@ from async_rl.runlog import RunLog
 from async_rl.timeline import Sample, Span, State, Usage
 
 
-def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1) -> RunLog:
+def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", **sections: Any) -> RunLog:
     return RunLog(
         Config(
             model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            run=RunConfig(name="r", dir=str(tmp_path)), logging=LoggingConfig(wandb="disabled"),
+            run=RunConfig(name="r", dir=str(tmp_path), resume=resume), logging=LoggingConfig(wandb="disabled"),
             placement=PlacementConfig(learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers)),
+            **sections,
         )
     )
 
@@ -155,15 +157,10 @@ def test_a_resume_keeps_the_best_checkpoints_though_it_reads_their_values_one_by
     values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
     records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
     (run_dir / "metrics.jsonl").write_text("".join(records))
-    log = RunLog(
-        Config(
-            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            run=RunConfig(name="r", dir=str(tmp_path), resume=str(checkpoint_folder(run_dir, 60))),
-            logging=LoggingConfig(wandb="disabled"), eval=EvalConfig(every_steps=10),
-            checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2),
-        )
-    )
-    log.close()
+    make_log(
+        tmp_path, resume=str(checkpoint_folder(run_dir, 60)), eval=EvalConfig(every_steps=10),
+        checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2),
+    ).close()
     assert tuple(list_checkpoints(run_dir)) == kept
 
 

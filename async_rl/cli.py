@@ -129,11 +129,11 @@ class _PrintVersion(argparse.Action):
 
 
 def _train(args: argparse.Namespace) -> int:
-    from async_rl.configfile import load_config
+    from async_rl.config.loading import load_config
     from async_rl.pipeline import dry_run, run
 
     if args.resume:
-        from async_rl.checkpoints import find_checkpoint, run_dir_of
+        from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 
         args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
         args.overrides = [f"run.resume={args.resume}", *args.overrides]
@@ -146,7 +146,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from async_rl.configfile import dump_config, load_config
+    from async_rl.config.loading import dump_config, load_config
 
     config = load_config(args.config, args.overrides)
     target = Path(config.model.path)
@@ -157,7 +157,7 @@ def _sft(args: argparse.Namespace) -> int:
             "Set model.path to where the result shall go, and sft.base to the model to start from"
         )
     from learner.sft import base_tokenizer, train_sft
-    from rollout_server.tasks import open_task
+    from rollout_server.tasks.base import open_task
 
     task = open_task(config, base_tokenizer(config))
     target.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _sft(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from rollout_server.gsm8k import prepare_gsm8k
+    from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
 
     rows = prepare_gsm8k(args.source, args.target)
     print(f"{rows} rows written to {args.target}")
@@ -180,9 +180,9 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _buffer(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
-    from async_rl.configfile import load_config
-    from async_rl.interrupts import Interrupts
-    from async_rl.rundir import open_buffer_dir
+    from async_rl.config.loading import load_config
+    from async_rl.driver.signals import Interrupts
+    from async_rl.storage.run_dir import open_buffer_dir
     from buffer.standalone import serve_alone
 
     longest_s = threading.TIMEOUT_MAX
@@ -196,7 +196,7 @@ def _buffer(args: argparse.Namespace) -> int:
 
 
 def _export_trajectories(args: argparse.Namespace) -> int:
-    from buffer.export import export_trajectories
+    from buffer.journal.export import export_trajectories
 
     rows = export_trajectories(args.run_dir, args.target)
     print(f"{rows} rollouts written to {args.target}")
@@ -204,7 +204,7 @@ def _export_trajectories(args: argparse.Namespace) -> int:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from buffer.keys import new_keys
+    from buffer.protocol.keys import new_keys
 
     new_keys(args.folder)
     print(f"keys written to {args.folder}; set network.keys={args.folder}")
@@ -212,7 +212,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from learner.export import export
+    from learner.models.export import export
 
     checkpoint = export(args.checkpoint, args.target)
     print(f"{checkpoint} exported to {args.target}")
@@ -220,9 +220,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from async_rl.configfile import load_config
-    from async_rl.interrupts import Interrupts
-    from rollout_server.evaluate import evaluate_model
+    from async_rl.config.loading import load_config
+    from async_rl.driver.signals import Interrupts
+    from rollout_server.eval_command import evaluate_model
 
     of_its_run = args.model.parent / "config.yaml"
     if not args.config and not of_its_run.is_file():
@@ -238,21 +238,21 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from async_rl.status import format_status
+    from async_rl.telemetry.status import format_status
 
     print(format_status(args.run_dir), end="")
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from async_rl.configfile import load_config
-    from async_rl.doctor import examine, print_table
-    from async_rl.placement import runs_here
+    from async_rl.config.loading import load_config
+    from async_rl.doctor.host import examine, print_table
+    from async_rl.driver.placement import runs_here
 
     config = load_config(args.config, args.overrides) if args.config else None
     checks = examine(config)
     if config and not runs_here(config):
-        from async_rl.doctor_nodes import examine_nodes
+        from async_rl.doctor.cluster import examine_nodes
 
         checks += examine_nodes(config)
     print_table(checks)

@@ -13,9 +13,9 @@
     admit + generate  rollout_server/worker.py  slots, prompts    a free slot               served(v)
     hand out          buffer/server.py          rollout groups    B groups, none expiring   put(group)
     train             learner/trainer.py        a batch           the buffer's hand-out     its own push
-    watch             async_rl/supervision.py   reports           any process               a report, a crash
+    watch             async_rl/driver/supervisor.py   reports           any process               a report, a crash
 
-Where each process runs is async_rl/placement.py's, what it is async_rl/processes.py's.
+Where each process runs is async_rl/driver/placement.py's, what it is async_rl/driver/actors.py's.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. Nothing below looks at it, but that a server on the learner's GPU takes turns with it at 0.
 """
@@ -29,18 +29,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
-from async_rl.configfile import dump_config
-from async_rl.curve import draw_learning_curve
-from async_rl.disk import full_disk_named
+from async_rl.config.loading import dump_config
+from async_rl.driver.placement import explain, open_ray, reserve, settle
+from async_rl.driver.preflight import check_inputs
+from async_rl.driver.run_log import RunLog
+from async_rl.driver.signals import Interrupts
 from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
-from async_rl.inputs import check_inputs
-from async_rl.interrupts import Interrupts
-from async_rl.placement import explain, open_ray, reserve, settle
-from async_rl.rundir import open_run_dir
-from async_rl.runlog import RunLog
+from async_rl.storage.free_space import full_disk_named
+from async_rl.storage.run_dir import open_run_dir
+from async_rl.telemetry.plot_learning_curve import draw_learning_curve
 
 if TYPE_CHECKING:
-    from async_rl.process_group import ProcessGroup
+    from async_rl.driver.actor_group import ProcessGroup
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
         log.logger.note(f"run directory: {run_dir}")
         for caution in cautions(config):
             log.logger.note(f"caution: {caution}")
-        from async_rl.process_group import ProcessGroup
-        from async_rl.supervision import Supervisor
+        from async_rl.driver.actor_group import ProcessGroup
+        from async_rl.driver.supervisor import Supervisor
 
         reservation = reserve(config)
         log.logger.note(f"placed: {reservation}")
@@ -103,7 +103,7 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
 
     Returns the buffer's address.
     """
-    from async_rl.processes import BufferProcess, LearnerProcess, RolloutProcess, learner_threads
+    from async_rl.driver.actors import BufferProcess, LearnerProcess, RolloutProcess, learner_threads
 
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
@@ -175,7 +175,7 @@ def _revive_buffer(
     Raises:
         ProcessKilledError: `death`, if there is no journal.
     """
-    from async_rl.processes import BufferProcess
+    from async_rl.driver.actors import BufferProcess
 
     if not config.buffer.journal:
         raise death

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 
 UNCOUNTED_STEPS = 2
 
@@ -30,9 +30,9 @@ def run_trl(config: Config, steps: int) -> dict[str, float]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from async_rl.model_folder import load_tokenizer
-    from rollout_server.rewards import open_reward
-    from rollout_server.tasks import open_task
+    from async_rl.storage.model_folder import load_tokenizer
+    from rollout_server.rewards.base import open_reward
+    from rollout_server.tasks.base import open_task
 
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)

@@ -39,7 +39,6 @@ import numpy as np
 import psutil
 import zmq
 
-from async_rl.codec import encode_group
 from async_rl.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -53,11 +52,12 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.errors import WaitTimeoutError
+from async_rl.messages.codec import encode_group
 from async_rl.types import Rollout, RolloutGroup, Slot
 from benchmarks.machine import describe_machine
 from buffer.client import LearnerClient, WorkerClient
+from buffer.protocol.wire import pack_request, read_reply, read_slots, receive
 from buffer.server import BufferServer
-from buffer.wire import pack_request, read_reply, read_slots, receive
 
 Figures = tuple[float, ...]
 """Groups a second; CPU microseconds a group of the producer, of what is between, and of the consumer."""

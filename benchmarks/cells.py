@@ -15,7 +15,7 @@ import yaml
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.configfile import dump_config, load_config
+from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
 
 SEED = "seed"

@@ -61,7 +61,7 @@ def _add_plan(commands: Any) -> None:
 
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
-    from async_rl.configfile import load_config
+    from async_rl.config.loading import load_config
     from benchmarks.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
     from benchmarks.report import write_report
     from benchmarks.sweep import Sweep, run_sweep

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from benchmarks.cells import CORRECTIONS, MODES, Axis, seed_axis
 from benchmarks.presets import by_label, parser_of, run_table
 from benchmarks.results import Run

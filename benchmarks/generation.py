@@ -27,17 +27,17 @@ from pathlib import Path
 import aiohttp
 
 from async_rl.config import Config, RunConfig, StalenessConfig
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from async_rl.errors import AsyncRLError
-from async_rl.model_folder import end_tokens, load_tokenizer
+from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from rollout_server.engine import Engine, GenerationRequest, open_engine
-from rollout_server.rewards import open_reward
-from rollout_server.sglang_engine import Answer, request_body
-from rollout_server.tasks import Task, open_task
+from rollout_server.engines.base import Engine, GenerationRequest, open_engine
+from rollout_server.engines.sglang.engine import Answer, request_body
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import Task, open_task
 from rollout_server.worker import Worker
 
 CACHE_KEYS = itertools.count()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 
 CONFIG = "configs/sweep_gpu.yaml"
 OF_TRITON = {"attention-backend": "triton", "sampling-backend": "pytorch"}
@@ -115,7 +115,7 @@ STEPS = (
     Step("ceilings", 0.5, lambda folder, server, left: _python(
         "benchmarks.ceilings", "--out", str(folder / "ceilings.json"))),
     Step("packing", 2.0, _tests(
-        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_update.py")),
+        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_train_step.py")),
     *(_probe(number) for number in range(len(SERVER_ARGS))),
     Step("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
     Step("learner-0.1b", 1.5, _learner("0.1b", 32768)),

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="is added to; a table goes beside it")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    from async_rl.configfile import load_config
+    from async_rl.config.loading import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     rng, machine = random.Random(arguments.seed), describe_machine()

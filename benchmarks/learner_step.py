@@ -46,10 +46,10 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.types import Batch, Rollout, RolloutGroup
 from benchmarks.random_model import SIZES, save_random_model
-from learner import scoring
-from learner.microbatches import Layout, MicroBatch, attention_mask, collate, make_pieces
-from learner.model import shard
-from learner.update import Updater
+from learner.models import token_scores as scoring
+from learner.models.policy import shard
+from learner.packing.microbatches import Layout, MicroBatch, attention_mask, collate, make_pieces
+from learner.train_step import Updater
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -287,7 +287,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mean", type=int, default=48, help="mean answer")
     parser.add_argument("--longest", type=int, default=256, help="longest answer")
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--logits-mib", type=float, default=256, help="learner.scoring.LOGITS_BYTES")
+    parser.add_argument("--logits-mib", type=float, default=256, help="learner.models.token_scores.LOGITS_BYTES")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="on CPU; one is least disturbed by other processes")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])

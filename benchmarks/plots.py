@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.curve import smooth
-from async_rl.lanes import STATE_COLORS
-from async_rl.timeline import STATES
+from async_rl.telemetry.plot_learning_curve import smooth
+from async_rl.telemetry.plot_timeline import STATE_COLORS
+from async_rl.telemetry.timeline import STATES
 from benchmarks.results import Row
 from buffer.store_rows import DROP_REASONS
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
-from async_rl.configfile import load_config
 from benchmarks.cells import SEED, Axis, seed_axis
 from benchmarks.machine import describe_machine
 from benchmarks.results import Run, read_runs

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.base import serving_dtype
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
-from rollout_server.engine import Engine, open_engine
+from rollout_server.engines.base import Engine, open_engine
 
 
 def copy_seconds(num_bytes: int, device: torch.device, rounds: int) -> float:

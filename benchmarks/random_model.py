@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from learner.tiny_model import character_tokenizer
+from learner.models.tiny_model import character_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
     "3m": {

@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def smallest_bound(self) -> int:
-        """With a smaller staleness.max the learner would wait for ever: async_rl/config/combinations.py refuses it."""
+        """With a smaller staleness.max the learner would wait for ever: async_rl/config/cross_section.py refuses it."""
         between_pushes = math.ceil(self.every_steps * self.prompts_per_step / self.fresh_per_step) - 1
         return max(between_pushes, int(self.max_uses > 1))
 

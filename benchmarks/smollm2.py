@@ -28,7 +28,7 @@ def make_folder(wheel: Path, target: Path) -> None:
     """
     import torch
 
-    from rollout_server import shims
+    from rollout_server.engines.sglang import import_stubs as shims
 
     shims.install()  # transformers looks for torchvision, which may be built for another torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

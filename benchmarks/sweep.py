@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.config import Config
+from async_rl.driver.signals import Interrupts
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.interrupts import Interrupts
 from benchmarks.cells import (
     SEED,
     Axis,

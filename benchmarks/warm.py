@@ -19,8 +19,8 @@ MARGIN_S = 60.0
 
 class WarmServer:
     """The server of the last cell. A cell takes it over if its server would have the same flags; the cell resets it
-    (rollout_server/takeover.py). After a failure a new one is started. Without GPUs only: with them, Ray says which
-    GPU a server has.
+    (rollout_server/engines/sglang/attach_server.py). After a failure a new one is started. Without GPUs only: with
+    them, Ray says which GPU a server has.
 
     Args:
         configs: of all cells, to make room for the one that needs most.
@@ -75,7 +75,7 @@ class WarmServer:
 
     def _start(self, config: Config) -> None:
         """In a thread of its own: the server ends with the thread that started it, and has its cores."""
-        from async_rl.processes import share_of_cores
+        from async_rl.driver.actors import share_of_cores
 
         cores = share_of_cores(config, 0, sorted(os.sched_getaffinity(0))) if config.placement.pin_cpus else []
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class WarmServer:
             raise
 
     async def _bring_up(self, config: Config, cores: list[int]) -> None:
-        from rollout_server.engine import open_engine
+        from rollout_server.engines.base import open_engine
 
         if cores:
             os.sched_setaffinity(0, cores)  # of this thread, and of what it starts

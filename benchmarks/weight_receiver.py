@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from async_rl.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError
-from rollout_server.hf_weights import WeightEndpoints, take_over
+from rollout_server.engines.hf.weights import WeightEndpoints, take_over
 
 START_S = 120.0
 END_S = 10.0

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
+from async_rl.driver.actors import use_huge_pages
 from async_rl.errors import WaitTimeoutError
-from async_rl.processes import use_huge_pages
 from async_rl.weights import open_publisher
 from benchmarks.machine import describe_machine
 from benchmarks.weight_receiver import ReceiverProcess, end

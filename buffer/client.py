@@ -18,12 +18,12 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from async_rl.codec import encode_group
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
+from async_rl.messages.codec import encode_group
 from async_rl.types import Batch, RolloutGroup, Slot
-from buffer.keys import show_keys
-from buffer.wire import (
+from buffer.protocol.keys import show_keys
+from buffer.protocol.wire import (
     LONG_POLL_S,
     MAX_CAUSE_CHARS,
     Reply,

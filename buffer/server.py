@@ -2,7 +2,7 @@
 
 A turn of the loop takes what has arrived, then answers who has been waiting, then commits the journal, and only then
 sends the answers: whoever got one can rely on it. What arrives is checked before it touches the store
-(buffer/operations.py).
+(buffer/protocol/operations.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 
 import zmq
 
-from async_rl.checkpoints import Cut, resumed_cut
-from async_rl.codec import Limits, check_group
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
-from buffer.cut import go_on_from
-from buffer.door import Door
-from buffer.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
-from buffer.operations import Operations
+from async_rl.messages.codec import Limits, check_group
+from async_rl.storage.checkpoints import Cut, resumed_cut
+from buffer.buffer_checkpoint import go_on_from
+from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
+from buffer.protocol.operations import Operations
+from buffer.protocol.socket import Door
+from buffer.protocol.wire import receive, view
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState
-from buffer.wire import receive, view
 
 STOP_CHECK_S = 0.2
 """How long the loop sleeps at most, as no message announces that `stop` was set."""

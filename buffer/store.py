@@ -33,7 +33,7 @@ from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
 
 if TYPE_CHECKING:
-    from buffer.wire import Frame
+    from buffer.protocol.wire import Frame
 
 EQUAL_BATCHES = 8
 """So many batches' worth of groups in a row, all rewards equal, say that the task has nothing left to teach."""

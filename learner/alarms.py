@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_rl.metrics import Metric
+from async_rl.telemetry.metrics import Metric
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.metrics import Metric, Report
-from async_rl.model_folder import check_model_folder, load_tokenizer
+from async_rl.storage.model_folder import check_model_folder, load_tokenizer
+from async_rl.telemetry.metrics import Metric, Report
+from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 from learner.optimizer import lr_decay
-from learner.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Prompt tokens and answer tokens, the final eos among the latter."""

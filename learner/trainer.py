@@ -10,27 +10,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.checkpoints import Cut, checkpoint_folder, lineage_of
 from async_rl.config import Config
 from async_rl.errors import NothingToLearnError
-from async_rl.gpu import GpuSampler
-from async_rl.metrics import Metric, Report
-from async_rl.status import Status
-from async_rl.timeline import Timeline
+from async_rl.storage.checkpoints import Cut, checkpoint_folder, lineage_of
+from async_rl.telemetry.metrics import Metric, Report
+from async_rl.telemetry.nvml import GpuSampler
+from async_rl.telemetry.status import Status
+from async_rl.telemetry.timeline import Timeline
 from async_rl.types import Batch
 from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
-from buffer.wire import decode_batch
+from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
-from learner.bound import apply_bound
-from learner.checkpoint import Checkpointer
-from learner.consumed import Consumed
-from learner.evaluations import Evaluations
-from learner.model import save_policy
-from learner.pushes import Pushes
+from learner.check_staleness import apply_bound
+from learner.checkpointing import Checkpointer
+from learner.eval_schedule import Evaluations
+from learner.models.policy import save_policy
 from learner.ranks import broadcast_frames, init_distributed
-from learner.servers import ServerList
-from learner.update import Updater
+from learner.server_membership import ServerList
+from learner.train_step import Updater
+from learner.trained_groups import Consumed
+from learner.weight_sync import Pushes
 
 WEIGHTS_WANTED = [b"weights wanted"]
 """In place of a batch's frames."""

@@ -22,18 +22,18 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
-from async_rl.gpu import GpuSampler
-from async_rl.metrics import Metric, Report
-from async_rl.status import Status
-from async_rl.timeline import Sample
+from async_rl.telemetry.metrics import Metric, Report
+from async_rl.telemetry.nvml import GpuSampler
+from async_rl.telemetry.status import Status
+from async_rl.telemetry.timeline import Sample
 from async_rl.types import IntArray, Prompt, Rollout, RolloutGroup, Slot
 from buffer.client import WorkerClient
-from rollout_server.activity import Activity
-from rollout_server.engine import Completion, Engine, GenerationRequest
-from rollout_server.evaluation import Evaluation
-from rollout_server.reward_threads import RewardThreads
-from rollout_server.rewards import Reward, num_threads
-from rollout_server.tasks import Task
+from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.rewards.base import Reward, num_threads
+from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.run_eval import Evaluation
+from rollout_server.tasks.base import Task
+from rollout_server.worker_stats import Activity
 
 REPORT_INTERVAL_S = 0.5
 _GREEDY_TEMPERATURE = 1e-4

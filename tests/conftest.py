@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from benchmarks.marked_command import MarkedCommand
+from tests.tiny_folder import save_tiny_model
 
 Result = TypeVar("Result")
 
@@ -20,7 +23,7 @@ class EngineInThread:
     """An engine with an event loop of its own, for tests that are plain functions."""
 
     def __init__(self, config: Config, log_dir: Path) -> None:
-        from rollout_server.engine import open_engine
+        from rollout_server.engines.base import open_engine
 
         self.config = config
         self.engine = open_engine(config, 0, log_dir)
@@ -71,7 +74,7 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with a character tokenizer and decided opinions about the next token."""
-    from tests.rollout_server.hf_cases import save_sharp_model
+    from tests.rollout_server.engines.hf_cases import save_sharp_model
 
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
@@ -83,3 +86,39 @@ def sglang_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     server.run(server.engine.start())
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps on an untrained tiny model, small enough for a few seconds of work."""
+    folder = tmp_path_factory.mktemp("smoke")
+    save_tiny_model("tiny-qwen2", folder / "model", seed=0)
+    tree = {
+        "run": {"name": "smoke", "dir": str(folder / "runs"), "steps": 4},
+        "model": {"path": str(folder / "model")},
+        "task": {
+            "name": "reasoning_gym/spell_backward", "params": {"min_word_len": 3, "max_word_len": 5}, "size": 200,
+            "max_prompt_tokens": 80,
+        },
+        "rollout": {"group_size": 4, "max_response_tokens": 12},
+        "learner": {"prompts_per_step": 4, "lr": 1e-3, "max_tokens_per_microbatch": 1024},
+        "algorithm": {"filter_zero_variance": False},  # an untrained model gets every answer wrong
+        "eval": {"size": 8},
+        "logging": {"wandb": "disabled"},
+    }
+    path = folder / "smoke.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., MarkedCommand]]:
+    commands: list[MarkedCommand] = []
+
+    def run(*arguments: str) -> MarkedCommand:
+        commands.append(MarkedCommand(list(arguments), tmp_path / f"command-{len(commands)}.log"))
+        return commands[-1]
+
+    yield run
+    for command in commands:
+        command.kill()

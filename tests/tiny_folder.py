@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.tiny_model import character_tokenizer, tiny_model
+from learner.models.tiny_model import character_tokenizer, tiny_model
 
 
 def save_tiny_model(name: str, folder: Path, seed: int) -> None:

@@ -20,7 +20,7 @@ from async_rl.config.algorithm import (
     MasksConfig,
 )
 from async_rl.config.check import check_finite
-from async_rl.config.combinations import check_combinations
+from async_rl.config.cross_section import check_combinations
 from async_rl.config.data import (
     BufferConfig,
     EvalConfig,

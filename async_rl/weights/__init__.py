@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.weights.publisher import PushReport, WeightPublisher
+from async_rl.weights.base import PushReport, WeightPublisher
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,9 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
 
     `auto` is for the driver to settle, who knows the placement; here it is the one for this device alone.
     """
+    from async_rl.weights.broadcast import BroadcastPublisher
     from async_rl.weights.cuda_ipc import CudaIpcPublisher
     from async_rl.weights.disk import DiskPublisher
-    from async_rl.weights.nccl_gloo import BroadcastPublisher
 
     transport = config.weight_sync.transport
     if transport == "auto":

@@ -19,9 +19,9 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
+from async_rl.weights.base import PushReport, post, start_together
+from async_rl.weights.bucketed import BucketPublisher
 from async_rl.weights.buckets import Bucket, bucket_num_bytes
-from async_rl.weights.bucketwise import BucketPublisher
-from async_rl.weights.publisher import PushReport, post, start_together
 
 
 class CudaIpcPublisher(BucketPublisher):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.weights.files import write_weights
-from async_rl.weights.publisher import PushReport, WeightPublisher
+from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.safetensors_io import write_weights
 
 
 class DiskPublisher(WeightPublisher):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.made import make_sweep
+from tests.benchmarks.factories import make_sweep
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from benchmarks.plan import (
 from benchmarks.prediction import simulated
 from benchmarks.results import read_runs
 from benchmarks.simulate import Workload
-from tests.benchmarks.made import WORKLOAD, make_sweep
+from tests.benchmarks.factories import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
 

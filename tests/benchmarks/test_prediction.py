@@ -23,7 +23,7 @@ from benchmarks.prediction import closed_form as closed_form_or_none
 from benchmarks.report import prediction_cells
 from benchmarks.results import Run, read_runs, rows_of
 from benchmarks.simulate import Workload, main, simulate
-from tests.benchmarks.made import make_sweep
+from tests.benchmarks.factories import make_sweep
 
 STEADY = Workload(
     concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0

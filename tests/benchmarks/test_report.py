@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.configfile import dump_config
+from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from benchmarks.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
 from benchmarks.plots import _utilisation
@@ -19,7 +19,7 @@ from benchmarks.prediction import compare
 from benchmarks.report import write_report
 from benchmarks.results import Row, Run, read_runs, rows_of
 from benchmarks.verdicts import corrections_compared, ended_early, recommendation, seconds_to, time_to_accuracy
-from tests.benchmarks.made import base_yaml, make_run
+from tests.benchmarks.factories import base_yaml, make_run
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from async_rl.cli import main
-from async_rl.configfile import dump_config
+from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from benchmarks.cells import Cell, all_cells, cell_config, key_axis, named_axis, numbers, seed_axis, staleness_axis
 from benchmarks.sweep import Progress, Sweep, progress_table, run_in_process, run_sweep, share_done, time_left
-from tests.benchmarks.made import base_yaml, make_run
+from tests.benchmarks.factories import base_yaml, make_run
 
 
 def make(folder: Path, **changes: Any) -> Sweep:

@@ -26,8 +26,8 @@ from benchmarks import warm
 from benchmarks.cells import Cell, seed_axis, staleness_axis
 from benchmarks.sweep import Sweep, run_sweep
 from benchmarks.warm import WarmServer
-from rollout_server.engine import Load
-from tests.benchmarks.made import base_yaml
+from rollout_server.engines.base import Load
+from tests.benchmarks.factories import base_yaml
 
 
 class FakeEngine:
@@ -66,7 +66,7 @@ class Engines(list[FakeEngine]):
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     engines = Engines()
-    monkeypatch.setattr("rollout_server.engine.open_engine", engines.open)
+    monkeypatch.setattr("rollout_server.engines.base.open_engine", engines.open)
     monkeypatch.setattr(warm, "_has_gpu", lambda: False)
     return engines
 
@@ -164,7 +164,7 @@ def test_an_engine_that_can_not_even_be_opened_fails_at_once(
     def refuse(*_: Any) -> None:
         raise ImportError("sglang is not installed")
 
-    monkeypatch.setattr("rollout_server.engine.open_engine", refuse)
+    monkeypatch.setattr("rollout_server.engines.base.open_engine", refuse)
     with pytest.raises(AsyncRLError, match="sglang is not installed"):
         open_server(cell()).url_for(cell())
 

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from tests.buffer.made import make_config, serving
+from tests.buffer.factories import make_config, serving
 from tests.buffer.running import TIMEOUTS
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from async_rl.config import Config, TimeoutsConfig
 from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
+from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from buffer.wire import decode_batch
-from tests.buffer.made import make_group, make_rollout
+from tests.buffer.factories import make_group, make_rollout
 
 TIMEOUTS = TimeoutsConfig(wire_s=5.0, batch_s=20.0)
 QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)

@@ -14,9 +14,9 @@ import zmq
 from async_rl.errors import AsyncRLError, WaitTimeoutError
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.operations import fair_shares
+from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer
-from tests.buffer.made import make_config, make_group, serving
+from tests.buffer.factories import make_config, make_group, serving
 from tests.buffer.running import QUICK, TIMEOUTS, run_pipeline, with_worker
 
 

@@ -9,11 +9,11 @@ import threading
 import msgpack
 import zmq
 
-from buffer.operations import Operations
+from buffer.protocol.operations import Operations
+from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules
 from buffer.store import Store
-from buffer.wire import pack_request
-from tests.buffer.made import make_config, serving
+from tests.buffer.factories import make_config, serving
 from tests.buffer.running import run_pipeline
 from tests.buffer.test_refusals import FIRST, put_frames
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import TimeoutsConfig
-from buffer.journal import FILE_NAME
-from tests.buffer.made import make_config
+from buffer.journal.journal import FILE_NAME
+from tests.buffer.factories import make_config
 from tests.buffer.running import run_pipeline
 from tests.buffer.test_standalone import Alone
 

@@ -11,7 +11,7 @@ from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSync
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import EQUAL_BATCHES, Store
-from tests.buffer.made import make_config, make_group, make_outcome, make_rollout, plain_rules, serving
+from tests.buffer.factories import make_config, make_group, make_outcome, make_rollout, plain_rules, serving
 from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
 
 

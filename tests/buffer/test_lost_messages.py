@@ -8,7 +8,7 @@ import zmq
 
 from buffer.client import LearnerClient, WorkerClient
 from buffer.server import BufferServer
-from tests.buffer.made import make_group
+from tests.buffer.factories import make_group
 from tests.buffer.running import QUICK, put_all, with_worker
 
 

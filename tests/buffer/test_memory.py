@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 
-from async_rl.codec import encode_group
 from async_rl.config import RolloutConfig
+from async_rl.messages.codec import encode_group
 from buffer.client import LearnerClient, WorkerClient
-from tests.buffer.made import make_config, make_group, make_rollout, serving
+from tests.buffer.factories import make_config, make_group, make_rollout, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 TOKENS = 2048

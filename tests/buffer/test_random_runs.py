@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from benchmarks.simulate import Workload, simulate
 from buffer.staleness import Rules
-from tests.buffer.made import plain_rules
-from tests.buffer.onlooker import EVERYTHING, WORKERS, Onlooker, some_onlooker, walk
+from tests.buffer.factories import plain_rules
+from tests.buffer.model_checker import EVERYTHING, WORKERS, Onlooker, some_onlooker, walk
 
 BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.codec import encode_group
 from async_rl.errors import WireError
+from async_rl.messages.codec import encode_group
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
+from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from buffer.wire import pack_request
-from tests.buffer.made import make_config, make_group, make_rollout, serving
+from tests.buffer.factories import make_config, make_group, make_rollout, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from async_rl.checkpoints import Cut, checkpoint_folder, write_cut
 from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.rundir import open_run_dir
+from async_rl.storage.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.journal import FILE_NAME, Journal
-from buffer.wire import pack_request
-from tests.buffer.made import make_group, make_rollout, serving
+from buffer.journal.journal import FILE_NAME, Journal
+from buffer.protocol.wire import pack_request
+from tests.buffer.factories import make_group, make_rollout, serving
+from tests.buffer.journal.test_journal import journalled, select, serving_until_a_crash
 from tests.buffer.running import TIMEOUTS, with_worker
-from tests.buffer.test_journal import journalled, select, serving_until_a_crash
 from tests.buffer.test_refusals import ask
 
 

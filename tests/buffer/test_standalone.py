@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.configfile import load_config
-from async_rl.rundir import open_buffer_dir
+from async_rl.config.loading import load_config
+from async_rl.storage.run_dir import open_buffer_dir
 from buffer.client import LearnerClient, WorkerClient
-from tests.buffer.made import make_group
+from tests.buffer.factories import make_group
 from tests.buffer.running import TIMEOUTS, with_worker
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.errors import StalenessError, WireError
 from buffer.store import Store
-from tests.buffer.made import make_outcome, plain_rules
+from tests.buffer.factories import make_outcome, plain_rules
 
 
 def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:

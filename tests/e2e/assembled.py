@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from async_rl.config import Config
-from async_rl.metrics import reduce_metrics
-from async_rl.model_folder import load_tokenizer
+from async_rl.storage.model_folder import load_tokenizer
+from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.types import Batch
 from buffer.client import LearnerClient
+from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from buffer.wire import decode_batch
 from learner.trainer import Learner
-from rollout_server.rewards import open_reward
-from rollout_server.tasks import open_task
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.conftest import EngineInThread
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config
-from async_rl.model_folder import load_tokenizer
+from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, Prompt, RolloutGroup
-from rollout_server.engine import Completion, GenerationRequest
-from rollout_server.hf_batch import DecodingBatch, Group
-from rollout_server.rewards import open_reward
-from rollout_server.tasks import open_task
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.batch import DecodingBatch, Group
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import open_task
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from buffer.journal import FILE_NAME
+from buffer.journal.journal import FILE_NAME
 from buffer.store_rows import DROP_REASONS
 from tests.e2e.test_processes import metrics_lines
 

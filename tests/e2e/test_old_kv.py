@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from benchmarks.machine import describe_machine
 from tests.e2e.assembled import run_assembled
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 from tests.tiny_folder import save_tiny_model
 

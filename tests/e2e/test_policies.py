@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import BufferConfig, Config
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from buffer.store_rows import DROP_REASONS
 from tests.conftest import EngineInThread

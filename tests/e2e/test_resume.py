@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.checkpoints import checkpoint_folder, list_checkpoints, read_cut
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
+from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_cut
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.metrics import read_metrics
+from async_rl.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.e2e
 

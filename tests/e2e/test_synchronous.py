@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import Run, run_assembled
 from tests.e2e.reference_loop import Reference, Step, answers_of

@@ -11,10 +11,10 @@ import torch
 
 from async_rl.config import Config
 from async_rl.types import Batch, Rollout, RolloutGroup
-from learner.update import Updater
-from rollout_server.engine import Completion, GenerationRequest
+from learner.train_step import Updater
+from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import EngineInThread
-from tests.rollout_server.hf_cases import request_for
+from tests.rollout_server.engines.hf_cases import request_for
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:

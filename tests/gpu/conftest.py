@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
-from learner.tiny_model import character_tokenizer
+from learner.models.tiny_model import character_tokenizer
 
 Note = Callable[..., None]
 OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}

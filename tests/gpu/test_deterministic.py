@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
-from rollout_server.engine import Completion
+from rollout_server.engines.base import Completion
 from tests.conftest import EngineInThread
 from tests.gpu.conftest import Note
-from tests.rollout_server.hf_cases import request_for, same_answers
+from tests.rollout_server.engines.hf_cases import request_for, same_answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 

@@ -12,12 +12,12 @@ from transformers.utils import is_flash_attn_2_available
 
 from async_rl.config import Config
 from async_rl.types import Batch
-from learner.diagnostics import Tally
-from learner.update import Updater
-from rollout_server.engine import Completion
+from learner.algorithms.diagnostics import Tally
+from learner.train_step import Updater
+from rollout_server.engines.base import Completion
 from tests.gpu.answers import batch_of, learner_logprobs, with_dtype
 from tests.gpu.conftest import OPEN, Note
-from tests.rollout_server.hf_cases import request_for
+from tests.rollout_server.engines.hf_cases import request_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.publisher import serving_dtype
-from learner.model import full_parameters
-from learner.update import Updater
-from rollout_server.engine import Completion, GenerationRequest
+from async_rl.weights.base import serving_dtype
+from learner.models.policy import full_parameters
+from learner.train_step import Updater
+from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import EngineInThread
 from tests.gpu.answers import behaviour_logprobs, generated, learner_logprobs, with_dtype
 from tests.gpu.conftest import OPEN, Note
-from tests.rollout_server.hf_cases import request_for
-from tests.rollout_server.sglang_cases import load_model
-from tests.rollout_server.tags import check_tags
+from tests.rollout_server.engines.hf_cases import request_for
+from tests.rollout_server.engines.sglang_cases import load_model
+from tests.rollout_server.engines.tags import check_tags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3

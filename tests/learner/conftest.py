@@ -13,8 +13,8 @@ from hypothesis import settings
 from async_rl.types import Batch
 from learner import trainer
 from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.handmade import make_batch, save_tiny_model, save_tiny_reward_model
 from tests.learner.rank_process import ALGORITHMS, Case, rank_main
+from tests.learner.tiny_batches import make_batch, save_tiny_model, save_tiny_reward_model
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from async_rl.config import TimeoutsConfig
-from async_rl.timeline import Span
-from async_rl.weights.publisher import PushReport, Tolerance
-from learner.servers import ServerList
+from async_rl.telemetry.timeline import Span
+from async_rl.weights.base import PushReport, Tolerance
+from learner.server_membership import ServerList
 
 
 class FakeClient:

@@ -23,11 +23,11 @@ from async_rl.config import (
     RewardModelConfig,
     RolloutPlacement,
 )
-from learner.diagnostics import Tally
-from learner.model import full_parameters, save_policy
+from learner.algorithms.diagnostics import Tally
+from learner.models.policy import full_parameters, save_policy
 from learner.ranks import broadcast_frames
-from learner.update import Updater
-from tests.learner.handmade import make_batch, make_config
+from learner.train_step import Updater
+from tests.learner.tiny_batches import make_batch, make_config
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae"),

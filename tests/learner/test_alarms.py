@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from async_rl.config import Config
-from async_rl.configfile import load_config
+from async_rl.config.loading import load_config
+from async_rl.driver.run_log import RunLog
 from async_rl.errors import ConfigError
-from async_rl.metrics import Metric, Report
-from async_rl.runlog import RunLog
+from async_rl.telemetry.metrics import Metric, Report
 from learner.alarms import Alarms, rules_for
-from tests.learner.handmade import make_config
+from tests.learner.tiny_batches import make_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 BAD = {
@@ -88,7 +88,7 @@ def test_an_alarm_reaches_the_console_and_wandb(
     def open_fake(config: Config, run_dir: Path, note: object) -> Wandb:
         return Wandb()
 
-    monkeypatch.setattr("async_rl.metrics.open_wandb_run", open_fake)
+    monkeypatch.setattr("async_rl.telemetry.metrics.open_wandb_run", open_fake)
     log = RunLog(make_config(tmp_path / "none"))
     log.add("learner/0", Report(step=1, alarms=("ALARM at step 1: too stale",)))
     log.close()

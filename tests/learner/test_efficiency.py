@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.types import Batch
-from learner.diagnostics import Tally
-from learner.microbatches import Layout, MicroBatch
-from learner.model import full_parameters
-from learner.update import Updater
-from tests.learner.handmade import make_batch, make_config
+from learner.algorithms.diagnostics import Tally
+from learner.models.policy import full_parameters
+from learner.packing.microbatches import Layout, MicroBatch
+from learner.train_step import Updater
 from tests.learner.rank_process import measure_roles
-from tests.learner.test_update import reference_logprobs
+from tests.learner.test_train_step import reference_logprobs
+from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_rows_parted_by_their_positions_alone_are_what_transformers_takes_withou
     """The layout of flash_attention_2, which needs a GPU: sdpa without a mask is parted by positions as well."""
     updater = open_updater(tiny_model_path)
     monkeypatch.setattr(updater, "_layout", Layout(masked=False, sparse=True))
-    monkeypatch.setattr("learner.model._MASKED", ())
+    monkeypatch.setattr("learner.models.policy._MASKED", ())
     (micro,) = check_logprobs(updater, tiny_model_path, make_batch(groups=6))
     assert micro.positions is not None and micro.tokens.shape[0] == 1
     assert (micro.positions == 0).sum() == 6 * 4

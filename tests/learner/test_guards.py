@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
-from learner.update import Updater
-from tests.learner.handmade import make_batch, make_config
-from tests.learner.test_update import reference_logprobs, values_of, weights_of
+from learner.train_step import Updater
+from tests.learner.test_train_step import reference_logprobs, values_of, weights_of
+from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 LEARNER = LearnerConfig(prompts_per_step=3, lr=3e-2, max_tokens_per_microbatch=40)

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, SftConfig, TaskConfig
 from async_rl.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer, tiny_model
 from learner.sft import _backward, _lr_factor, base_tokenizer, train_sft
-from learner.tiny_model import character_tokenizer, tiny_model
 from tests.tiny_folder import save_tiny_model
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.checkpoints import list_checkpoints
 from async_rl.config import (
     Config,
     EvalConfig,
@@ -26,15 +25,16 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.metrics import Report
+from async_rl.storage.checkpoints import list_checkpoints
+from async_rl.telemetry.metrics import Report
 from async_rl.types import Batch
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import trainer
-from learner.bound import check_bound
+from learner.check_staleness import check_bound
 from learner.trainer import Learner
 from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.handmade import make_batch, make_config, make_group, make_rollout
+from tests.learner.tiny_batches import make_batch, make_config, make_group, make_rollout
 
 METRICS = {
     "batch/rollouts", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",

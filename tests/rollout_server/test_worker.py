@@ -24,15 +24,15 @@ from async_rl.config import (
     TimeoutsConfig,
 )
 from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
-from async_rl.metrics import Report, reduce_metrics
-from async_rl.timeline import Usage
+from async_rl.telemetry.metrics import Report, reduce_metrics
+from async_rl.telemetry.timeline import Usage
 from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from learner.tiny_model import character_tokenizer
-from rollout_server.engine import Completion, GenerationRequest, Load
-from rollout_server.hf_engine import HFEngine
-from rollout_server.tasks import open_task
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.tiny_folder import save_tiny_model
 

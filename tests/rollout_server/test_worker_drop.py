@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from async_rl.config import StalenessConfig
-from rollout_server.engine import Completion, GenerationRequest
+from rollout_server.engines.base import Completion, GenerationRequest
 from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, rolled_out
 
 

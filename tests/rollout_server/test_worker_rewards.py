@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from async_rl.config import Config, TimeoutsConfig
-from async_rl.status import Status
+from async_rl.telemetry.status import Status
 from async_rl.types import Prompt
-from rollout_server import math_checker, rewards
-from rollout_server.tasks import open_task
+from rollout_server.rewards import base as rewards
+from rollout_server.rewards import math_checker
+from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from async_rl.config import Config, ModelConfig, NetworkConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import WeightSyncError
 from async_rl.network import authorization
-from async_rl.weights import publisher as publisher_module
-from async_rl.weights.nccl_gloo import BroadcastPublisher
-from async_rl.weights.publisher import PushReport, WeightPublisher
+from async_rl.weights import base as publisher_module
+from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 
 from async_rl.config import Config, Limit, ModelConfig, TaskConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.weights.base import run_together
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
-from async_rl.weights.publisher import run_together
 
 PUSH = Limit(30.0, "timeouts.push_s")
 

@@ -1,7 +1,7 @@
 """Who has the GPU's memory, by what servers are told: over real HTTP, to servers that only write it down.
 
-tests/rollout_server/test_sglang_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU, where no
-memory is released.
+tests/rollout_server/engines/test_sglang_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU,
+where no memory is released.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
-from learner.pushes import VERIFY_TOKENS, VERIFY_TOLERANCE
-from rollout_server.hf_engine import HFEngine
-from tests.rollout_server.hf_cases import config_for, with_engine
+from learner.weight_sync import VERIFY_TOKENS, VERIFY_TOLERANCE
+from rollout_server.engines.hf.engine import HFEngine
+from tests.rollout_server.engines.hf_cases import config_for, with_engine
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 

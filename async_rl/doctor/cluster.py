@@ -1,0 +1,299 @@
+"""`async-rl doctor` for a run on several nodes: what it needs of each, and of the network between them.
+
+A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there, then the probes compare
+what must be equal and try to reach each other, first by TCP, then by torch.distributed. No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_rl.config import Config
+from async_rl.doctor.host import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, examine
+from async_rl.driver.placement import open_ray, ray_hosts
+from async_rl.driver.resources import assign, bundles
+from async_rl.errors import ConfigError
+from async_rl.network import open_store, use_interface
+from async_rl.storage.model_folder import load_tokenizer
+
+CONNECT_TIMEOUT_S = 5.0
+PACKAGES = ("torch", "transformers", "ray", "sglang")
+OPEN_PORTS = (
+    "open all TCP ports between the hosts of a run (firewall, security group), or let Ray use another interface: "
+    "`ray start --node-ip-address`"
+)
+Result = TypeVar("Result")
+Results = dict[str, Result | Exception]
+"""By host; an exception where the call failed there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What one node says of itself."""
+
+    checks: list[Check] = field(default_factory=list)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
+    """Digest of vocabulary and chat template; empty where it can't be loaded."""
+    model: str = ""
+    """Digest of config.json and of the weight files' names and sizes."""
+    sees_run_dir: bool = True
+
+
+class Probe:
+    """Runs on one node, as an actor of the run would."""
+
+    def __init__(self, folder: str, config: Config) -> None:
+        os.chdir(folder)
+        self._config = config
+        self._address = ray.util.get_node_ip_address()
+
+    def examine(self, marker: str) -> NodeReport:
+        """
+        Args:
+            marker: name of a file that the driver has made in run.dir.
+        """
+        path = Path(self._config.model.path)
+        return NodeReport(
+            checks=examine(self._config, is_driver=False), versions=_versions(), tokenizer=_tokenizer_digest(path),
+            model=_model_digest(path), sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
+        )
+
+    def listen(self) -> tuple[str, int]:
+        self._server = socket.create_server((self._address, 0))
+        return self._server.getsockname()[:2]
+
+    def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
+        """Tries to connect to each; returns who was not reached, and why."""
+        failed = []
+        for address, port in others:
+            try:
+                socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
+            except OSError as error:
+                failed.append(f"{address}:{port} ({error})")
+        return failed
+
+    def join(self, rank: int, world_size: int, address: str, port: int) -> float:
+        """An all-reduce of ones by gloo with all other probes; the listening socket of rank 0 is closed for it."""
+        import torch
+        import torch.distributed as dist
+
+        if hasattr(self, "_server"):
+            self._server.close()
+        use_interface(self._address)
+        timeout = timedelta(seconds=self._config.timeouts.join_s)
+        store = open_store(address, port, rank, world_size, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        dist.destroy_process_group()
+        return float(ones)
+
+
+def examine_nodes(config: Config) -> list[Check]:
+    """All checks of the cluster that the run would join; starts nothing that outlives it."""
+    try:
+        with open_ray(config):
+            return _examine_cluster(config)
+    except ConfigError as error:
+        return [Check("Ray", "broken", str(error))]
+
+
+def _examine_cluster(config: Config) -> list[Check]:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    hosts = ray_hosts()
+    offers = "; ".join(f"{host.name}: {host.cpus:g} CPUs, {host.gpus:g} GPUs" for host in hosts)
+    checks = [Check("Ray", "ok", f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}: {offers}"), _placement(config)]
+    probe_class: Any = ray.remote(Probe)
+    names = _names(nodes)
+    probes = {
+        names[node["NodeID"]]: probe_class.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(os.getcwd(), config)
+        for node in nodes
+    }
+    try:
+        with _marker(config) as marker:
+            reports: Results[NodeReport] = call_all(
+                {name: probe.examine.remote(marker) for name, probe in probes.items()},
+                SGLANG_IMPORT_TIMEOUT_S + config.timeouts.join_s,
+            )
+        checks += compare(reports)
+        able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
+        if len(able) > 1:
+            checks += _network(able, config.timeouts.join_s)
+    finally:
+        for probe in probes.values():
+            ray.kill(probe)
+    return checks
+
+
+def _names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Address by node id; with the id's beginning where two nodes share an address."""
+    addresses = [node["NodeManagerAddress"] for node in nodes]
+    return {
+        node["NodeID"]: address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})"
+        for node, address in zip(nodes, addresses, strict=True)
+    }
+
+
+def _placement(config: Config) -> Check:
+    hosts = ray_hosts()
+    try:
+        wanted = bundles(config, sum(host.gpus for host in hosts))
+        chosen = assign(wanted, hosts)
+    except ConfigError as error:
+        return Check("placement", "broken", str(error))
+    free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
+    asked = {"CPU": float(sum(b.cpus for b in wanted)), "GPU": sum(b.gpus for b in wanted)}
+    if short := [f"{asked[key]:g} {key}s wanted, {free[key]:g} free" for key in asked if free[key] < asked[key]]:
+        return Check("placement", "warn", "; ".join(short), "`ray status` shows who holds the rest; end it, or wait")
+    return Check("placement", "ok", "; ".join(f"{h.name}: {b}" for h, b in zip(chosen, wanted, strict=True)))
+
+
+def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
+    """What the nodes say of themselves, and whether they agree."""
+    checks = [_unable(name, error) for name, error in reports.items() if isinstance(error, Exception)]
+    known = {name: report for name, report in reports.items() if isinstance(report, NodeReport)}
+    for name, report in known.items():
+        bad = [check for check in report.checks if check.state != "ok"]
+        checks.append(Check(name, "ok", f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok"))
+        checks += [dataclasses.replace(check, what=f"{name}: {check.what}") for check in bad]
+    for package in ("python", *PACKAGES):
+        versions = {name: report.versions.get(package, "none") for name, report in known.items()}
+        checks.append(_equal(f"{package} everywhere", versions, f"install the same on every host: {REINSTALL}"))
+    same = "copy model.path from one host to the others, or put it on a disk that all share"
+    checks.append(_equal("tokenizer everywhere", {n: r.tokenizer or "none" for n, r in known.items()}, same))
+    checks.append(_equal("model everywhere", {n: r.model or "none" for n, r in known.items()}, same))
+    blind = [name for name, report in known.items() if not report.sees_run_dir]
+    checks.append(Check(
+        "run.dir everywhere", "broken" if blind else "ok",
+        f"not the driver's on {', '.join(blind)}" if blind else "the same folder",
+        "set run.dir to a folder on a disk that all hosts share: logs, keys and checkpoints go there",
+    ))
+    return checks
+
+
+def _equal(what: str, found: Mapping[str, str], mend: str) -> Check:
+    if len(set(found.values())) <= 1:
+        return Check(what, "ok", next(iter(found.values()), "nobody says"))
+    return Check(what, "broken", "; ".join(f"{name} has {value}" for name, value in found.items()), mend)
+
+
+def _unable(name: str, error: Exception) -> Check:
+    if isinstance(error, TimeoutError):
+        return Check(name, "broken", str(error), f"does the host live (`ray status`)? If so, {OPEN_PORTS}")
+    found = f"the checks can't run there: {_last_line(error)}"
+    return Check(name, "broken", found, f"the same environment on every host: {REINSTALL}")
+
+
+def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
+    """TCP from each to each, then one all-reduce of all."""
+    listening: Results[tuple[str, int]] = call_all({n: p.listen.remote() for n, p in probes.items()}, timeout_s)
+    targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
+    reached: Results[list[str]] = call_all({
+        name: probe.reach.remote([place for other, place in targets.items() if other != name])
+        for name, probe in probes.items()
+    }, timeout_s + CONNECT_TIMEOUT_S * len(probes))
+    failures = [f"{n} can't listen ({_last_line(e)})" for n, e in listening.items() if isinstance(e, Exception)]
+    for name, missed in reached.items():
+        if isinstance(missed, Exception):
+            failures.append(f"{name}: {_last_line(missed)}")
+        elif missed:
+            failures.append(f"{name} can't reach {', '.join(missed)}")
+    if failures:
+        return [Check("ports", "broken", "; ".join(failures), OPEN_PORTS)]
+    ports = Check("ports", "ok", f"each of {len(probes)} nodes reaches the others on a free one")
+    address, port = next(iter(targets.values()))
+    joined: Results[float] = call_all({
+        name: probe.join.remote(rank, len(probes), address, port) for rank, (name, probe) in enumerate(probes.items())
+    }, 2 * timeout_s)
+    wrong = [f"{n}: {_last_line(v)}" for n, v in joined.items() if isinstance(v, Exception) or v != len(probes)]
+    return [ports, Check(
+        "torch.distributed", "broken" if wrong else "ok",
+        "; ".join(wrong) or f"an all-reduce by gloo over {len(probes)} nodes",
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, must name the interface of Ray's address; {OPEN_PORTS}",
+    )]
+
+
+def call_all(calls: Mapping[str, Any], timeout_s: float) -> Results[Any]:
+    """The result of each call by name; what failed or took too long is an exception in its place."""
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+    return {
+        name: _attempt(lambda call=call: ray.get(call)) if call in ready  # type: ignore[misc]
+        else TimeoutError(f"no answer for {timeout_s:.0f} s")
+        for name, call in calls.items()
+    }
+
+
+def _attempt(get: Callable[[], Result]) -> Result | Exception:
+    try:
+        return get()
+    except RayTaskError as error:
+        return error.cause if isinstance(error.cause, Exception) else error
+    except RayError as error:
+        return error
+
+
+def _last_line(value: object) -> str:
+    return (str(value).strip().splitlines() or [type(value).__name__])[-1]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _tokenizer_digest(path: Path) -> str:
+    try:
+        tokenizer = load_tokenizer(str(path))
+    except ConfigError:
+        return ""
+    return _digest(json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]))
+
+
+def _model_digest(path: Path) -> str:
+    try:
+        weights = sorted((file.name, file.stat().st_size) for file in path.glob("*.safetensors"))
+        return _digest((path / "config.json").read_text() + json.dumps(weights))
+    except OSError:
+        return ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@contextmanager
+def _marker(config: Config) -> Iterator[str]:
+    """A file in run.dir while the body runs; its name."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f".doctor-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        yield marker.name
+    finally:
+        marker.unlink(missing_ok=True)

@@ -1,0 +1,200 @@
+"""`async-rl doctor`: what a run needs of this machine and of a config, each with how to mend it.
+
+For several nodes see async_rl/doctor/cluster.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from async_rl.config import Config
+from async_rl.driver.preflight import InputCheck, input_checks
+from async_rl.errors import ConfigError
+from async_rl.storage.free_space import RUN_BYTES, existing_parent
+
+MIN_FREE_MEMORY_BYTES = 4 * 2**30
+MIN_SHARED_MEMORY_BYTES = 256 * 2**20
+SGLANG_IMPORT_TIMEOUT_S = 180
+
+REINSTALL = "make venv (or reinstall with the pip commands of README.md)"
+
+GPU_TOOLS = (
+    "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; where learner and server "
+    "take turns on a GPU it needs the package torch-memory-saver"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the table. A run can't work while something is `broken`; `warn` costs speed or comfort."""
+
+    what: str
+    state: Literal["ok", "warn", "broken"]
+    found: str
+    mend: str = ""
+
+
+def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
+    """All checks of this machine, and of `config` where one is given. Starts nothing of a run.
+
+    Args:
+        is_driver: else this is another host of the run, and only what every host needs is checked.
+    """
+    engine = config.rollout.engine if config else ""
+    checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
+    checks += [_package(name) for name in ("torch", "transformers", "ray")]
+    checks += [_sglang(engine), _gpu(engine), _loopback(), _memory(), _shared_memory(), _cores()]
+    if config is None:
+        return [*checks, _free_disk(Path("runs"))]
+    return checks + _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
+
+
+def print_table(checks: list[Check]) -> None:
+    """The table on stdout, then what to mend."""
+    what_width = max(len(check.what) for check in checks)
+    for check in checks:
+        print(f"{check.state:<6}  {check.what:<{what_width}}  {check.found}")
+    for check in checks:
+        if check.mend and check.state != "ok":
+            print(f"\n{check.state}: {check.what}: {check.found}\n  to mend it: {check.mend}")
+
+
+def _package(name: str) -> Check:
+    """Imported for real: an installed package may still not load."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return Check(name, "broken", f"can't be imported: {_first_line(error)}", REINSTALL)
+    return Check(name, "ok", metadata.version(name))
+
+
+def _sglang(engine: str) -> Check:
+    """Imported where it may be used, in a process of its own, as its server runs: import stand-ins must not reach
+    this one.
+    """
+    needed: Literal["warn", "broken"] = "broken" if engine == "sglang" else "warn"
+    instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
+    if engine == "hf":
+        return Check("sglang", "ok", f"{version}, not used: rollout.engine=hf")
+    code = "from rollout_server import shims; shims.install(); import sglang.srt.entrypoints.http_server"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=SGLANG_IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Check("sglang", needed, f"{version}, importing took over {SGLANG_IMPORT_TIMEOUT_S} s", instead)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Check("sglang", needed, f"{version} can't be imported: {last}", instead)
+    return Check("sglang", "ok", version)
+
+
+def _gpu(engine: str) -> Check:
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:
+        return Check("GPU", "warn", f"torch can't say: {_first_line(error)}", REINSTALL)
+    if names:
+        found = f"{len(names)} x {names[0]}"
+        if engine != "hf" and (missing := _missing_gpu_tools()):
+            return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+        return Check("GPU", "ok", found)
+    if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
+        return Check("GPU", "warn", "an NVIDIA driver is here, but this torch finds no GPU", REINSTALL)
+    return Check("GPU", "ok", "none: everything runs on the CPU")
+
+
+def _missing_gpu_tools() -> list[str]:
+    """Of what SGLang's server uses beside the packages that it imports."""
+    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
+    missing = [name for name in ("nvcc", "ninja") if not shutil.which(name, path=path)]
+    return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
+
+
+def _loopback() -> Check:
+    """All processes of a run talk over ports that the system picks on 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        return Check("loopback ports", "broken", _first_line(error), "allow TCP on 127.0.0.1")
+    return Check("loopback ports", "ok", "can be opened and reached")
+
+
+def _memory() -> Check:
+    import psutil
+
+    free_bytes = psutil.virtual_memory().available
+    found = f"{free_bytes / 2**30:.1f} GiB free"
+    if free_bytes < MIN_FREE_MEMORY_BYTES:
+        return Check("memory", "warn", found, "end other programs: even the quickstart wants about 4 GiB")
+    return Check("memory", "ok", found)
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("shared memory", "warn", "no /dev/shm: Ray uses /tmp, which is slower")
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{free_bytes / 2**30:.1f} GiB free in /dev/shm"
+    if free_bytes < MIN_SHARED_MEMORY_BYTES:
+        return Check("shared memory", "warn", found, "in a container: docker run --shm-size=1g")
+    return Check("shared memory", "ok", found)
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Check("cores", "warn", str(cores), "give it 2 or more: learner and rollout share them")
+    return Check("cores", "ok", str(cores))
+
+
+def _free_disk(folder: Path) -> Check:
+    parent = existing_parent(folder)
+    free_bytes = shutil.disk_usage(parent).free
+    found = f"{free_bytes / 2**30:.1f} GiB free in {parent}"
+    if free_bytes < RUN_BYTES:
+        return Check("disk", "broken", found, "free some, or set run.dir to another disk")
+    return Check("disk", "ok", found)
+
+
+def _examine_inputs(inputs: Sequence[InputCheck]) -> list[Check]:
+    """The message of what fails has the cure in it."""
+    checks: dict[str, Check] = {}
+    for each in inputs:
+        if each.needs and checks[each.needs].state != "ok":
+            checks[each.what] = Check(each.what, "warn", f"not checked: that needs the {each.needs}")
+            continue
+        try:
+            each.run()
+        except ConfigError as error:
+            checks[each.what] = Check(each.what, "broken", str(error))
+        except Exception as error:  # a damaged file, say: the other checks are told all the same
+            checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
+        else:
+            checks[each.what] = Check(each.what, "ok", each.value)
+    return list(checks.values())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,157 @@
+"""All processes of a run as the driver holds them: started, called, ended; whatever fails names the process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from async_rl.config import Limit
+from async_rl.driver.placement import Reservation
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.telemetry.status import Status, write_status
+
+LOG_TAIL_LINES = 15
+DUMP_TIMEOUT_S = 2.0
+STATUS_INTERVAL_S = 5.0
+
+
+class ProcessGroup:
+    """All actors of a run by name. Any call that fails names the process and shows its log."""
+
+    def __init__(self, run_dir: Path, reservation: Reservation) -> None:
+        self.run_dir = run_dir
+        self.actors: dict[str, ActorHandle] = {}
+        self._reservation = reservation
+
+    def start(
+        self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
+    ) -> ActorHandle:
+        """
+        Args:
+            threads: [concurrency group of `cls`] how many of its calls run at once.
+        """
+        options = {**self._reservation.options(name), "max_restarts": 0}
+        if max_concurrency > 1:
+            options["max_concurrency"] = max_concurrency
+        remote: Any = ray.remote
+        if threads:
+            remote = remote(concurrency_groups=dict(threads))
+        remote_class: Any = remote(cls)
+        self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
+        return self.actors[name]
+
+    def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
+        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards.
+
+        Meanwhile `async-rl status` tells of the wait.
+        """
+        pending = {ref: name for name, ref in calls.items()}
+        results: dict[str, Any] = {}
+        since_s, deadline = time.time(), time.monotonic() + limit.seconds
+        host = ray.util.get_node_ip_address()
+        while pending:
+            write_status(self.run_dir, [Status(
+                process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
+                since_s=since_s, limit_s=limit.seconds,
+            )], "running")
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(pending), timeout=min(left_s, STATUS_INTERVAL_S))
+            if not ready and left_s > STATUS_INTERVAL_S:
+                continue
+            if not ready:
+                raise WaitTimeoutError(
+                    f"the driver waited {limit} for {what} of {', '.join(pending.values())}"
+                    + "".join(self.log_tail(name) for name in pending.values())
+                )
+            name = pending.pop(ready[0])
+            results[name] = self.result(name, partial(ray.get, ready[0]))
+        return results
+
+    def result(self, name: str, get: Callable[[], Any]) -> Any:
+        """`get()`, with a failure of the process turned into an error that says which one and why."""
+        try:
+            return get()
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ConfigError):  # it says all that is needed to mend it
+                raise cause from None
+            if isinstance(cause, AsyncRLError):
+                raise type(cause)(
+                    f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, told=str(cause))}"
+                ) from None
+            raise AsyncRLError(
+                f"{self.on_host(name)} failed: {type(cause).__name__}: {cause}{self.log_tail(name)}\n"
+                f"{_last_frames(error)}"
+            ) from None
+        except RayActorError as error:
+            if error.actor_init_failed:  # Ray keeps the text of what was raised, not the exception
+                raise ProcessDiedError(
+                    f"{self.on_host(name)} failed as it began:{self.log_tail(name)}\n{_last_frames(error)}"
+                ) from None
+            raise ProcessKilledError(
+                f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
+                "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
+                + self.log_tail(name)
+            ) from None
+        except RayError as error:
+            raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
+
+    def place(self, name: str, status: Status) -> Status:
+        return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
+
+    def dump_stacks(self) -> None:
+        """Have every process that still answers write its stacks into its log file."""
+        calls: list[Any] = [actor.dump_stacks.remote() for actor in self.actors.values()]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=DUMP_TIMEOUT_S)
+
+    def on_host(self, name: str) -> str:
+        return f"{name} on {self._reservation.host_of(name)}"
+
+    def log_tail(self, name: str, told: str = "") -> str:
+        """The last lines of the process's log files, indented, for an error message.
+
+        Args:
+            told: what the message says already; the files that are named there are left out.
+        """
+        text = ""
+        for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
+            if str(file) in told:
+                continue
+            lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-LOG_TAIL_LINES:]
+            text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])
+        return text
+
+    def kill(self, name: str) -> None:
+        """End one process by force."""
+        ray.kill(self.actors.pop(name))
+
+    def stop(self, timeout_s: float) -> None:
+        """End every process, politely within `timeout_s`, then by force."""
+        stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
+        polite: list[Any] = [actor.stop.remote() for actor in stoppable]
+        try:
+            if polite:
+                ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
+        finally:  # also when a second Ctrl-C cuts the wait short
+            for actor in self.actors.values():
+                ray.kill(actor)
+            self.actors.clear()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _last_frames(error: RayError, lines: int = 12) -> str:
+    return "\n".join("    " + line for line in str(error).strip().splitlines()[-lines:])

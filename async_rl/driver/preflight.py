@@ -1,0 +1,122 @@
+"""What a config names, and asks of this host, as a list of checks: `train` raises at the first that fails, before it
+starts anything, and `async-rl doctor` shows them all.
+
+A run that may land on other hosts is held against this one in nothing but what every host needs: Ray places it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+from async_rl.config import Config
+from async_rl.config.check import check
+from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
+from async_rl.driver.resources import bundles
+from async_rl.network import interface_of
+from async_rl.storage.free_space import check_disk
+from async_rl.storage.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
+
+MODEL, TASK = "model and tokenizer", "task"
+
+
+@dataclass(frozen=True, slots=True)
+class InputCheck:
+    """One thing that can be wrong."""
+
+    what: str
+    value: str
+    """What the config says."""
+    run: Callable[[], object]
+    """Raises ConfigError."""
+    needs: str = ""
+    """`what` of another one, without which this can't be checked."""
+    everywhere: bool = False
+    """Every host of a run needs it."""
+
+
+def check_inputs(config: Config) -> None:
+    """Open what the user named, before any process starts: ConfigError for what can't be used."""
+    for each in input_checks(config):
+        each.run()
+
+
+def input_checks(config: Config) -> list[InputCheck]:
+    """One that `needs` another comes behind it."""
+    from rollout_server.rewards.base import open_reward
+    from rollout_server.tasks.base import open_task
+
+    model, reward = config.model.path, config.task.reward
+    task = cache(lambda: open_task(config, load_tokenizer(model)))
+    checks = [InputCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
+    for key, path in role_folders(config).items():
+        checks.append(InputCheck(key, path, partial(check_role_folder, key, path)))
+    checks.append(InputCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
+    if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
+        host = config.network.host
+        checks.append(InputCheck("network.host", host, lambda: interface_of(host)))
+    if runs_here(config):
+        checks += _checks_of_this_host(config)
+    return [
+        *checks,
+        # A generated task finds only with a prompt that its template fails or that it can't give eval.size questions.
+        InputCheck(TASK, config.task.path or config.task.name, lambda: task().prompt(0), MODEL, everywhere=True),
+        InputCheck("reward", reward or "the task's own", lambda: open_reward(config, task()), TASK, everywhere=True),
+    ]
+
+
+def _checks_of_this_host(config: Config) -> list[InputCheck]:
+    from buffer.protocol.keys import check_keys
+
+    placement, keys = config.placement, config.network.keys
+    processes = f"{placement.learner.ranks} learner rank(s), {placement.rollout.servers} rollout server(s)"
+    checks = [
+        InputCheck("placement", processes, lambda: _check_placement(config)),
+        InputCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
+        InputCheck("model.attn_implementation", config.model.attn_implementation, lambda: _check_attention(config)),
+    ]
+    if keys:
+        checks.append(InputCheck("network.keys", keys, lambda: check_keys(keys)))
+    if placement.pin_cpus:
+        checks.append(InputCheck("placement.pin_cpus", "true", lambda: _check_cores(config)))
+    return checks
+
+
+def _check_placement(config: Config) -> None:
+    learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
+    wanted = learner.ranks + rollout.servers * rollout.tp
+    check(
+        rollout.tp == 1 or gpus >= wanted or bool(config.rollout.server_url), "placement.rollout.tp", rollout.tp,
+        f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
+        "A server wants tp whole GPUs; on the CPU it starts one rank.",
+    )
+    explain(config)
+
+
+def _check_transport(config: Config) -> None:
+    transport, gpus = config.weight_sync.transport, gpus_here()
+    check(
+        gpus > 0 or transport != "nccl", "weight_sync.transport", transport,
+        "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
+    )
+    check(
+        gpus != 1 or transport != "nccl" or bool(config.rollout.server_url), "weight_sync.transport", transport,
+        "auto, cuda_ipc or disk on a host with one GPU", "NCCL refuses two ranks on one device.",
+    )
+    check_ipc(config, bundles(config, gpus))
+
+
+def _check_attention(config: Config) -> None:
+    name = config.model.attn_implementation
+    check(
+        gpus_here() > 0 or name != "flash_attention_2", "model.attn_implementation", name,
+        "sdpa, eager or flex_attention on a host without GPUs",
+    )
+
+
+def _check_cores(config: Config) -> None:
+    from async_rl.driver.actors import share_of_cores
+
+    share_of_cores(config, 0, sorted(os.sched_getaffinity(0)))

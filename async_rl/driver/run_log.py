@@ -1,0 +1,239 @@
+"""Everything the processes report, merged in one place: metrics per step, utilisation, the run's summary."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.storage.checkpoints import lineage_of, prune, resumed_cut
+from async_rl.telemetry.chrome_trace import ChromeTrace
+from async_rl.telemetry.metrics import Metric, MetricsLogger, Report, read_metrics, reduce_metrics
+from async_rl.telemetry.plot_timeline import draw_lanes
+from async_rl.telemetry.timeline import Sample, Span, Usage
+
+Values = dict[str, float]
+
+
+class RunLog:
+    """Collects Reports in the driver.
+
+    A step's record holds the learner's metrics of that step and what the rollout workers reported since the last one.
+    It is written once every learner rank has reported the step, and every rollout pool beyond the step's end: its
+    utilisation needs their spans. What is kept in memory is that of the last two steps, running totals, and a few
+    numbers for each step; the spans and samples before that are in timeline.json.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.run_dir = config.run_dir
+        self._checkpoint = config.checkpoint
+        self.logger = MetricsLogger(config, config.run_dir)
+        self._trace = ChromeTrace(self.run_dir / "timeline.json", time.time())
+        self.evals: list[tuple[int, Values]] = []
+        """The first and the last."""
+        self.step_ends_s: list[float] = []
+        self.version = 0
+        """Of the last step that was logged."""
+        self.ended = ""
+        """Why the run ended before its last step."""
+        self._best_values: dict[int, float] = {}
+        """checkpoint.best_metric by version."""
+        self._first_reward: float | None = None
+        self._last_reward: float | None = None
+        self._staleness_max: float | None = None
+        self._totals: Counter[str] = Counter()
+        """Sums of what the steps after the first measured."""
+        self._measured: Counter[str] = Counter()
+        """How many of them measured it."""
+        self._resumes = 0
+        if cut := resumed_cut(config):
+            self.version, self._resumes = cut.version, lineage_of(self.run_dir)
+            self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
+        self._usage = Usage()
+        """From the end of the first step to that of the last but one."""
+        self._recent: dict[str, list[Span]] = {}
+        """By pool: what ended after the last step but one. Of one state without a gap: one span."""
+        self._samples: list[Sample] = []
+        """Since the end of the last step but one."""
+        self._pending: list[tuple[Report, float]] = []
+        self._from_workers: list[Metric] = []
+        self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
+        self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
+
+    def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
+        """What the summary and the choice of checkpoints need of the steps before a resume. None goes for it: the best
+        are known only with the last record.
+        """
+        for record in records:
+            values = {key: value for key, value in record.items() if value is not None}
+            self._note_values(int(values["step"]), values)
+            if "eval/accuracy" in values:
+                self._note_eval(int(values["step"]), values)
+
+    def _note_values(self, version: int, values: Mapping[str, float]) -> None:
+        if self._first_reward is None:
+            self._first_reward = values.get("reward/mean")
+        if self._checkpoint.best_metric in values:
+            self._best_values[version] = values[self._checkpoint.best_metric]
+
+    def _prune(self) -> None:
+        prune(self.run_dir, self._checkpoint, self._best_values)
+
+    def _note_eval(self, version: int, values: Values) -> None:
+        self.evals[1:] = [(version, values)]
+
+    def add(self, process: str, report: Report) -> None:
+        self._add_usage(report)
+        if process in self._reported_steps:
+            self._reported_steps[process] = report.step
+        for text in report.alarms:
+            self.logger.alarm(text)
+        if report.note and process == "learner/0":
+            self.ended = report.note
+            self.logger.note(report.note)
+            if report.metrics:
+                self.logger.log_late(report.step, reduce_metrics(report.metrics))
+        elif process == "learner/0" and report.metrics:  # of a step
+            end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
+            self._pending.append((report, end_s))
+        elif process.startswith("rollout/"):
+            self._from_workers.extend(report.metrics)
+            newest_s = max((span.end_s for span in report.spans), default=0.0)
+            self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
+        self._close_steps()
+
+    def lost(self, process: str) -> None:
+        """A rollout process died: no step waits for it until it reports again."""
+        self._reported_until_s.pop(process, None)
+        self._close_steps()
+
+    @property
+    def has_open_steps(self) -> bool:
+        """Whether a step waits for the rollout pools' spans."""
+        return bool(self._pending)
+
+    def add_eval(self, report: Report) -> None:
+        """An evaluation the driver asked for, outside any step."""
+        self._add_usage(report)
+        values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
+        if values:
+            self._note_eval(report.step, values)
+            self._note_values(report.step, values)
+            self._prune()
+            self.logger.log_eval(report.step, values)
+
+    def _add_usage(self, report: Report) -> None:
+        for span in report.spans:
+            recent = self._recent.setdefault(span.pool, [])
+            last = recent[-1] if recent else None
+            if last and (last.state, last.name, last.end_s) == (span.state, span.name, span.start_s):
+                recent[-1] = replace(last, end_s=span.end_s)
+            else:
+                recent.append(span)
+        self._samples.extend(report.samples)
+
+    def _close_steps(self) -> None:
+        while self._pending:
+            report, end_s = self._pending[0]
+            if report.step > min(self._reported_steps.values()):
+                return
+            if end_s > min(self._reported_until_s.values(), default=float("inf")):
+                return
+            self._close_step(*self._pending.pop(0))
+
+    def _close_step(self, report: Report, end_s: float) -> None:
+        values = reduce_metrics([*report.metrics, *self._from_workers])
+        self._from_workers.clear()
+        is_first = not self.step_ends_s
+        if not is_first:
+            end_s = max(end_s, self.step_ends_s[-1])  # a clock may be set back
+            self._add_last_step(self._usage)
+            self._write_trace(self.step_ends_s[-1])
+        self.step_ends_s.append(end_s)
+        values.update(self._add_last_step(Usage()).metrics())
+        values["time/since_first_step_s"] = end_s - self.step_ends_s[0]
+        if not is_first:
+            self._totals.update(values)
+            self._measured.update(values.keys())
+        self._last_reward = values.get("reward/mean")
+        self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
+        self.version = report.step
+        self._note_values(report.step, values)
+        self._prune()
+        self.logger.log(report.step, values)
+
+    def _add_last_step(self, usage: Usage) -> Usage:
+        """Not to the usage of the run before the next step closes: a rank tells of its last moments in a step, while
+        learner/0 was still in it, with the next one.
+        """
+        start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
+        if end_s > start_s:
+            usage.add([span for recent in self._recent.values() for span in recent], self._samples, start_s, end_s)
+        return usage
+
+    def _write_trace(self, until_s: float) -> None:
+        """Moves what had ended by then from memory to the file."""
+        ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
+        self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
+        self._recent = {
+            pool: [span for span in recent if span.end_s > until_s] for pool, recent in self._recent.items()
+        }
+        self._samples = [sample for sample in self._samples if sample.time_s >= until_s]
+
+    def _usage_of_run(self) -> Usage:
+        return self._add_last_step(copy.deepcopy(self._usage))
+
+    def window(self) -> tuple[float, float]:
+        """What utilisation and throughput are measured over: start-up and the first step are outside."""
+        if len(self.step_ends_s) < 2:
+            return (0.0, 0.0)
+        return self.step_ends_s[0], self.step_ends_s[-1]
+
+    def close(self) -> None:
+        """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
+        with contextlib.closing(self.logger), contextlib.closing(self._trace):
+            while self._pending:
+                self._close_step(*self._pending.pop(0))
+            self._prune()
+            usage = self._usage_of_run()
+            self._write_trace(float("inf"))
+            busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
+            ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
+            draw_lanes(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
+
+    def summary(self, buffer_counters: Values) -> dict[str, Any]:
+        """What the run came to; a value that was not measured is left out or None."""
+        start_s, end_s = self.window()
+
+        def mean(key: str) -> float | None:
+            return self._totals[key] / self._measured[key] if self._measured[key] else None
+
+        summary: dict[str, Any] = {
+            "steps": self.version,
+            "resumes": self._resumes,
+            "seconds": end_s - start_s,
+            "staleness_mean": mean("staleness/mean"),
+            "staleness_max": self._staleness_max,
+            "reward_first": self._first_reward,
+            "reward_last": self._last_reward,
+            "push_ms": (mean("time/push_s") or 0.0) * 1e3,
+            "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
+            "buffer": buffer_counters,
+        }
+        if self.ended:
+            summary["ended"] = self.ended
+        if end_s > start_s:
+            usage = self._usage_of_run()
+            summary |= usage.metrics() | {"pools": usage.shares()}
+            summary["rollouts_per_s"] = self._totals["batch/rollouts"] / (end_s - start_s)
+            summary["tokens_per_s"] = self._totals["batch/response_tokens"] / (end_s - start_s)
+        if self.evals:
+            summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
+            version, values = self.evals[-1]
+            summary["accuracy_end"] = values.get("eval/accuracy") if version == self.version else None
+        return summary

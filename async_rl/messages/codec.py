@@ -1,0 +1,257 @@
+"""RolloutGroup <-> msgpack bytes. What comes off a wire is checked here before anybody looks at it.
+
+    group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
+    array     [dtype, number of elements, little-endian bytes]
+
+The rollouts of a group travel as columns, one rollout after the other, so that a group is checked by a handful of
+array operations however many rollouts it has. An array names its dtype, so that a wrong one is refused instead of
+reinterpreted. Decoding copies nothing out of the columns: arrays are read-only views.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.config import Config
+from async_rl.errors import WireError
+from async_rl.messages.message_reader import Fields, pack, refusal, unpack
+from async_rl.types import BoolArray, FloatArray, IntArray, Rollout, RolloutGroup
+
+SCHEMA_VERSION = 4
+"""Of every message; raised when a field is added, removed or changes its meaning."""
+
+MAX_ROUNDING = 1e-4
+"""Log-softmax in float32 rounds a certain token's 0 to a few ulps of its logit: at |logit| = 100 up to 1e-5. So much
+above 0, ten times that, the sender cuts to 0; more (probabilities or negated logprobs sent by mistake) is refused."""
+FINISH_REASONS = ("stop", "length")
+
+_GROUP_FIELDS = frozenset((
+    "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "lengths", "tokens",
+    "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker", "baseline_reward",
+    "keeps_kv",
+))
+_INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The sizes a group may have."""
+
+    group_size: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> Limits:
+        return cls(
+            group_size=config.rollout.group_size,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+
+    @property
+    def max_group_bytes(self) -> int:
+        """No valid group encodes to more: 13 bytes a response token, 4 a prompt token, and room for the names."""
+        return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """One group as bytes.
+
+    Raises:
+        WireError: an array has the wrong shape or dtype, or another length than its rollout's tokens.
+    """
+    rollouts = group.rollouts
+    logprobs = _column("logprobs", rollouts, _FLOAT32)
+    if logprobs.size and 0 < logprobs.max() <= MAX_ROUNDING:
+        logprobs = np.minimum(logprobs, 0)
+    return pack(
+        {
+            "schema": SCHEMA_VERSION,
+            "group_id": operator.index(group.group_id),
+            "prompt_index": operator.index(group.prompt_index),
+            "start_version": operator.index(group.start_version),
+            "temperature": float(group.temperature),
+            "prompt_tokens": _pack_array(_one_dimensional("prompt_tokens", group.prompt_tokens, _INT32)),
+            "lengths": _pack_array(np.array([len(rollout.tokens) for rollout in rollouts], _INT32)),
+            "tokens": _pack_array(_column("tokens", rollouts, _INT32)),
+            "logprobs": _pack_array(logprobs),
+            "versions": _pack_array(_column("versions", rollouts, _INT32)),
+            "mask": _pack_array(_column("mask", rollouts, _BOOL)),
+            "rewards": _pack_array(np.array([rollout.reward for rollout in rollouts], _FLOAT64)),
+            "finish_reasons": [rollout.finish_reason for rollout in rollouts],
+            "duration_s": float(group.duration_s),
+            "worker": group.worker,
+            "baseline_reward": None if group.baseline_reward is None else float(group.baseline_reward),
+            "keeps_kv": group.keeps_kv,
+        }
+    )
+
+
+class GroupColumns(NamedTuple):
+    """A group that was checked, as it travels: each array holds all rollouts, one after the other."""
+
+    group_id: int
+    prompt_index: int
+    start_version: int
+    temperature: float
+    prompt_tokens: IntArray  # [P]
+    lengths: list[int]  # [G] T of each rollout
+    tokens: IntArray  # [sum of T]
+    logprobs: FloatArray  # [sum of T]
+    versions: IntArray  # [sum of T]
+    mask: BoolArray  # [sum of T]
+    rewards: list[float]  # [G]
+    finish_reasons: list[str]  # [G]
+    duration_s: float
+    worker: str
+    baseline_reward: float | None
+    keeps_kv: bool
+    newest_version: int
+    """Of its tokens."""
+
+    def parts(self) -> Iterator[slice]:
+        """Where each rollout's tokens are in the arrays."""
+        start = 0
+        for length in self.lengths:
+            yield slice(start, start := start + length)
+
+    def group(self) -> RolloutGroup:
+        """With arrays that are views."""
+        rollouts = tuple(
+            Rollout(
+                tokens=self.tokens[part], logprobs=self.logprobs[part], versions=self.versions[part],
+                mask=self.mask[part], reward=reward, finish_reason=reason,
+            )
+            for part, reward, reason in zip(self.parts(), self.rewards, self.finish_reasons, strict=True)
+        )
+        return RolloutGroup(
+            group_id=self.group_id, prompt_index=self.prompt_index, start_version=self.start_version,
+            temperature=self.temperature, prompt_tokens=self.prompt_tokens, rollouts=rollouts,
+            duration_s=self.duration_s, worker=self.worker, baseline_reward=self.baseline_reward,
+            keeps_kv=self.keeps_kv,
+        )
+
+
+def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
+    """The group that `encode_group` was given; arrays are read-only views. Checked as `check_group` does."""
+    return check_group(data, limits).group()
+
+
+def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
+    """The group that `encode_group` was given, as columns: all that a buffer has to know, at half of decoding's time.
+
+    Checked: exactly the known fields; sizes within `limits`; dtypes; for each rollout equal lengths T >= 1 of all four
+    arrays, tokens >= 0, logprobs finite and <= 0, versions non-decreasing from start_version up, a finite reward.
+
+    Raises:
+        WireError: names the field and the value.
+    """
+    if len(data) > limits.max_group_bytes:
+        raise WireError(f"group: {len(data)} bytes, allowed at most {limits.max_group_bytes}")
+    fields = Fields(unpack(data), _GROUP_FIELDS)
+    fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
+    size = limits.group_size
+    start_version = fields.integer("start_version", 0, 2**31 - 1)
+    prompt_tokens = fields.array("prompt_tokens", _INT32, 1, limits.max_prompt_tokens)
+    if prompt_tokens.min() < 0:
+        raise fields.refuse("prompt_tokens", "token ids 0 and up", int(prompt_tokens.min()))
+    temperature = fields.number("temperature", 0.0)
+    if temperature == 0:
+        raise fields.refuse("temperature", "above 0")
+    lengths = fields.array("lengths", _INT32, size, size).tolist()
+    if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
+        bad = min(lengths) if min(lengths) < 1 else max(lengths)
+        raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a rollout", bad)
+    total = sum(lengths)
+    tokens = fields.array("tokens", _INT32, total, total)
+    if tokens.min() < 0:
+        raise _refuse_element("tokens", tokens, tokens < 0, lengths, "token ids 0 and up")
+    logprobs = fields.array("logprobs", _FLOAT32, total, total)
+    # A NaN makes both comparisons false.
+    if not (logprobs.max() <= 0 and logprobs.min() > -math.inf):
+        bad_logprobs = ~((logprobs <= 0) & (logprobs > -math.inf))
+        raise _refuse_element("logprobs", logprobs, bad_logprobs, lengths, "finite numbers <= 0")
+    versions = fields.array("versions", _INT32, total, total)
+    newest_version = _check_versions(versions, start_version, lengths)
+    return GroupColumns(
+        fields.integer("group_id", 0), fields.integer("prompt_index", 0), start_version, temperature, prompt_tokens,
+        lengths, tokens, logprobs, versions, fields.array("mask", _BOOL, total, total), _rewards(fields, size),
+        _finish_reasons(fields, size), fields.number("duration_s", 0.0), fields.text("worker"),
+        fields.number_or_none("baseline_reward"), fields.boolean("keeps_kv"), newest_version,
+    )
+
+
+def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
+    return [array.dtype.str, len(array), array.tobytes()]
+
+
+def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The array, in little-endian order."""
+    if not isinstance(array, np.ndarray) or array.ndim != 1:
+        got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
+    if array.dtype == dtype:
+        return array
+    if array.dtype != dtype.newbyteorder(">"):
+        raise WireError(f"{name}: dtype {array.dtype.str!r}, allowed {dtype.str} ({dtype.name})")
+    return array.astype(dtype)
+
+
+def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """This array of all rollouts, one after the other."""
+    arrays = []
+    for i, rollout in enumerate(rollouts):
+        array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
+        if len(array) != len(rollout.tokens):
+            raise WireError(f"rollouts[{i}].{name}: {len(array)} elements, allowed {len(rollout.tokens)} as its tokens")
+        arrays.append(array)
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _rewards(fields: Fields, size: int) -> list[float]:
+    rewards: list[float] = fields.array("rewards", _FLOAT64, size, size).tolist()
+    for i, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise refusal(f"rollouts[{i}].reward", reward, "a finite number")
+    return rewards
+
+
+def _finish_reasons(fields: Fields, size: int) -> list[str]:
+    reasons = fields.items("finish_reasons", size, size)
+    for i, reason in enumerate(reasons):
+        if reason not in FINISH_REASONS:
+            raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
+    return reasons
+
+
+def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:
+    """The newest of them."""
+    oldest, newest = int(versions.min()), int(versions.max())
+    if oldest < start_version:
+        too_old = versions < start_version
+        raise _refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
+    if oldest < newest:
+        falls = versions[1:] < versions[:-1]
+        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # from one rollout to the next they may
+        if falls.any():
+            at = int(falls.argmax())
+            allowed = f"{versions[at]} and up, as the token before has it"
+            raise _refuse_element("versions", versions, np.append(False, falls), lengths, allowed)
+    return newest
+
+
+def _refuse_element(
+    name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], lengths: list[int], allowed: str
+) -> WireError:
+    """Of the first bad element of a column."""
+    at = int(is_bad.argmax())
+    rollout = np.cumsum(lengths).searchsorted(at, side="right")
+    return refusal(f"rollouts[{rollout}].{name}", column[at].item(), allowed)

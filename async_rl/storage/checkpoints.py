@@ -1,0 +1,161 @@
+"""The checkpoints of a run as folders: which are whole, which one to resume from, which may go.
+
+    run_dir/checkpoints/step_40/    has this name only once it is whole
+        *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
+        cut.json                    `Cut`: everything else that the learner and the buffer go on from
+
+learner/checkpointing.py writes and reads the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import CheckpointConfig, Config
+from async_rl.errors import ConfigError
+
+FOLDER = "checkpoints"
+FORMAT = 1
+"""Of a checkpoint: one more with each change of what `Cut`, the buffer's part of it or the tensors are."""
+_CUT_FILE = "cut.json"
+_NAME = re.compile(r"step_(\d+)")
+_PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Learner and buffer at one moment: `version` batches are trained, the next one is not chosen."""
+
+    version: int
+    lineage: int
+    """How often the run had been resumed when this was written."""
+    ranks: int
+    """Learner ranks that wrote it."""
+    networks: dict[str, dict[str, int]]
+    """By name (policy, critic): counts of its optimizer, see learner/optimizer.py."""
+    kl_coef: float
+    """Where algorithm.kl has moved it to."""
+    consumed: list[list[list[int]]]
+    """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
+    buffer: dict[str, Any]
+    """What the buffer needs to go on without its journal, see buffer/buffer_checkpoint.py."""
+
+
+def lineage_of(run_dir: Path) -> int:
+    """How often the run has been resumed. Each time sets its config aside, as config.lineage_0.yaml, 1 and so on."""
+    found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
+    return 1 + max((int(name[1]) for name in found if name), default=-1)
+
+
+def checkpoint_folder(run_dir: Path, version: int) -> Path:
+    return run_dir / FOLDER / f"step_{version}"
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """The whole checkpoints by version, oldest first."""
+    found = {}
+    for folder in (run_dir / FOLDER).glob("step_*"):
+        if (name := _NAME.fullmatch(folder.name)) and (folder / _CUT_FILE).is_file():
+            found[int(name[1])] = folder
+    return dict(sorted(found.items()))
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that `run.resume` names: a checkpoint itself, or a run directory with at least one.
+
+    Returns:
+        An absolute path: `step_40`, `.` and `..` don't name the run directory that `run_dir_of` reads from it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    folder = Path(os.path.abspath(path))
+    if (folder / _CUT_FILE).is_file():
+        return folder
+    found = list_checkpoints(folder)
+    if not found:
+        raise ConfigError(
+            f"run.resume must be a run directory with a checkpoint, or one of its checkpoints, got {folder}. "
+            f"{_what_is_there(folder)}"
+        )
+    return found[max(found)]
+
+
+def _what_is_there(folder: Path) -> str:
+    if not folder.is_dir():
+        return "There is no such folder"
+    return f"{folder / FOLDER} holds no whole checkpoint: set checkpoint.every_steps"
+
+
+def run_dir_of(checkpoint: Path) -> Path:
+    return checkpoint.parents[1]
+
+
+def write_cut(folder: Path, cut: Cut) -> None:
+    (folder / _CUT_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(cut)}) + "\n")
+
+
+def read_cut(folder: Path) -> Cut:
+    """
+    Raises:
+        ConfigError: written by another version of this program.
+    """
+    fields = json.loads((folder / _CUT_FILE).read_text())
+    if (found := fields.pop("format", None)) != FORMAT:
+        raise ConfigError(
+            f"{folder / _CUT_FILE} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
+            "Resume with that one, or begin a new run with model.path at what its `async-rl export` makes of it"
+        )
+    return Cut(**fields)
+
+
+def resumed_cut(config: Config) -> Cut | None:
+    """Where this run goes on from; None: it starts anew."""
+    return read_cut(Path(config.run.resume)) if config.run.resume else None
+
+
+def set_aside_later(checkpoint: Path, version: int, lineage: int) -> None:
+    """After a resume from the checkpoint of `version` the later ones belong to a past that is no longer the run's: they
+    keep their data under a name that is no checkpoint's. Remains of checkpoints that never became whole go.
+
+    Args:
+        lineage: that ends with the resume.
+    """
+    for partial in checkpoint.parent.glob("step_*.partial"):
+        shutil.rmtree(partial)
+    for later, folder in list_checkpoints(run_dir_of(checkpoint)).items():
+        if later > version:
+            folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
+
+
+def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) -> None:
+    """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
+
+    Args:
+        values: checkpoint.best_metric by version, as far as it is known.
+    """
+    found = list_checkpoints(run_dir)
+    for version in to_remove(list(found), config, values):
+        shutil.rmtree(found[version])
+
+
+def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
+    """Of the checkpoints `versions`, those that `prune` removes.
+
+    The next to be measured, the oldest that is newer than all of `values`, stays until it is; those after it only as
+    long as they are among the last, so that a metric which never comes does not fill the disk.
+    """
+    kept = set(sorted(versions)[-config.keep_last :])
+    if config.keep_best:
+        measured = [version for version in versions if version in values]
+        kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
+        kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
+    return [version for version in versions if version not in kept]

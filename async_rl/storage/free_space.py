@@ -1,0 +1,129 @@
+"""Room on the disk: what a run is going to need, foreseen before it starts; the error when there is none left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.config.algorithm import CRITIC_ADVANTAGES
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_cut, run_dir_of
+from async_rl.storage.model_folder import weight_files
+
+RUN_BYTES = 2**30
+"""Room a run wants for its logs and metrics, besides model and checkpoints."""
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the float32 master weight and AdamW's two moments."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_disk(config: Config) -> None:
+    """Raises ConfigError unless the run directory can be written and has room for the run.
+
+    Room is RUN_BYTES, the checkpoints that exist at once, and the model's files: the result and, where
+    weight_sync.transport is or may become disk, the two folders that take turns.
+    """
+    run_dir = Path(config.run.dir).absolute()
+    for folder in (run_dir, *run_dir.parents):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            raise ConfigError(f"run.dir must be a folder or not exist yet, got {run_dir}: {folder} is no folder")
+    parent = existing_parent(config.run_dir)
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
+    model_bytes = sum(file.stat().st_size for file in _files(Path(config.model.path)))
+    num_models = 3 if config.weight_sync.transport in ("auto", "disk") else 1
+    count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
+    needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            f"too little disk for a run in {config.run_dir}: {_gib(free_bytes)} free in {parent}, {_gib(needed_bytes)} "
+            f"needed, {_gib(count * each_bytes)} of it for {count} checkpoints ({BYTES_PER_PARAMETER} bytes a trained "
+            "parameter; while one is written, checkpoint.keep_last and keep_best others exist). Free some, "
+            "keep fewer, or set run.dir=... to another disk"
+        )
+
+
+@contextlib.contextmanager
+def full_disk_named(run_dir: Path) -> Iterator[None]:
+    """
+    Raises:
+        AsyncRLError: the block failed because a disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise AsyncRLError(
+            f"a disk is full: {error.filename or run_dir} can't be written ({error.strerror}). Free some, then go on "
+            f"from the newest checkpoint, if there is one: async-rl train --resume {run_dir}"
+        ) from None
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way up from `path` that exists."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
+
+
+def _num_checkpoints(config: Config) -> int:
+    """That exist at once and are not on the disk yet, the one that is being written included."""
+    every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
+    keep = config.checkpoint.keep_last + best + bool(best)  # one waits for its value
+    if every == 0:
+        return 0
+    if not config.run.resume:
+        return min(keep + 1, -(-config.run.steps // every))
+    checkpoint = find_checkpoint(config.run.resume)
+    version = read_cut(checkpoint).version  # later ones are kept aside, and do not make room
+    there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
+    return max(1, keep + 1 - len(there))
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    lora_rank = config.model.lora.rank
+    shapes = _shapes(Path(config.model.path))
+    if lora_rank:  # at most: for every matrix, be it an adapted layer or not
+        trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
+    else:
+        trained = sum(map(math.prod, shapes))
+    if config.algorithm.advantage in CRITIC_ADVANTAGES:
+        trained += sum(map(math.prod, _shapes(Path(config.critic.path or config.model.path))))
+    return BYTES_PER_PARAMETER * trained
+
+
+def _shapes(folder: Path) -> list[list[int]]:
+    """Of all tensors, from the headers: https://huggingface.co/docs/safetensors#format
+
+    Raises:
+        ConfigError: a file is cut short, or no safetensors file.
+    """
+    shapes = []
+    for path in _files(folder):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > path.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(file.read(length))
+            shapes += [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a whole safetensors file: {error}. Copy or download it again") from None
+    return shapes
+
+
+def _files(folder: Path) -> list[Path]:
+    """Without those of a folder that is not there: async_rl/storage/model_folder.py tells about it."""
+    return weight_files(folder) if folder.is_dir() else []
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

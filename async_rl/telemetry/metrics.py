@@ -1,0 +1,185 @@
+"""Metrics are returned by whoever measures them and reduced and written here, in the driver, once a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from async_rl.config import Config
+from async_rl.telemetry.timeline import Sample, Span
+from async_rl.telemetry.wandb_run import open_wandb_run
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured value. `key` is a path with its unit (`time/step_s`); `weight` is used by `mean`."""
+
+    key: str
+    value: float
+    reduce: Reduction = "mean"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a process hands to the driver: what it measured, and where its time went."""
+
+    step: int
+    """Policy version the report belongs to: the one after training, 1..run.steps; 0 before the first step."""
+    metrics: tuple[Metric, ...] = ()
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    alarms: tuple[str, ...] = ()
+    """Conditions that came up, each a line for the person at the console."""
+    note: str = ""
+    """For the person at the console; a learner's report with a note is not a step's, and its metrics come after one."""
+    eval_due: bool = False
+    """Every server serves version `step`, and a held-out evaluation of it is due."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """(name, URL) of the rollout servers that a push has dropped: alive or not, they get no weights any more."""
+
+
+def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
+    """One value a key, in the order of first appearance.
+
+    A mean whose weights sum to 0 has no value: its key is left out. Raises ValueError if one key comes with
+    two reductions.
+    """
+    by_key: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        same = by_key.setdefault(metric.key, [])
+        if same and same[0].reduce != metric.reduce:
+            raise ValueError(f"metric {metric.key!r} has two reductions: {same[0].reduce}, {metric.reduce}")
+        same.append(metric)
+    values = {key: _reduce(same) for key, same in by_key.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _reduce(metrics: list[Metric]) -> float | None:
+    values = [metric.value for metric in metrics]
+    match metrics[0].reduce:
+        case "mean":
+            weight = math.fsum(metric.weight for metric in metrics)
+            return math.fsum(m.weight * m.value for m in metrics) / weight if weight else None
+        case "sum":
+            return math.fsum(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case "last":
+            return values[-1]
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
+    """The steps of a `metrics.jsonl`, ordered. Lines of the same step are merged, later ones win.
+
+    A last line cut short by a crash is skipped; any other broken line raises json.JSONDecodeError.
+    """
+    steps: dict[int, dict[str, float | None]] = {}
+    lines = Path(path).read_text().splitlines(keepends=True)
+    for line in lines:
+        if line is lines[-1] and not line.endswith("\n"):
+            break
+        record = json.loads(line)
+        steps.setdefault(record["step"], {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+class MetricsLogger:
+    """Writes `run_dir/metrics.jsonl`, the console, and wandb if it is on; the same keys in all three.
+
+    One JSON object a line; a value that is not finite is null there, as JSON has no NaN. An existing file is
+    replaced, or with run.resume continued. On a terminal a bar with the time left stays below the lines. Used by one
+    thread.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._steps = config.run.steps
+        self._started_s = time.monotonic()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        if config.run.resume and path.exists():
+            self._started_s -= max((r.get("time/elapsed_s") or 0.0 for r in read_metrics(path)), default=0.0)
+        self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
+        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._bar = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, time left"),
+            TimeRemainingColumn(), console=self._console, speed_estimate_period=3600,
+            disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("training", total=self._steps)
+        self._bar.start()
+        self._wandb = open_wandb_run(config, run_dir, self.note)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One finished step. Its line is flushed when this returns: a crash of the driver loses nothing."""
+        self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values})
+        self.note(format_step(step, self._steps, values))
+        self._bar.update(self._task, completed=step)
+
+    def log_eval(self, version: int, values: dict[str, float]) -> None:
+        """An evaluation of policy version `version`: a line of its own, as it may come after its step's."""
+        self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
+        self.note(format_step(version, self._steps, values))
+
+    def log_late(self, version: int, values: dict[str, float]) -> None:
+        """What was measured after the step of policy version `version` had ended: a line of its own in the file, under
+        names that leave the step's own values alone.
+        """
+        self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})
+
+    def note(self, text: str) -> None:
+        """One line for the person at the console, above the bar."""
+        self._console.print(text, soft_wrap=True)
+
+    def alarm(self, text: str) -> None:
+        """A note that wandb sends on to the user too."""
+        self.note(text)
+        if self._wandb is not None:
+            self._wandb.alert(text)
+
+    def _write(self, record: dict[str, float]) -> None:
+        self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def _elapsed_s(self) -> float:
+        return round(time.monotonic() - self._started_s, 3)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._bar.stop()
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
+
+
+_COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("reward/mean",), "reward {:.3f}"),
+    (("eval/accuracy",), "held-out accuracy {:.3f}"),
+    (("staleness/mean", "staleness/max"), "staleness {:.2f} max {:.0f}"),
+    (("utilisation/learner", "utilisation/rollout"), "utilisation learner {:.0%} rollout {:.0%}"),
+    (("offpolicy/ess",), "ess {:.3f}"),
+    (("throughput/trained_tokens_per_s",), "{:,.0f} tokens/s"),
+    (("time/step_s",), "{:.2f} s"),
+)
+
+
+def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
+    """The console line: the columns whose values were measured."""
+    measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
+    parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
+    return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])

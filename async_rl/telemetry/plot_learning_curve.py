@@ -1,0 +1,118 @@
+"""The picture at the end of a run, drawn from its metrics.jsonl alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_rl.telemetry.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+"""Okabe-Ito colours: told apart with every common colour vision deficiency."""
+
+Series = tuple[list[float], list[float]]
+"""Steps and values."""
+
+Records = list[dict[str, float | None]]
+
+
+def draw_learning_curve(run_dir: str | Path) -> Path | None:
+    """Writes `run_dir/learning_curve.png` and returns its path, or None if the run measured nothing to draw.
+
+    Reward and held-out accuracy on top, staleness and the utilisation of both pools below, over the step.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    reward, accuracy = _series(records, "reward/mean"), _series(records, "eval/accuracy")
+    if not reward[0] and not accuracy[0]:
+        return None
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, figsize=(8, 9), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
+    )
+    span = 1 if len(reward[0]) < 20 else len(reward[0]) // 12
+    figure.suptitle(run_dir.name + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
+    _draw_reward(top, reward, accuracy, span)
+    _draw_staleness(middle, records, span)
+    _draw_utilisation(bottom, records, span)
+    for axes in (top, middle, bottom):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.margins(x=0.03)
+    bottom.set_xlabel("step (policy version)")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
+    path = run_dir / "learning_curve.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def smooth(values: list[float], span: int) -> list[float]:
+    """Exponential moving average, weight 2 / (span + 1) on the newest value, without bias at the start."""
+    alpha = 2 / (span + 1)
+    total = weight = 0.0
+    averaged = []
+    for value in values:
+        total = (1 - alpha) * total + alpha * value
+        weight = (1 - alpha) * weight + alpha
+        averaged.append(total / weight)
+    return averaged
+
+
+def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> None:
+    _draw_line(axes, reward, span, BLUE, "-", "reward, mean of a batch")
+    axes.plot(*accuracy, color=ORANGE, marker="o", linestyle="--", linewidth=1, label="held-out accuracy")
+    for step, value in _ends(accuracy):
+        axes.annotate(
+            f"{value:.2f}",
+            (step, value),
+            xytext=(0, -18),
+            textcoords="offset points",
+            ha="center",
+            color=ORANGE,
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )
+    axes.margins(y=0.12)
+    axes.set_ylabel("reward, accuracy")
+
+
+def _draw_staleness(axes: Axes, records: Records, span: int) -> None:
+    maximum, mean = _series(records, "staleness/max"), _series(records, "staleness/mean")
+    axes.plot(*maximum, color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
+    _draw_line(axes, mean, span, BLUE, "-", "mean over rollouts")
+    axes.set_ylabel("staleness, versions")
+    axes.set_ylim(bottom=-0.1, top=max([1.0, *maximum[1], *mean[1]]) * 1.15)
+
+
+def _draw_utilisation(axes: Axes, records: Records, span: int) -> None:
+    for pool, color, style in (("learner", BLUE, "-"), ("rollout", GREEN, "--")):
+        _draw_line(axes, _series(records, f"utilisation/{pool}"), span, color, style, pool)
+    axes.set_ylabel("utilisation, share of time")
+    axes.set_ylim(-0.03, 1.03)
+
+
+def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
+    """The average in bold over the pale values; only the values where there is nothing to average."""
+    steps, values = series
+    if span > 1:
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+    axes.plot(steps, smooth(values, span), color=color, linestyle=style, linewidth=2, label=label)
+
+
+def _series(records: Records, key: str) -> Series:
+    points = [(r["step"], value) for r in records if (value := r.get(key)) is not None]
+    return [step or 0.0 for step, _ in points], [value for _, value in points]
+
+
+def _ends(series: Series) -> list[tuple[float, float]]:
+    points = list(zip(*series, strict=True))
+    return points if len(points) < 2 else [points[0], points[-1]]

@@ -1,0 +1,67 @@
+"""The overlap as a picture: one lane a pool, one colour a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from async_rl.telemetry.timeline import STATES, Span, State, state_changes
+
+STATE_COLORS: dict[State, str] = {
+    "busy": "#0072B2", "wait_data": "#E69F00", "wait_weights": "#F0E442", "sync": "#CC79A7", "eval": "#009E73",
+    "checkpoint": "#56B4E9", "other": "#999999",
+}  # fmt: skip
+"""Okabe-Ito colours: told apart with every common colour vision deficiency."""
+
+STEPS_SHOWN = 10
+
+
+def draw_lanes(
+    spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
+) -> Path | None:
+    """Draws the middle STEPS_SHOWN learner steps of a run, with each pool's busy share of the whole run beside
+    its lane; returns None if there are not two steps.
+
+    Args:
+        spans: of the whole run; only those that are drawn are kept.
+        busy: that share, by pool.
+        step_ends_s: end of each learner step; the time up to the first is start-up and left out.
+    """
+    if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    pools = sorted(busy)
+    first = max(0, (len(step_ends_s) - 1 - STEPS_SHOWN) // 2)
+    last = min(first + STEPS_SHOWN, len(step_ends_s) - 1)
+    start_s, end_s = step_ends_s[first], step_ends_s[last]
+    shown = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.55 * len(pools)), layout="constrained")
+    seen: set[State] = set()
+    for row, pool in enumerate(pools):
+        for state, from_s, to_s in state_changes([s for s in shown if s.pool == pool], start_s, end_s):
+            seen.add(state)
+            axes.barh(row, to_s - from_s, left=from_s - start_s, height=0.8, color=STATE_COLORS[state], linewidth=0)
+        axes.annotate(
+            f"{busy[pool]:.0%} busy", (1.01, row), xycoords=axes.get_yaxis_transform(), va="center",
+            annotation_clip=False,
+        )
+    for step_end_s in step_ends_s[first : last + 1]:
+        axes.axvline(step_end_s - start_s, color="black", linewidth=0.6, linestyle=":")
+    axes.set_yticks(range(len(pools)), pools)
+    axes.invert_yaxis()
+    axes.set_xlim(0, end_s - start_s)
+    axes.set_xlabel(f"seconds; learner steps {first + 2} to {last + 1}, ends dotted (busy shares: whole run)")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    order = [state for state in STATES if state in seen]
+    figure.legend(
+        handles=[Patch(color=STATE_COLORS[state], label=state.replace("_", " ")) for state in order],
+        loc="outside upper center", ncols=len(STATES), frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return Path(path)

@@ -1,0 +1,44 @@
+"""What the transports that send flat buckets share: one bucket is gathered while the one before it is on its way."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.buckets import Bucket, iter_buckets
+
+
+class BucketPublisher(WeightPublisher):
+    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        super().__init__(config, engine_urls, rank, device)
+        self._buffers: list[Tensor | None] = [None, None]
+
+    @abstractmethod
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        """Returns at once; what it returns waits until every server has loaded the bucket."""
+
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+        """While a bucket is sent, the next one is gathered: two of them are alive at most."""
+        start_s = time.time()
+        num_bytes = 0
+        wait_sent: Callable[[], Any] | None = None
+        for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers):
+            if wait_sent:
+                wait_sent()
+            else:  # only now: the first bucket is gathered while the servers still generate
+                self.open_update()
+            wait_sent = self.start_sending(bucket, version)
+            num_bytes += bucket.data.numel()
+        if wait_sent:
+            wait_sent()
+        self.close_update()
+        if self.device.type == "cuda":  # training has a better use for it; on CPU fresh memory is slow to come by
+            self._buffers = [None, None]
+        return self.report(start_s, num_bytes)

@@ -1,0 +1,109 @@
+"""A run's journal as one Parquet file, a row for each rollout: `async-rl export-trajectories`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from async_rl.errors import ConfigError
+from async_rl.messages.codec import Limits, decode_group
+from buffer.journal.journal import FILE_NAME, check_schema, payload_folder
+from buffer.journal.payload_files import Place, read_payload
+
+GROUPS_A_CHUNK = 128
+
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "worker": pa.string(),
+        "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(), "finished_version": pa.int32(),
+        "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
+        "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "finish_reason": pa.string(),
+        "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
+    }
+)
+"""`staleness` is that of the last use; the arrays are null where the journal has pruned the group's payload."""
+
+_ROLLOUTS = """
+SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
+    rollouts.newest_version AS newest_version, rollouts.reward AS reward,
+    rollouts.response_tokens AS response_tokens, finish_reason,
+    (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
+    (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
+FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
+"""
+
+
+def export_trajectories(run_dir: Path, target: Path) -> int:
+    """Writes every rollout that arrived, those before a resume included; returns their number. The run may be going on.
+
+    Raises:
+        ConfigError: the run has no journal, or nothing in it yet, or the file can't be written.
+        AsyncRLError: another version of this program wrote the journal.
+    """
+    journal = run_dir / FILE_NAME
+    if not journal.is_file():
+        raise ConfigError(f"{journal} does not exist: not a run directory, or a run with buffer.journal=false")
+    number = 0
+    try:
+        with closing(sqlite3.connect(journal)) as database:
+            check_schema(database, journal)
+            database.execute("BEGIN")  # one moment of a run that goes on
+            _check_used(database, journal)
+            with pq.ParquetWriter(target, SCHEMA) as writer:
+                for chunk in _chunks(database, payload_folder(journal)):
+                    writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
+                    number += len(chunk)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None
+    return number
+
+
+def _check_used(database: sqlite3.Connection, journal: Path) -> None:
+    if database.execute("SELECT scalars FROM state").fetchone() is None:
+        raise ConfigError(
+            f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever asked for. "
+            f"The logs in {journal.parent / 'logs'} may say why; if the run is starting, try again later"
+        )
+
+
+def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """Rows of whole groups."""
+    cursor = database.execute(_ROLLOUTS)
+    names = [column[0] for column in cursor.description]
+    chunk: list[dict[str, Any]] = []
+    every_row = (dict(zip(names, values, strict=True)) for values in cursor)
+    for number, (group_id, of_group) in enumerate(groupby(every_row, itemgetter("group_id")), 1):
+        rows = list(of_group)
+        place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
+        if place:
+            with suppress(FileNotFoundError):  # pruned since this export began
+                _add_arrays(rows, read_payload(folder, Place(*place)))
+        for row in rows:
+            row["trained_steps"] = json.loads(row["trained_steps"])
+        chunk += rows
+        if number % GROUPS_A_CHUNK == 0:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
+    """The group was within the limits of its time: a resume may have changed them."""
+    limits = Limits(group_size=len(rows), max_prompt_tokens=len(payload), max_response_tokens=len(payload))
+    group = decode_group(payload, limits)
+    for row, rollout in zip(rows, group.rollouts, strict=True):
+        row |= {
+            "prompt_tokens": group.prompt_tokens, "tokens": rollout.tokens, "logprobs": rollout.logprobs,
+            "versions": rollout.versions, "mask": rollout.mask,
+        }

@@ -1,0 +1,296 @@
+"""The buffer's journal: all it knows, in SQLite, written before it answers. A restarted buffer goes on from there.
+
+    groups     one row for each rollout group ever admitted, with its state
+    rollouts   one row for each rollout of a group that arrived
+    uses       one row for each batch that a group was trained in
+    payloads   where in PAYLOADS_NAME the groups are as they arrived; of final ones only those of the last
+               Config.journal_kept_steps
+    state      counters and the like, as JSON
+
+The tables are a user's too, also while the run goes on: README.md, "Trajectories in SQL".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sqlite3
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError
+from async_rl.messages.codec import GroupColumns
+from async_rl.storage.checkpoints import Cut
+from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
+from buffer.protocol.wire import view
+from buffer.store_rows import Outcome, Row
+
+FILE_NAME = "trajectories.sqlite"
+PAYLOADS_NAME = "{file_name}-payloads"
+"""Folder beside the file."""
+PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
+"""What a resume makes of the journal of the lineage that it ends."""
+FINAL = ("trained", "dropped")
+SCHEMA_VERSION = 1
+"""Of the tables below and of what `state` holds: one more with each change of either."""
+SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" """
+CREATE TABLE IF NOT EXISTS groups (
+    group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
+    granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
+    newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER, duration_s REAL,
+    final_version INTEGER
+);
+CREATE TABLE IF NOT EXISTS rollouts (
+    group_id INTEGER, rollout INTEGER, reward REAL, response_tokens INTEGER, oldest_version INTEGER,
+    newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
+CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
+CREATE VIEW IF NOT EXISTS trained AS
+    SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
+    FROM uses JOIN rollouts USING (group_id);
+"""
+_GROUP_COLUMNS = 16
+_TAKE_OVER = (
+    "REPLACE INTO groups SELECT * FROM past.groups "
+    "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
+    # A group may have been in more batches after the cut: it is in none now.
+    "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
+    "WHERE state <> 'dropped'",
+    "REPLACE INTO rollouts SELECT * FROM past.rollouts WHERE group_id IN (SELECT group_id FROM groups)",
+    "REPLACE INTO uses SELECT * FROM past.uses "
+    "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
+    "REPLACE INTO payloads SELECT * FROM past.payloads "
+    "WHERE group_id IN (SELECT group_id FROM groups) AND file IN (SELECT value FROM json_each(:files))",
+)
+
+
+class Journal:
+    """Rows pile up in `record` and `describe`, and are safe once `commit` has returned.
+
+    Args:
+        keep_steps: payloads of a trained or dropped group are kept for so many further versions; -1: for ever.
+
+    Raises:
+        AsyncRLError: in every method: the file can't be read or written; here: it has another schema version.
+    """
+
+    def __init__(self, file: Path, keep_steps: int) -> None:
+        self._file = file
+        self._keep_steps = keep_steps
+        self._rows: dict[int, Row] = {}
+        self._rollouts: list[tuple[Any, ...]] = []
+        self._scalars: dict[str, Any] = {}
+        with self._errors_named():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+            check_schema(self._db, file)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # What is committed survives the end of the process; the end of the machine may cost the last commits.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(SCHEMA)
+            self._open_payloads()
+
+    def load(self) -> tuple[list[Row], dict[str, Any]] | None:
+        """The live rows and the scalars of the last commit; None from a new journal."""
+        with self._errors_named():
+            found = self._db.execute("SELECT scalars FROM state").fetchone()
+            if found is None:
+                return None
+            uses: dict[int, list[int]] = {}
+            live = "state NOT IN ('trained', 'dropped')"
+            for group_id, version in self._db.execute(
+                f"SELECT group_id, version FROM uses JOIN groups USING (group_id) WHERE {live} ORDER BY version"
+            ):
+                uses.setdefault(group_id, []).append(version)
+            rows = [
+                _row(values, tuple(uses.get(values[0], ())), self._payload(values[0]))
+                for values in self._db.execute(f"SELECT * FROM groups WHERE {live}")
+            ]
+        self._scalars = json.loads(found[0])
+        return rows, self._scalars
+
+    def take_over(self, past: Path, cut: Cut) -> None:
+        """Into a new journal, what the one at `past` knows of the groups whose fate was settled at the cut.
+
+        So the tables tell of the whole run, resumed or not. What came after the cut never was. Files of payloads are
+        shared where the disk can do that. Without a journal at `past` nothing is taken over; a second time is harmless.
+
+        Raises:
+            AsyncRLError: `past` can't be read to its end, or another version of this program wrote it.
+        """
+        if not _has_commits(past):
+            return
+        numbers = {
+            "version": cut.version, "next_id": cut.buffer["scalars"]["next_group_id"],
+            "live": json.dumps([group_id for group_id, *_ in cut.buffer["live"]]),
+        }
+        try:
+            numbers["files"] = json.dumps(share_files(payload_folder(past), payload_folder(self._file)))
+            self._db.execute("ATTACH ? AS past", (str(past),))
+            self._db.execute("BEGIN")
+            for statement in _TAKE_OVER:
+                self._db.execute(statement, numbers)
+            self._db.execute("COMMIT")
+            self._db.execute("DETACH past")
+            self._open_payloads()
+        except (sqlite3.Error, OSError) as error:
+            raise AsyncRLError(
+                f"the journal of this run's past, {past}, can't be taken over into {self._file}: {error}. Free some "
+                "disk; if the file is damaged, move it away: the run then goes on without its past"
+            ) from None
+
+    def record(self, row: Row) -> None:
+        """A row that is new or changed."""
+        self._rows[row.group_id] = row
+
+    def describe(self, group: GroupColumns) -> None:
+        """The rollouts of a group that arrived."""
+        ends = list(itertools.accumulate(group.lengths))
+        oldest = group.versions[[0, *ends[:-1]]].tolist()
+        newest = group.versions[[end - 1 for end in ends]].tolist()
+        self._rollouts += zip(
+            itertools.repeat(group.group_id), itertools.count(), group.rewards, group.lengths, oldest, newest,
+            group.finish_reasons, strict=False,
+        )
+
+    def commit(self, scalars: dict[str, Any]) -> None:
+        """All that came since the last one, together with the scalars of this moment."""
+        if not self._rows and scalars == self._scalars:
+            return
+        version = scalars["version"]
+        rows = self._rows.values()
+        fresh = [row for row in rows if row.payload and row.group_id not in self._kept]
+        self._final.extend((version, row.group_id) for row in rows if row.state in FINAL and row.payload)
+        pruned = []
+        while self._keep_steps >= 0 and self._final and self._final[0][0] + self._keep_steps <= version:
+            pruned.append((self._final.popleft()[1],))
+        with self._errors_named():
+            places = self._files.append([view(row.payload) for row in fresh])
+            self._kept.update(zip((row.group_id for row in fresh), places, strict=True))
+            self._db.execute("BEGIN")
+            execute = self._db.executemany
+            marks = ", ".join("?" * _GROUP_COLUMNS)
+            execute(f"REPLACE INTO groups VALUES ({marks})", [_values(row, version) for row in rows])
+            execute(
+                "INSERT INTO payloads VALUES (?, ?, ?, ?)",
+                [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
+            )
+            execute("INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)", self._rollouts)
+            execute(
+                "INSERT OR IGNORE INTO uses VALUES (?, ?)",
+                [(row.group_id, used_in) for row in rows for used_in in row.trained_versions],
+            )
+            execute("DELETE FROM payloads WHERE group_id = ?", pruned)
+            self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
+            self._db.execute("COMMIT")
+            self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
+        self._rows.clear()
+        self._rollouts.clear()
+        self._scalars = scalars
+
+    def close(self) -> None:
+        """Everything into the one file; what was not committed is lost."""
+        with self._errors_named():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.close()
+            self._files.close()
+
+    def _open_payloads(self) -> None:
+        self._kept = {
+            group_id: Place(*place)
+            for group_id, *place in self._db.execute("SELECT group_id, file, start, bytes FROM payloads")
+        }
+        self._files = PayloadFiles(payload_folder(self._file), self._kept.values())
+        self._final = deque(
+            self._db.execute(
+                "SELECT final_version, group_id FROM groups JOIN payloads USING (group_id) "
+                "WHERE final_version IS NOT NULL ORDER BY final_version"
+            )
+        )
+
+    def _payload(self, group_id: int) -> bytes:
+        place = self._kept.get(group_id)
+        return read_payload(payload_folder(self._file), place) if place else b""
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise AsyncRLError(
+                f"the buffer's journal {self._file}: {error}. Free some disk there, or set buffer.journal=false"
+            ) from None
+
+
+def check_schema(database: sqlite3.Connection, file: Path) -> None:
+    """Raises AsyncRLError if another version of this program wrote the journal."""
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise AsyncRLError(
+            f"the journal {file} must have schema version {SCHEMA_VERSION}, got {version}: another version of async-rl "
+            "wrote it. Use that one on this run, or begin a new run with another run.name"
+        )
+
+
+def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
+    """[group id] of these groups, those that arrived, were not dropped for what they are, and still have a payload.
+
+    Empty if the file is no journal, or there is none: a resume then has them generated again.
+    """
+    rows = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(sqlite3.Error))
+        db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
+        check_schema(db, file)
+        for group_id in group_ids:
+            found = db.execute(
+                "SELECT groups.*, file, start, bytes FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
+                "AND ifnull(drop_reason, '') IN ('', 'shutdown')", (group_id,)
+            ).fetchone()
+            if found:
+                with contextlib.suppress(OSError):
+                    payload = read_payload(payload_folder(file), Place(*found[_GROUP_COLUMNS:]))
+                    rows[group_id] = _row(found[:_GROUP_COLUMNS], (), payload)
+    return rows
+
+
+def _has_commits(file: Path) -> bool:
+    """Whether it is a journal of a buffer that served."""
+    if file.is_file():
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
+            check_schema(db, file)
+            return db.execute("SELECT scalars FROM state").fetchone() is not None
+    return False
+
+
+def payload_folder(file: Path) -> Path:
+    return file.with_name(PAYLOADS_NAME.format(file_name=file.name))
+
+
+def _values(row: Row, version: int) -> tuple[Any, ...]:
+    outcome = row.outcome or (None,) * 5
+    return (
+        row.group_id, row.prompt_index, row.start_version, row.worker, row.grant, row.granted_s, row.batch, row.state,
+        row.drop_reason, row.finished_version, *outcome, version if row.state in FINAL else None,
+    )
+
+
+def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...], payload: bytes) -> Row:
+    *plain, newest_version, response_tokens, reward, equal_rewards, duration_s, _ = values
+    group_id, prompt_index, start_version, worker, grant, granted_s, batch, state, drop_reason, finished_version = plain
+    outcome = None
+    if newest_version is not None:
+        outcome = Outcome(
+            newest_version=newest_version, response_tokens=response_tokens, reward=reward,
+            equal_rewards=bool(equal_rewards), duration_s=duration_s,
+        )
+    return Row(
+        group_id=group_id, prompt_index=prompt_index, start_version=start_version, worker=worker, grant=grant,
+        granted_s=granted_s, batch=batch, state=state, payload=payload, outcome=outcome,
+        finished_version=finished_version, trained_versions=trained_versions, drop_reason=drop_reason,
+    )

@@ -1,0 +1,291 @@
+"""What each request does: checked before it touches the store, answered at once or parked until there is an answer.
+
+    operation   asked by   answered
+    admit       worker     with slots as soon as there are some, empty after its wait_s
+    put, fail   worker     at once
+    dropped     worker     with groups it runs for nothing as soon as there are some, empty after its wait_s
+    take        learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
+    may_push    learner    as soon as the rules allow, with what it waits for after its wait_s
+    trained     learner    at once
+    served      learner    at once; parked admits are answered next
+    cut         learner    at once, with what a checkpoint keeps of the buffer
+
+A refused request changes nothing; its sender gets the reason. No socket and no journal of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import WireError
+from async_rl.messages.codec import GroupColumns, Limits, check_group
+from async_rl.messages.message_reader import Fields
+from async_rl.types import Slot
+from buffer.buffer_checkpoint import cut_of
+from buffer.protocol.wire import (
+    MAX_ANSWERED,
+    MAX_CAUSE_CHARS,
+    MAX_ERROR_CHARS,
+    Frame,
+    Request,
+    batch_frames,
+    pack_reply,
+    pack_slots,
+    read_request,
+    read_request_id,
+    view,
+)
+from buffer.store import Store
+from buffer.store_rows import Outcome
+
+MAX_WAIT_S = 60.0
+MAX_HEARD = 2**20
+
+
+@dataclass(slots=True)
+class Parked:
+    """A long-poll that is waiting for its answer."""
+
+    identity: bytes
+    request: Request
+    amount: int
+    """max_groups of an admit, version of a take or may_push."""
+    until_s: float
+
+
+@dataclass(slots=True)
+class Answer:
+    """One reply, to one client."""
+
+    identity: bytes
+    ids: list[int]
+    result: dict[str, Any]
+    error: str = ""
+    batch: Sequence[Frame] = ()
+
+    def frames(self) -> list[Frame]:
+        return [self.identity, pack_reply(self.ids, self.result, self.error), *self.batch]
+
+
+def nothing(group: GroupColumns) -> None:
+    """Keeps no journal."""
+
+
+class Operations:
+    """The requests of one run's clients on its store.
+
+    Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
+    once, so that the first to come does not get all slots.
+
+    Args:
+        describe: called with every group that was stored.
+    """
+
+    def __init__(self, config: Config, store: Store, describe: Callable[[GroupColumns], None] = nothing) -> None:
+        self.store = store
+        self.limits = Limits.from_config(config)
+        self.refused = 0
+        self.restarts = 0
+        self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
+        self._drop_equal = config.drops_zero_variance
+        self._describe_group = describe
+        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result, should it get lost
+        self._seen_workers: set[str] = set()
+        self._admits: dict[str, Parked] = {}
+        self._dropped: dict[str, Parked] = {}
+        self._learner: Parked | None = None  # a take or a may_push
+        self._answers: list[Answer] = []
+        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # of this turn
+
+    def go_on(self, refused: int, restarts: int) -> None:
+        """After a restart, the store being as it was: nobody notices."""
+        self.refused, self.restarts = refused, restarts
+        # A worker that did not hear of its last grant asks again, with the same request id.
+        state = self.store.state
+        for last in state.rows():
+            slots = [row.slot for row in state.running.values() if row.grant == last.grant]
+            self._last_grant[last.worker] = (last.grant, pack_slots(slots))
+        if state.next_group_id:  # nothing is granted before all have asked
+            self._seen_workers.update(self._workers)
+
+    def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """One message, whatever it is."""
+        try:
+            self._handle(identity, frames)
+        except WireError as error:
+            self.refused += 1
+            self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
+
+    def answers(self, now_s: float) -> list[Answer]:
+        """To what was handled since the last call, and to long-polls that are due."""
+        self._answer_parked(now_s)
+        answers, self._answers = self._answers, []
+        self._open_acks.clear()
+        return answers
+
+    def next_due_s(self) -> float:
+        """When the next long-poll runs out."""
+        learner = [self._learner] if self._learner else []
+        parked = [*self._admits.values(), *self._dropped.values(), *learner]
+        return min((p.until_s for p in parked), default=float("inf"))
+
+    def abandon(self, worker: str) -> int:
+        """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
+        self._admits.pop(worker, None)
+        self._dropped.pop(worker, None)
+        return self.store.abandon(worker)
+
+    def counters(self) -> dict[str, float]:
+        more = {"buffer/refused": float(self.refused), "buffer/restarts": float(self.restarts)}
+        return {**self.store.state.counters(), **more}
+
+    def describe(self, now_s: float) -> str:
+        """What the learner waits for."""
+        missing = len(self._workers) - len(self._seen_workers)
+        if missing > 0:
+            return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
+        return self.store.describe(now_s)
+
+    def _answer(self, identity: bytes, request: Request, result: dict[str, Any], batch: Sequence[Frame] = ()) -> None:
+        self._answers.append(Answer(identity, [request.id], result, batch=batch))
+
+    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        request = read_request(frames)
+        fields = request.fields
+        result: dict[str, Any] = {}
+        match request.op:
+            case "put":
+                self._acknowledge(identity, request.id, self._put(self._worker(fields), request.payload[0]))
+                return
+            case "admit":
+                self._park_admit(identity, request)
+                return
+            case "dropped":
+                self._park_dropped(identity, request)
+                return
+            case "take" | "may_push":
+                version = fields.integer("version", 0)
+                self.store.check_takeable(version)
+                self._learner = Parked(identity, request, version, self._until_s(request))
+                return
+            case "fail":
+                worker, group_id = self._worker(fields), fields.integer("group_id", 0)
+                cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
+                if self.store.running_slot(group_id, worker):
+                    self.store.fail(group_id, cause, requeue)
+            case "trained":
+                self.store.trained(fields.integer("version", 0))
+            case "served":
+                self.store.served(fields.integer("version", 0))
+            case "cut":
+                self.store.check_takeable(fields.integer("version", 0))
+                result = cut_of(self.store.state)
+        self._answer(identity, request, result)
+
+    def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
+        """One reply for all groups that a worker delivered in this turn."""
+        answer = self._open_acks.get((identity, stored))
+        if answer is None or len(answer.ids) == MAX_ANSWERED:
+            answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
+            self._answers.append(answer)
+        answer.ids.append(request_id)
+
+    def _worker(self, fields: Fields) -> str:
+        worker = fields.text("worker")
+        if worker not in self._workers:  # a slot granted to nobody would never come back
+            raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
+        return worker
+
+    def _park_admit(self, identity: bytes, request: Request) -> None:
+        worker, max_groups = self._worker(request.fields), request.fields.integer("max_groups", 1, 2**20)
+        until_s = self._until_s(request)
+        last_id, last_result = self._last_grant.get(worker, (-1, {}))
+        if request.id == last_id:
+            self._answer(identity, request, last_result)
+            return
+        self._seen_workers.add(worker)
+        self._admits[worker] = Parked(identity, request, max_groups, until_s)
+
+    def _park_dropped(self, identity: bytes, request: Request) -> None:
+        worker, heard = self._worker(request.fields), request.fields.items("heard", 0, MAX_HEARD)
+        if not all(type(group_id) is int for group_id in heard):
+            raise request.fields.refuse("heard", "a list of group ids")
+        self.store.forget_aborts(worker, heard)
+        self._dropped[worker] = Parked(identity, request, 0, self._until_s(request))
+
+    def _until_s(self, request: Request) -> float:
+        wait_s = request.fields.number("wait_s", 0.0)
+        return time.monotonic() + min(wait_s, MAX_WAIT_S)
+
+    def _put(self, worker: str, payload: Frame) -> bool:
+        """Whether the group was stored now: not if it had been before, or was given up."""
+        group = check_group(view(payload), self.limits)
+        slot = self.store.running_slot(group.group_id, worker)
+        if slot is None:
+            return False
+        self._check_slot(group, slot)
+        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
+        self._describe_group(group)
+        return True
+
+    def _check_slot(self, group: GroupColumns, slot: Slot) -> None:
+        for field in ("prompt_index", "start_version"):
+            got, granted = getattr(group, field), getattr(slot, field)
+            if got != granted:
+                raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
+        announced = self.store.state.version
+        if group.newest_version > announced:
+            raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
+
+    def _answer_parked(self, now_s: float) -> None:
+        if self._learner:
+            self._answer_learner(self._learner, now_s)
+        for worker, parked in list(self._dropped.items()):
+            if (groups := self.store.aborts(worker)) or parked.until_s <= now_s:
+                del self._dropped[worker]
+                self._answer(parked.identity, parked.request, {"groups": groups})
+        shares: Mapping[str, int] = {}
+        if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
+            asked = {worker: parked.amount for worker, parked in self._admits.items()}
+            shares = fair_shares(capacity, asked, self.store.running_by_worker())
+        for worker, parked in list(self._admits.items()):
+            if shares.get(worker) or parked.until_s <= now_s:
+                slots = self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id)
+                self._last_grant[worker] = (parked.request.id, pack_slots(slots))
+                del self._admits[worker]
+                self._answer(parked.identity, parked.request, pack_slots(slots))
+
+    def _answer_learner(self, parked: Parked, now_s: float) -> None:
+        result: dict[str, Any] = {}
+        batch: Sequence[Frame] = ()
+        if parked.request.op == "may_push":
+            result = {"ready": True} if self.store.may_push() else {}
+        elif taken := self.store.take(parked.amount, now_s):
+            batch = batch_frames(taken, self.counters(), self.limits)
+        elif self.store.ended:
+            result = {"end": self.store.ended}
+        if not (result or batch):
+            if now_s < parked.until_s:
+                return
+            result = {"state": self.describe(now_s)}
+        self._learner = None
+        self._answer(parked.identity, parked.request, result, batch)
+
+
+def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
+    """How many groups each worker is granted: one at a time to whom has the fewest running, up to what it asked for."""
+    shares = dict.fromkeys(asked, 0)
+    order = {worker: position for position, worker in enumerate(asked)}
+    queue = [(running.get(worker, 0), order[worker], worker) for worker in asked]
+    heapq.heapify(queue)
+    for _ in range(min(capacity, sum(asked.values()))):
+        load, position, worker = heapq.heappop(queue)
+        shares[worker] += 1
+        if shares[worker] < asked[worker]:
+            heapq.heappush(queue, (load + 1, position, worker))
+    return shares

@@ -1,0 +1,61 @@
+"""The buffer's socket: a ROUTER at network.host, locked if there are keys."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from async_rl.config import NetworkConfig
+from async_rl.errors import ConfigError
+from buffer.protocol.keys import Doorkeeper, lock
+
+BIND_S = 10.0
+"""How long a port may take to become free: where the buffer before this one was silent, Ray ends it only after 5 s."""
+FREE_PORTS = (61000, 65536)
+"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
+
+
+class Door:
+    """
+    Raises:
+        ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
+    """
+
+    def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
+        self._context = zmq.Context()
+        self._doorkeeper: Doorkeeper | None = None
+        self.router = self._context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.router.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self._doorkeeper = lock(self.router, network.keys)
+            self.address = _bind(self.router, network)
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.router.close(linger=0)
+        if self._doorkeeper:
+            self._doorkeeper.stop()
+        self._context.term()
+
+
+def _bind(router: zmq.Socket[bytes], network: NetworkConfig) -> str:
+    host = f"tcp://{network.host}"
+    until_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            if network.port:
+                router.bind(f"{host}:{network.port}")
+                return f"{host}:{network.port}"
+            return f"{host}:{router.bind_to_random_port(host, *FREE_PORTS)}"
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE and time.monotonic() < until_s:
+                time.sleep(0.1)
+                continue
+            raise ConfigError(
+                f"network.host = {network.host}, network.port = {network.port}: the buffer can't bind it ({error}). "
+                "Set network.host to an address of this host, network.port to a free port or 0"
+            ) from None

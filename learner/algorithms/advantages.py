@@ -1,0 +1,154 @@
+"""How much better than expected: pure functions from rewards (and values) to advantages.
+
+Functions of a rollout group take its rewards [G] and give one advantage for all tokens of a rollout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.masked_ops import bounded_exp
+
+
+def grpo(rewards: Tensor, eps: float = 1e-6, ddof: int = 1) -> Tensor:
+    """A_i = (x_i - mean(x)) / (std(x) + eps). Equal rewards give zeros. [G] -> [G], G >= 2.
+
+    Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1.1.
+    """
+    return (rewards - rewards.mean()) / (rewards.std(correction=ddof) + eps)
+
+
+def dr_grpo(rewards: Tensor) -> Tensor:
+    """A_i = x_i - mean(x): without the division that favours groups of little spread. [G] -> [G].
+
+    Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783.
+    """
+    return rewards - rewards.mean()
+
+
+def rloo(rewards: Tensor) -> Tensor:
+    """A_i = x_i - mean_{j != i}(x_j) = G / (G - 1) * (x_i - mean(x)). [G] -> [G], G >= 2.
+
+    Source: Kool et al. 2019; for language models Ahmadian et al. 2024, arXiv 2402.14740.
+    """
+    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+
+
+def maxrl(rewards: Tensor) -> Tensor:
+    """A_i = (x_i - mean(x)) / mean(x), zeros where the mean is not positive: rare successes weigh more. [G] -> [G].
+
+    Source: prime-rl's `max_rl`.
+    """
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else torch.zeros_like(rewards)
+
+
+def remax(rewards: Tensor, greedy_reward: float) -> Tensor:
+    """A_i = x_i - x_greedy, the reward of the greedy answer to the same prompt. [G] -> [G].
+
+    Source: Li et al. 2023 (ReMax), arXiv 2310.10505.
+    """
+    return rewards - greedy_reward
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma * R_{t+1} over the masked-in tokens, 0 elsewhere. [B, T], [B, T] -> [B, T]."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
+
+
+def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8), both over the masked-in elements; 0 elsewhere. Any shape.
+
+    REINFORCE++ whitens the returns-to-go of all tokens of a batch; its form with a baseline the rewards less their
+    group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
+    """
+    mean, scale = whitening(values[mask], ddof)
+    return (values - mean) * scale * mask
+
+
+def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
+    """(mean, 1 / sqrt(var + 1e-8)) of [n]; (0, 0) of too few to have a variance."""
+    if len(values) <= ddof:
+        return values.new_zeros(()), values.new_zeros(())
+    return values.mean(), (values.var(correction=ddof) + 1e-8).rsqrt()
+
+
+def gae(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    gamma: float,
+    lam: float,
+    bootstrap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the masked-in tokens of each row; the others are stepped over.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
+
+    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; an
+    answer is an episode that ends, also when it ran into its length limit, so the default is 0.
+
+    Returns:
+        (advantages, returns), [B, T] each; 0 where the mask is False.
+    """
+    advantages = torch.zeros_like(values)
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.full_like(values[:, 0], bootstrap)
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    advantages = advantages * mask
+    return advantages, (advantages + values) * mask
+
+
+def vtrace(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T]
+    log_ratios: Tensor,  # [B, T] proximal - behaviour logprobs
+    mask: Tensor,  # [B, T] bool
+    gamma: float,
+    lam: float,
+    rho_cap: float = 1.0,
+    c_cap: float = 1.0,
+    bootstrap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace over the masked-in tokens of each row; the others are stepped over.
+
+        rho = exp(log ratio),  rhobar = min(rho, rho_cap),  c = lam * min(rho, c_cap)
+        v_t = V_t + rhobar_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})
+        A_t = rhobar_t (r_t + gamma (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t)
+
+    A carries rhobar, so no importance weight is to multiply the loss again. With gamma = 1 a final reward reaches a
+    token through the product of the c after it, which decays as (1 - TV)^length: `vtrace_reach`.
+
+    Sources: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, equations 1 and 4; lam as in rlax.
+
+    Returns:
+        (A, v), [B, T] each; 0 where the mask is False.
+    """
+    rho = bounded_exp(log_ratios)
+    weights, traces = rho.clamp(max=rho_cap), lam * rho.clamp(max=c_cap)
+    advantages, excess = torch.zeros_like(values), torch.zeros_like(values)  # excess: v - V
+    next_value = torch.full_like(values[:, 0], bootstrap)
+    next_excess = torch.zeros_like(next_value)
+    for t in range(values.shape[1] - 1, -1, -1):
+        error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = weights[:, t] * (error + gamma * lam * next_excess)
+        excess[:, t] = weights[:, t] * error + gamma * traces[:, t] * next_excess
+        next_excess = torch.where(mask[:, t], excess[:, t], next_excess)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return advantages * mask, (values + excess) * mask
+
+
+def vtrace_reach(mean_log_trace: float, median_tokens: float) -> float:
+    """Product of the traces over an answer of median length: the share of a final reward that its first token gets.
+
+    Args:
+        mean_log_trace: mean of log(lam * min(rho, c_cap)) over tokens.
+    """
+    return math.exp(mean_log_trace * median_tokens)

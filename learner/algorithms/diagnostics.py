@@ -1,0 +1,270 @@
+"""What a step says about itself: additive statistics of tokens by staleness, reduced over ranks, and batch metrics.
+
+Keys: `offpolicy/...`, `policy/...` over all trained tokens, `by_staleness/<n>/...` over those of staleness n; the last
+bucket, 10, holds everything older.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.telemetry.metrics import Metric, Reduction
+from async_rl.types import Batch
+from learner.algorithms.losses import kl_k1, kl_k3
+from learner.algorithms.masked_ops import bounded_exp, sum_by_answer
+
+Totals = dict[str, npt.NDArray[np.float64]]
+BUCKETS = 11
+"""Staleness 0..9, and 10 or more."""
+
+
+class Tally:
+    """Sums and maxima by name, kept on the device until `reduce` adds up all micro-batches of all ranks.
+
+    A value is a scalar or a vector; every rank must use the same names and sizes.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Add to sums."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def peak(self, **values: Tensor) -> None:
+        """Raise maxima to values that are at least 0."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
+        """Add the values [N] of trained tokens to sums [BUCKETS]."""
+        names = sorted(values)
+        buckets = staleness.clamp(max=BUCKETS - 1)
+        columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
+        columns = torch.where(trained[:, None], columns, 0.0)
+        sums = columns.new_zeros(BUCKETS, len(names)).index_add(0, buckets, columns)
+        self.add(**dict(zip(names, sums.unbind(-1), strict=True)))
+
+    def reduce(self) -> Totals:
+        """Totals over all ranks; collective. Scalars come as arrays without axes."""
+        totals: Totals = {}
+        for values, operation in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+            if values:
+                names = sorted(values)
+                flat = torch.cat([values[name].reshape(-1) for name in names])
+                dist.all_reduce(flat, op=operation)
+                parts = flat.cpu().split([values[name].numel() for name in names])
+                totals.update({n: p.reshape(values[n].shape).numpy() for n, p in zip(names, parts, strict=True)})
+        return totals
+
+
+def tally_offpolicy(
+    tally: Tally,
+    proximal: Tensor,  # [N]
+    behaviour: Tensor,  # [N]
+    trained: Tensor,  # [N] bool
+    comparable: Tensor,  # [N] bool: sampled by the weights being trained, from their own KV
+    staleness: Tensor,  # [N] int64
+    answers: Tensor,  # [N] index of each token's answer
+    count: int,
+    weights: Tensor,  # [N] applied to the loss
+    truncated: Tensor,  # [N] bool: the weight was held at floor or cap
+    dropped: Tensor,  # [N] bool: by a mask
+) -> None:
+    """How far the data is from the policy at step start, and what the correction made of it."""
+    log_rho = torch.where(trained, proximal - behaviour, 0.0)
+    rho = bounded_exp(log_rho).double()
+    weights = weights.double()
+    tally.add_by_staleness(
+        staleness, trained,
+        tokens=torch.ones_like(rho), rho=rho, rho_squared=rho.square(),
+        weight=weights, weight_squared=weights.square(),
+        truncated=truncated, dropped=dropped,
+        k1=kl_k1(behaviour, proximal), k3=kl_k3(behaviour, proximal),
+        comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
+    )
+    tally.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
+        0, staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
+    ))
+    products = bounded_exp(sum_by_answer(log_rho, answers, count)).double()
+    exist = sum_by_answer(trained.double(), answers, count) > 0
+    tally.add(
+        answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum()
+    )
+
+
+def tally_old_kv(
+    tally: Tally,
+    proximal: Tensor,  # [N]
+    behaviour: Tensor,  # [N]
+    old_kv: Tensor,  # [N] bool: trained, sampled by the weights being trained, from KV of older ones
+) -> None:
+    """What a recompute from scratch makes of tokens that were sampled in place, after an update of the weights."""
+    difference = torch.where(old_kv, (behaviour - proximal).abs(), 0.0)
+    tally.add(old_kv=old_kv.sum(), old_kv_mismatch=difference.double().sum())
+
+
+def tally_policy(
+    tally: Tally,
+    logprobs: Tensor,  # [N]
+    proximal: Tensor,  # [N]
+    entropy: Tensor,  # [N]
+    advantages: Tensor,  # [N]
+    clipped: Tensor,  # [N] bool
+    trained: Tensor,  # [N] bool
+    staleness: Tensor,  # [N] int64
+) -> None:
+    """Where the learner has moved since the step's start, and where the loss's clip acted, by sign of advantage."""
+    positive, negative = advantages > 0, advantages < 0
+    tally.add_by_staleness(
+        staleness, trained,
+        policy_tokens=torch.ones_like(entropy), entropy=entropy,
+        moved_k1=kl_k1(proximal, logprobs), moved_k3=kl_k3(proximal, logprobs),
+        positive=positive, negative=negative, clipped_positive=clipped & positive, clipped_negative=clipped & negative,
+    )
+
+
+_ENTROPY = "entropy"
+_OVERALL_KEYS = {_ENTROPY: "policy/entropy"}
+
+
+def token_metrics(totals: Totals) -> list[Metric]:
+    """Metrics of `tally_offpolicy`, `tally_old_kv` and `tally_policy`, over all tokens and by staleness.
+
+    Importance weights are those of tokens, rho = proximal / behaviour, before any rule. ESS/N = (sum w)^2 / (N sum w^2)
+    of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied. chi2, which is
+    mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens with that sign of
+    advantage.
+
+    A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is what engine and
+    learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on
+    KV of older weights, which a recompute from scratch can't reproduce. Each is left out where there is no such token.
+    """
+    peaks = totals["rho_max"]
+    by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
+    overall = {name: float(values.sum()) for name, values in by_bucket.items()}
+    metrics = [
+        Metric(_OVERALL_KEYS.get(name, f"offpolicy/{name}"), value, _reduction(name))
+        for name, value in _token_values(overall, float(peaks.max())).items()
+    ]
+    answers, product, squared = (float(totals[name]) for name in ("answers", "product", "product_squared"))
+    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, answers * squared)))
+    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, answers) - 1))
+    if overall["comparable"]:
+        metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
+    if (old_kv := float(totals.get("old_kv", 0.0))) > 0:
+        metrics.append(Metric("mismatch/old_kv_mean_abs", float(totals["old_kv_mismatch"]) / old_kv))
+    for bucket in range(BUCKETS):
+        cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
+        if cell["tokens"]:
+            values = {"tokens": cell["tokens"], **_token_values(cell, float(peaks[bucket]))}
+            metrics += [Metric(f"by_staleness/{bucket}/{name}", x, _reduction(name)) for name, x in values.items()]
+    return metrics
+
+
+def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
+    n, policy_tokens = max(t["tokens"], 1.0), t["policy_tokens"]
+    mean = t["rho"] / n
+    return {
+        "is_weight_mean": mean,
+        "is_weight_var": max(t["rho_squared"] / n - mean**2, 0.0),
+        "is_weight_max": rho_max,
+        "ess": ratio(t["rho"] ** 2, n * t["rho_squared"]),
+        "ess_truncated": ratio(t["weight"] ** 2, n * t["weight_squared"]),
+        "chi2": t["rho_squared"] / n - 1,
+        "truncated_fraction": t["truncated"] / n,
+        "masked_fraction": t["dropped"] / n,
+        "kl_behaviour_proximal": t["k1"] / n,
+        "kl_behaviour_proximal_k3": t["k3"] / n,
+        "kl_proximal_learner": ratio(t["moved_k1"], policy_tokens),
+        "kl_proximal_learner_k3": ratio(t["moved_k3"], policy_tokens),
+        "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
+        "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
+        _ENTROPY: ratio(t["entropy"], policy_tokens),
+    }
+
+
+def tally_critic(
+    tally: Tally,
+    values: Tensor,  # [N]
+    returns: Tensor,  # [N]
+    trained: Tensor,  # [N] bool
+) -> None:
+    """Moments from which `explained_variance` follows."""
+    returns = torch.where(trained, returns, 0.0).double()
+    residual = torch.where(trained, returns - values, 0.0).double()
+    tally.add(
+        critic_tokens=trained.sum(),
+        returns=returns.sum(),
+        returns_squared=returns.square().sum(),
+        residual=residual.sum(),
+        residual_squared=residual.square().sum(),
+    )
+
+
+def explained_variance(totals: Totals) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    n = max(float(totals["critic_tokens"]), 1.0)
+    unexplained = totals["residual_squared"] / n - (totals["residual"] / n) ** 2
+    variance = totals["returns_squared"] / n - (totals["returns"] / n) ** 2
+    return float(1.0 - unexplained / variance) if variance > 1e-12 else 0.0
+
+
+def batch_metrics(batch: Batch) -> list[Metric]:
+    """Reward, staleness and length metrics, and the buffer's counters as they came.
+
+    Staleness of a rollout is that of its oldest trained token; `in_flight` is the part it aged while it was
+    generated, `in_queue` the part it aged in the buffer, and they add up.
+    """
+    rollouts = [r for group in batch.groups for r in group.rollouts]
+    rewards = np.array([r.reward for r in rollouts])
+    lengths = np.array([len(r.tokens) for r in rollouts])
+    finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])
+    trained = np.array([bool(r.mask.any()) for r in rollouts])
+    oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
+    finished = finished[trained]
+    staleness = batch.version - oldest
+    values = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "staleness/mean": staleness.mean(),
+        "staleness/max": staleness.max(),
+        "staleness/in_flight": (finished - oldest).mean(),
+        "staleness/in_queue": (batch.version - finished).mean(),
+        "batch/rollouts": len(rollouts),
+        "batch/response_tokens": lengths.sum(),
+        "response/length_mean": lengths.mean(),
+        "response/length_max": lengths.max(),
+        "response/truncated_fraction": np.mean([r.finish_reason == "length" for r in rollouts]),
+        **batch.counters,
+    }
+    counts = enumerate(np.bincount(staleness))
+    at_staleness = [Metric(f"staleness/rollouts_{k}", float(count), "sum") for k, count in counts if count]
+    buckets = np.minimum(staleness, BUCKETS - 1)
+    for bucket in np.unique(buckets):
+        cell = buckets == bucket
+        values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
+        values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
+    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()] + at_staleness
+
+
+def median_trained_tokens(batch: Batch) -> float:
+    """Of the batch's answers."""
+    return float(np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts]))
+
+
+def _reduction(key: str) -> Reduction:
+    return "max" if key.endswith("max") else "mean"
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """numerator / denominator, 0 where there is nothing to divide by."""
+    return numerator / denominator if denominator else 0.0

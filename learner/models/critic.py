@@ -1,0 +1,41 @@
+"""The separate critic of PPO: a model of its own that predicts the return from every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
+
+from async_rl.config import Config
+from learner.models.policy import hidden_states
+from learner.packing.microbatches import MicroBatch
+
+
+class Critic(nn.Module):
+    """V(prompt and response so far), read at the token that predicts the next response token."""
+
+    def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.lm = lm
+        self.compute_dtype = compute_dtype
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Values [N], float32."""
+        return self.lm.score(hidden_states(self.lm, micro, self.compute_dtype)).float().sum(-1)
+
+
+def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
+    """From critic.path, else model.path; a folder without a value head gets one of zeros: V = 0 at first."""
+    lm, loaded = AutoModelForTokenClassification.from_pretrained(
+        config.critic.path or config.model.path,
+        num_labels=1,
+        dtype=torch.float32,
+        attn_implementation=config.model.attn_implementation,
+        output_loading_info=True,
+    )
+    if any(name.startswith("score.") for name in loaded["missing_keys"]):
+        for parameter in lm.score.parameters():
+            nn.init.zeros_(parameter)
+    return Critic(lm.to(device).eval(), compute_dtype)

@@ -1,0 +1,36 @@
+"""A checkpoint as a Hugging Face folder: what transformers and SGLang load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from learner.checkpointing import load_unsharded, policy_tensors
+from learner.models.lora import merged_parameters
+from learner.models.policy import load_policy, write_folder
+
+
+def export(source: str | Path, target: Path) -> Path:
+    """Write the policy of a checkpoint, or of a run's newest one, to `target`; returns the checkpoint.
+
+    Weights have the type of model.path's, adapters are merged; tokenizer, chat template and generation config are
+    model.path's. One process on the CPU reads what any number of ranks wrote.
+
+    Raises:
+        ConfigError: there is no checkpoint, or `target` holds something already.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
+    try:
+        checkpoint = find_checkpoint(source)
+    except ConfigError as error:  # of a run.resume, which nobody has set here
+        raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
+    config = load_config(run_dir_of(checkpoint) / "config.yaml")
+    policy = load_policy(config.model, torch.device("cpu"), torch.float32)
+    load_unsharded(policy_tensors(policy), checkpoint)
+    write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
+    return checkpoint

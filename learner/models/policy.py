@@ -1,0 +1,181 @@
+"""Hugging Face models in the learner: logprobs at response positions, FSDP2, whole tensors by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from async_rl.config import LearnerConfig, ModelConfig
+from async_rl.errors import ConfigError
+from async_rl.weights.safetensors_io import write_weights
+from learner.models.lora import add_adapters, dropouts, merged_parameters
+from learner.models.token_scores import score_tokens
+from learner.packing.block_mask import block_mask
+from learner.packing.microbatches import Layout, MicroBatch, attention_mask
+
+_TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_MASKED = ("sdpa", "eager")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+SHARD_BYTES = 4 * 2**30
+"""Largest file of a saved model."""
+
+
+class Policy(nn.Module):
+    """The causal LM being trained.
+
+    Args:
+        lm: a Hugging Face causal LM whose logits are its output embeddings times its last hidden state.
+        compute_dtype: type of activations.
+
+    Raises:
+        ConfigError: the architecture does something else to its logits.
+    """
+
+    def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        changed = [name for name in _TRANSFORMED_LOGITS if getattr(lm.config, name, None) is not None]
+        if lm.get_output_embeddings().bias is not None:
+            changed.append("lm_head.bias")
+        if changed:
+            raise ConfigError(
+                f"model.path: {type(lm).__name__} changes its logits by {changed[0]}, which the learner "
+                "does not support. Use a model of the Qwen2, Qwen3 or Llama family."
+            )
+        self.lm = lm
+        self.compute_dtype = compute_dtype
+        self._dropouts = dropouts(lm)
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(learner logprobs [N], entropy [N]) at the logged temperature, float32, with gradient."""
+        for dropout in self._dropouts:
+            dropout.train(torch.is_grad_enabled())
+        states = hidden_states(self.lm, micro, self.compute_dtype)
+        return score_tokens(states, self.lm.get_output_embeddings().weight, micro.targets, micro.temperature)
+
+
+def hidden_states(lm: Any, micro: MicroBatch, dtype: torch.dtype) -> Tensor:
+    """Last hidden states that predict the response tokens; [N, hidden]."""
+    mask: Tensor | BlockMask | None = None
+    if micro.segments is not None and lm.config._attn_implementation == "flex_attention":
+        mask = block_mask(micro.segments)
+    elif micro.segments is not None and lm.config._attn_implementation in _MASKED:
+        mask = attention_mask(micro.segments, dtype)
+    output = lm.base_model(micro.tokens, attention_mask=mask, position_ids=micro.positions, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)[micro.where]
+
+
+def load_policy(
+    config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
+) -> Policy:
+    """The model of a folder, without dropout but the adapters', not yet sharded.
+
+    Trained weights are float32 masters, frozen ones of the compute type.
+    """
+    lm = AutoModelForCausalLM.from_pretrained(
+        config.path,
+        dtype=torch.float32 if is_trained else compute_dtype,
+        attn_implementation=config.attn_implementation,
+    )
+    if not is_trained:
+        lm.requires_grad_(False)
+    if config.lora.rank:
+        add_adapters(lm, config.lora)
+    return Policy(lm.eval().to(device), compute_dtype)
+
+
+def shard(
+    module: nn.Module,
+    lm: Any,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    config: LearnerConfig,
+    offload: bool = False,
+) -> None:
+    """FSDP2 in place: each transformer block is a unit, the rest (embeddings, head) the root's.
+
+    Parameters and optimizer state keep their type; with another compute type each unit is cast as it is
+    gathered, and gradients are reduced in float32.
+
+    Args:
+        offload: shards live in CPU memory and come to the device as they are gathered.
+    """
+    precision = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+    blocks = set(lm._no_split_modules or ())
+    for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
+        if config.compile:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        if config.gradient_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
+    # without a backward pass to come, nothing stays gathered after the forward pass
+    fully_shard(
+        module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
+    )
+
+
+def layout_of(lm: Any) -> Layout:
+    """How micro-batches are packed for a model's attention."""
+    name, config = lm.config._attn_implementation, lm.config
+    slides = bool(getattr(config, "sliding_window", None))
+    return Layout(
+        masked=name in (*_MASKED, "flex_attention") and not slides,
+        sparse=name == "flash_attention_2" or (name == "flex_attention" and not slides),
+        pair_cost=1 / (6 * config.hidden_size),
+    )
+
+
+def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of each parameter, gathered as it is asked for, adapters merged; collective.
+
+    Tied parameters come once, under their first name.
+    """
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
+    for name, tensor in merged_parameters(policy.lm):
+        yield name, tensor.to(dtype)
+
+
+def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
+    """Save as a Hugging Face folder like `source`, see write_folder. Collective; only the writer touches the disk."""
+    weights = full_parameters(policy, _stored_dtype(source))
+    try:
+        if is_writer:
+            write_folder(weights, source, target)
+    finally:
+        for _ in weights:  # the other ranks gather on: every rank must
+            pass
+
+
+def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
+    """A Hugging Face folder: weights in the type of the `source` folder, its other files as they are.
+
+    `target` appears whole or not at all.
+    """
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copy(file, partial / file.name)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _stored_dtype(source: Path) -> torch.dtype:
+    return getattr(AutoConfig.from_pretrained(source), "dtype", None) or torch.float32

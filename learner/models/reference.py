@@ -1,0 +1,50 @@
+"""The frozen model that a KL term keeps the policy near."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from async_rl.config import Config, LoraConfig
+from async_rl.errors import ConfigError
+from learner.models.lora import without_adapters
+from learner.models.policy import Policy, layout_of, load_policy, shard
+from learner.packing.microbatches import MicroBatch
+
+
+class Reference:
+    """Sharded over the learner's ranks like the policy, in the compute type; in CPU memory between uses if asked to.
+
+    With LoRA and no path of its own it is the policy without its adapters, and costs no memory.
+
+    Raises:
+        ConfigError: it has another vocabulary than the policy.
+    """
+
+    def __init__(
+        self, config: Config, policy: Policy, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh
+    ) -> None:
+        self._policy = policy
+        self._own: Policy | None = None
+        self.layout = layout_of(policy.lm)
+        if config.model.lora.rank and not config.reference.path:
+            return
+        path = config.reference.path or config.model.path
+        model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
+        self._own = load_policy(model, device, dtype, is_trained=False)
+        ours, its = policy.lm.config.vocab_size, self._own.lm.config.vocab_size
+        if ours != its:
+            raise ConfigError(f"reference.path {path} must have the policy's vocabulary of {ours} tokens, got {its}")
+        shard(self._own, self._own.lm, mesh, dtype, config.learner, offload=config.reference.offload)
+        self.layout = self.layout.for_both(layout_of(self._own.lm))
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """Of the response tokens, at the logged temperature; [N] float32. Collective."""
+        if self._own is None:
+            with without_adapters(self._policy.lm):
+                return self._policy(micro)[0]
+        return self._own(micro)[0]

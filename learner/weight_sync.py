@@ -1,0 +1,100 @@
+"""Weight pushes as a learner rank makes them: to every server that lives, measured, the first one checked."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+from async_rl.telemetry.metrics import Metric
+from async_rl.telemetry.timeline import Span
+from async_rl.types import Batch
+from async_rl.weights import WeightPublisher
+from async_rl.weights.base import Tolerance, serving_dtype
+from learner.models.policy import full_parameters
+from learner.server_membership import ServerList
+from learner.train_step import Updater
+
+VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
+"""By compute type. In bfloat16 logits are rounded on both sides, to an eighth where they are near 20: a single token
+says little, their mean tells other weights apart."""
+VERIFY_TOKENS = 32
+
+
+class Pushes:
+    """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and knows what a push took.
+
+    Args:
+        servers: who died or came back, to be heeded by the next push.
+    """
+
+    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerList) -> None:
+        self._updater = updater
+        self._publisher = publisher
+        self._servers = servers
+        self.dtype = serving_dtype(config, publisher.device.type)
+        """Of what the servers get."""
+        self._is_verified = not config.weight_sync.verify
+        self._metrics: list[Metric] = []
+        self._spans: list[Span] = []
+        self._lost: list[tuple[str, str]] = []
+
+    def push(self, version: int) -> None:
+        """Push the policy as `version` to every live server; again without those that die on the way, even without any:
+        the driver brings them back. Collective.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
+        """
+        while True:
+            self._servers.apply(self._publisher.servers)
+            urls = dict(self._publisher.servers)
+            report = self._publisher.push(full_parameters(self._updater.policy, self.dtype), version)
+            self._servers.pushed(self._publisher.servers, report.lost)
+            self._lost += [(name, urls[name]) for name in report.lost]
+            failed = torch.tensor(bool(report.lost), device=self._publisher.device)
+            dist.broadcast(failed, 0)
+            if not failed:
+                break
+        self._metrics += [
+            Metric("time/push_s", report.seconds),
+            Metric("push/bytes", float(report.num_bytes), "sum"),
+            Metric("push/pause_s", report.pause_s),
+        ]
+        self._metrics += [Metric(f"version/{name}", float(version), "last") for name in self._publisher.servers]
+        self._spans += report.spans
+
+    def drain(self) -> list[Metric]:
+        """What the pushes since the last call took: those of a step, and those out of turn before it."""
+        metrics, self._metrics = self._metrics, []
+        return metrics
+
+    def drain_spans(self) -> tuple[Span, ...]:
+        """Of the servers that stood still for the pushes since the last call."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def drain_lost(self) -> tuple[tuple[str, str], ...]:
+        """(name, URL) of the servers that the pushes since the last call dropped."""
+        lost, self._lost = tuple(self._lost), []
+        return lost
+
+    def verify_once(self, batch: Batch) -> None:
+        """After the first push that reached a server, compare servers and learner on a prompt of the batch and an
+        answer to it. Collective.
+
+        Raises:
+            WeightSyncError: a server does not serve the learner's weights.
+        """
+        if self._is_verified:
+            return
+        is_served = torch.tensor(bool(self._publisher.servers), device=self._publisher.device)
+        dist.broadcast(is_served, 0)
+        if not is_served:
+            return
+        self._is_verified = True
+        group = batch.groups[0]
+        tokens = [*group.prompt_tokens.tolist(), *group.rollouts[0].tokens.tolist()][:VERIFY_TOKENS]
+        logprobs = self._updater.probe_logprobs(tokens)
+        if self._publisher.rank == 0:
+            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self.dtype])

@@ -1,0 +1,308 @@
+"""Continuous batching over a plain transformers model: rows come and go between tokens, the cache packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.sampling import sample_tokens, uniforms
+
+PREFILL_TOKENS = 16_384
+"""Padded prompt tokens of one prefill forward: bounds its activations."""
+_GROWTH = 64
+"""Columns added when the cache is full: rare copies, little unused memory."""
+Item = TypeVar("Item")
+_COMPACT_FRACTION = 0.125
+"""Finished rows leave once they are this share: moving the others costs more than a few idle rows."""
+
+
+class WindowLayer(CacheLayerMixin):
+    """One layer's keys and values, right-aligned: every row's newest token is in column `end - 1`."""
+
+    is_sliding = False
+    keys: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
+    values: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, width = key_states.shape
+        self.keys = key_states.new_zeros(rows, heads, 0, width)
+        self.values = value_states.new_zeros(rows, heads, 0, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.end + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            spare = end + _GROWTH - self.keys.shape[2]
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, spare))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, spare))
+        self.keys[:, :, self.end : end] = key_states
+        self.values[:, :, self.end : end] = value_states
+        self.end = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.end + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.end
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def take(self, rows: Tensor, width: int) -> WindowLayer:
+        """The last `width` columns of these rows (repeats allowed), copied."""
+        layer = WindowLayer()
+        layer.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
+        layer.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
+        layer.end, layer.is_initialized = width, True
+        return layer
+
+    def join(self, other: WindowLayer) -> WindowLayer:
+        """Rows of both, the narrower one padded with zeros on the left."""
+        layer = WindowLayer()
+        layer.end, layer.is_initialized = max(self.end, other.end), True
+        both = (self, other)
+        layer.keys = torch.cat([_right_aligned(part.keys[:, :, : part.end], layer.end) for part in both])
+        layer.values = torch.cat([_right_aligned(part.values[:, :, : part.end], layer.end) for part in both])
+        return layer
+
+
+def _right_aligned(
+    states: Tensor,  # [B, H, S, D]
+    width: int,
+) -> Tensor:
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One request and its answers as they grow."""
+
+    request: GenerationRequest
+    completions: list[Completion | None] = field(init=False)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.completions = [None] * self.request.n
+
+    @property
+    def finished(self) -> bool:
+        return all(completion is not None for completion in self.completions)
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One answer in the making."""
+
+    group: Group
+    sample: int
+    uniforms: npt.NDArray[np.float64]  # [max_tokens]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are cached: all but the newest."""
+        return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
+
+    @property
+    def cached_tokens(self) -> npt.NDArray[np.int32]:
+        return np.concatenate([self.group.request.prompt.tokens, np.array(self.tokens[:-1], np.int32)])
+
+
+class DecodingBatch:
+    """Rows that advance together, a token a step. Groups join between steps and are handed back complete."""
+
+    def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
+        self._model = model
+        self._end_tokens = end_tokens
+        self._rows: list[_Row] = []
+        self._cache: list[WindowLayer] = []
+        self._retracted: list[_Row] = []
+        """Unfinished rows without KV."""
+        self._settings: tuple[Tensor, Tensor | None] | None = None
+        """Temperature and top_p of the rows [B, 1]; None when rows have changed."""
+
+    def __len__(self) -> int:
+        return len(self._rows) + len(self._retracted)
+
+    def retract(self) -> None:
+        """Drops the KV of all rows: the next step recomputes it."""
+        self._retracted += [row for row in self._rows if not row.done]
+        self._rows, self._cache, self._settings = [], [], None
+
+    def add(self, groups: list[Group], version: int) -> list[Group]:
+        """Prefills each prompt once for all samples and samples first tokens; returns complete groups."""
+        complete: list[Group] = []
+        for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
+            cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
+            source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
+            rows = [_Row(group, sample, _stream(group.request, sample))
+                    for group in chunk for sample in range(group.request.n)]
+            complete += self._record(rows, logits[source], version, _settings(rows, logits.device))
+            keep = [i for i, row in enumerate(rows) if not row.done]
+            if keep:
+                rows, source = [rows[i] for i in keep], [source[i] for i in keep]
+                self._join(rows, _take(cache, source, max(row.length for row in rows)))
+        return complete
+
+    def step(self, version: int) -> list[Group]:
+        """One token for every row; returns the groups completed by it."""
+        device = self._model.device
+        self._recompute()
+        self._compact()
+        if not self._rows:
+            return []
+        newest = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
+        positions = torch.tensor([[row.length] for row in self._rows], device=device)
+        mask = _mask([row.length + 1 for row in self._rows], self._cache[0].end + 1, device)
+        logits = self._forward(newest, positions, self._cache, mask)
+        if self._settings is None:
+            self._settings = _settings(self._rows, device)
+        return self._record(self._rows, logits, version, self._settings)
+
+    def _recompute(self) -> None:
+        """Brings the retracted rows back, their KV computed by the weights of now."""
+        rows = [row for row in self._retracted if not row.group.cancelled]
+        self._retracted = []
+        for chunk in _chunks(rows, [row.length for row in rows]):
+            cache, _ = self._prefill([row.cached_tokens for row in chunk])
+            self._join(chunk, cache)
+
+    def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
+        """Caches of width P and next-token logits. [B, V]"""
+        device = self._model.device
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        tokens, positions = np.zeros((2, len(prompts), width), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :] = prompt
+            positions[i, width - len(prompt) :] = np.arange(len(prompt))
+        cache = [WindowLayer() for _ in range(self._model.config.get_text_config().num_hidden_layers)]
+        logits = self._forward(
+            torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), cache,
+            _mask(lengths, width, device),
+        )
+        return cache, logits
+
+    def _forward(
+        self,
+        tokens: Tensor,  # [B, S]
+        positions: Tensor,  # [B, S]
+        cache: list[WindowLayer],
+        mask: Tensor | None,  # [B, cached + S]
+    ) -> Tensor:
+        """Logits after the last column. [B, V]"""
+        output = self._model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions,
+            past_key_values=Cache(layers=[*cache]), use_cache=True, logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _record(
+        self,
+        rows: list[_Row],
+        logits: Tensor,  # [B, V]
+        version: int,
+        settings: tuple[Tensor, Tensor | None],
+    ) -> list[Group]:
+        """Samples one token for each row; returns the groups whose last row ended."""
+        # A finished row that is still in the batch draws too; its token is ignored.
+        drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
+        tokens, logprobs = sample_tokens(logits, *settings, torch.from_numpy(drawn).to(logits.device))
+        complete = []
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.done:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            stopped = token in self._end_tokens
+            if stopped or len(row.tokens) >= row.group.request.max_tokens:
+                row.done = True
+                row.group.completions[row.sample] = _completion(row, "stop" if stopped else "length")
+                if row.group.finished:
+                    complete.append(row.group)
+        return complete
+
+    def _join(self, rows: list[_Row], cache: list[WindowLayer]) -> None:
+        if self._rows:
+            cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)]
+        self._cache = cache
+        self._rows = self._rows + rows
+        self._settings = None
+
+    def _compact(self) -> None:
+        """Drops finished and cancelled rows, and the columns no row needs any more, when that pays."""
+        keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
+        idle = len(self._rows) - len(keep)
+        if not keep:
+            self._rows, self._cache, self._settings = [], [], None
+        elif idle > _COMPACT_FRACTION * len(self._rows):
+            self._rows = [self._rows[i] for i in keep]
+            self._cache = _take(self._cache, keep, max(row.length for row in self._rows))
+            self._settings = None
+
+
+def _stream(request: GenerationRequest, sample: int) -> npt.NDArray[np.float64]:
+    return uniforms(request.seed, request.prompt.index, sample, request.max_tokens)
+
+
+def _settings(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Temperature [B, 1] and top_p [B, 1]; no top_p where none narrows the choice."""
+    requests = [row.group.request for row in rows]
+    top_p = torch.tensor([[request.top_p] for request in requests], device=device)
+    temperature = torch.tensor([[request.temperature] for request in requests], device=device)
+    return temperature, top_p if bool((top_p < 1).any()) else None
+
+
+def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
+    """True where a column belongs to the row, the last `length` ones; None when all do. [B, width]"""
+    if all(length == width for length in lengths):
+        return None
+    first = width - torch.tensor(lengths, device=device)
+    return torch.arange(width, device=device) >= first[:, None]
+
+
+def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowLayer]:
+    index = torch.tensor(rows, device=cache[0].keys.device)
+    return [layer.take(index, width) for layer in cache]
+
+
+def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
+    """Consecutive items whose padded tokens are at most PREFILL_TOKENS together (or one item)."""
+    chunks: list[list[Item]] = []
+    longest = 0
+    for item, length in zip(items, lengths, strict=True):
+        if chunks and max(longest, length) * (len(chunks[-1]) + 1) <= PREFILL_TOKENS:
+            longest = max(longest, length)
+            chunks[-1].append(item)
+        else:
+            longest = length
+            chunks.append([item])
+    return chunks
+
+
+def _completion(row: _Row, finish_reason: str) -> Completion:
+    return Completion(
+        tokens=np.array(row.tokens, dtype=np.int32),
+        logprobs=np.array(row.logprobs, dtype=np.float32),
+        versions=np.array(row.versions, dtype=np.int32),
+        finish_reason=finish_reason,
+    )

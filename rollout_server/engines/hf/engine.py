@@ -1,0 +1,256 @@
+"""The in-process engine: a batched sampling loop over a plain transformers model. The reference, and the
+fallback.
+
+One thread owns the model and advances all rows by one token at a time. Everything else that touches the model
+(a weight update, the logprobs of a probe) is a job which that thread runs between two tokens, so a token is
+sampled either wholly before or wholly after an update, and its version tag is exact. Running answers keep
+their KV cache over an update, or recompute it, as `weight_sync.on_update` has it.
+
+Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
+requested in the same turn of the event loop enter the batch together. Evaluations have a batch of their own,
+so that the moment one starts does not change the shapes, and with them the rounding, of training answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config import Config
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.storage.model_folder import check_positions, end_tokens
+from async_rl.weights.base import serving_dtype
+from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.hf.batch import DecodingBatch, Group
+from rollout_server.engines.hf.weights import WeightEndpoints, take_over
+
+Result = TypeVar("Result")
+
+
+class HFEngine:
+    """Implements `Engine`."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        self.url = ""
+        self.vocab_size = 0
+        self.version = 0
+        self._config = config
+        self._name = f"hf engine rollout/{index}"
+        self._changed = threading.Condition()
+        # The next four are guarded by _changed.
+        self._arrivals: list[Group] = []
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._paused = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._collected: list[Group] = []
+        """Requests of the current turn of the event loop."""
+        self._futures: dict[object, asyncio.Future[Any]] = {}
+        """Of the requests and jobs that wait, by group and by job."""
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.model = await asyncio.to_thread(_load, self._config)
+        ends = frozenset(await asyncio.to_thread(end_tokens, self._config.model.path))
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self._training, self._evaluation = (DecodingBatch(self.model, ends) for _ in range(2))
+        self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
+        self._thread.start()
+        self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)
+        self.url = await self._endpoints.start()
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """Raises ProcessDiedError once the engine has failed or is closed, ValueError on an unknown token."""
+        tokens = request.prompt.tokens
+        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise ValueError(
+                f"prompt {request.prompt.index} must be one or more tokens in 0..{self.vocab_size - 1}, "
+                f"got {tokens.tolist()[:20]}"
+            )
+        self._check_alive()
+        group = Group(request)
+        future = self._futures[group] = self._loop.create_future()
+        if not self._collected:
+            self._loop.call_soon(self._hand_over)
+        self._collected.append(group)
+        try:
+            return await future
+        finally:
+            group.cancelled = True  # of no effect once complete
+            self._futures.pop(group, None)
+
+    async def load(self) -> Load:
+        slots = self._config.rollout.concurrency * self._config.rollout.group_size
+        return Load(min(len(self._training) + len(self._evaluation), slots), slots)
+
+    async def aclose(self) -> None:
+        if not self.url:
+            return
+        await self._endpoints.aclose()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        limit = self._config.timeouts.limit("shutdown_s")
+        await asyncio.to_thread(self._thread.join, limit.seconds)
+        if self._thread.is_alive():
+            raise WaitTimeoutError(f"the end of {self._name} waited {limit} for its decode thread")
+
+    async def pause(self, *, keep_kv: bool) -> None:
+        """Returns once no token is being sampled; running answers stay as they are until `resume`, then go on from
+        their KV or, without `keep_kv`, from one recomputed by the weights of that time."""
+        with self._changed:
+            self._paused = True
+        await self.between_tokens(lambda: None if keep_kv else self._retract())
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
+        """Puts the tensors in the place of the model's and sets the version, between two tokens."""
+        await self.between_tokens(lambda: self._load_weights(tensors, version))
+
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`."""
+        return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
+
+    async def between_tokens(self, job: Callable[[], Result]) -> Result:
+        """Runs `job` in the thread that owns the model, also while paused; returns or raises what it does."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+        self._futures[job] = future
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                self._loop.call_soon_threadsafe(_succeed, future, result)
+
+        limit = self._config.timeouts.limit("push_s")
+        try:
+            with self._changed:
+                self._check_alive()
+                self._jobs.append(run)
+                self._changed.notify()
+            return await asyncio.wait_for(future, limit.seconds)
+        except TimeoutError:
+            raise WaitTimeoutError(f"a weight request waited {limit} for {self._name}") from None
+        finally:
+            del self._futures[job]
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise ProcessDiedError(
+                f"{self._name} failed: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+        if self._stopping:
+            raise ProcessDiedError(f"{self._name} is closed")
+
+    def _hand_over(self) -> None:
+        groups, self._collected = self._collected, []
+        with self._changed:
+            self._arrivals += groups
+            self._changed.notify()
+
+    def _decode(self) -> None:
+        """The thread that owns the model.
+
+        Consumes requests and jobs; produces completed groups. Waits for either, or for the end of a pause.
+        """
+        try:
+            with torch.inference_mode():
+                while self._advance():
+                    pass
+        except Exception as error:
+            self._failure = error
+        with self._changed:
+            self._stopping = True
+        self._loop.call_soon_threadsafe(self._refuse_all)
+
+    def _advance(self) -> bool:
+        """One round: jobs, then new groups, then a token for every row. False when told to stop."""
+        with self._changed:
+            while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
+                self._changed.wait()  # for work: who brings it notifies, and has a timeout of its own
+            if self._stopping:
+                return False
+            jobs, self._jobs = self._jobs, deque()
+            arrivals: list[Group] = []
+            paused = self._paused
+            if not paused:
+                arrivals, self._arrivals = self._arrivals, []
+        for job in jobs:
+            job()
+        if paused:
+            return True
+        for batch, is_evaluation in ((self._training, False), (self._evaluation, True)):
+            new = [g for g in arrivals if (g.request.group_id < 0) == is_evaluation and not g.cancelled]
+            for group in [*batch.add(new, self.version), *batch.step(self.version)]:
+                self._loop.call_soon_threadsafe(self._complete, group)
+        return True
+
+    def _has_work(self) -> bool:
+        return bool(self._arrivals or len(self._training) or len(self._evaluation))
+
+    def _complete(self, group: Group) -> None:
+        if group in self._futures:
+            _succeed(self._futures[group], group.completions)
+
+    def _refuse_all(self) -> None:
+        """After the thread's end: nothing will complete any more."""
+        try:
+            self._check_alive()
+        except ProcessDiedError as error:
+            for future in self._futures.values():
+                _fail(future, error)
+
+    def _retract(self) -> None:
+        self._training.retract()
+        self._evaluation.retract()
+
+    def _load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
+        take_over(self.model, tensors)
+        self.version = version
+
+    def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        ids = torch.tensor([tokens], device=self.model.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
+
+
+def open_engine(config: Config, index: int, log_dir: Path) -> HFEngine:
+    """Runs in this process, whose log it shares: `log_dir` gets nothing of its own."""
+    return HFEngine(config, index)
+
+
+def _load(config: Config) -> PreTrainedModel:
+    """The model in its serving dtype on the first GPU or the CPU."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=serving_dtype(config, device.type),
+        attn_implementation=config.model.attn_implementation,
+    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    check_positions(config.model.path, positions, config.longest_tokens)
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def _succeed(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

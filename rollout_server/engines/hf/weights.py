@@ -1,0 +1,216 @@
+"""The part of SGLang's HTTP API that weight pushes and their verification use, in front of the hf engine.
+
+Tensors are gathered between /begin_weight_update and /end_weight_update and loaded at the end in one step
+between two tokens: a push that breaks off changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_rl.config import NetworkConfig, TimeoutsConfig
+from async_rl.network import authorization
+from async_rl.storage.model_folder import weight_files
+from async_rl.weights.broadcast import Receiver
+
+_MAX_BODY_BYTES = 64 * 2**20
+"""Of a request: it names tensors, it does not carry them."""
+
+
+class Updatable(Protocol):
+    """What the endpoints need of an engine."""
+
+    model: PreTrainedModel
+
+    async def pause(self, *, keep_kv: bool) -> None: ...
+    def resume(self) -> None: ...
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None: ...
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]: ...
+
+
+class WeightEndpoints:
+    """An HTTP server on a free port. A refusal is answered 400, with `success: false` and why."""
+
+    def __init__(self, engine: Updatable, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
+        self._engine = engine
+        self._timeouts = timeouts
+        self._host = network.host
+        self._headers = authorization(network)
+        self._receiver = Receiver()
+        self._staged: dict[str, Tensor] | None = None
+        """What the current update has brought; None outside an update."""
+        self._staged_version: int | None = None
+
+    async def start(self) -> str:
+        """Listens; returns the base URL."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admit])
+        app.router.add_get("/ready", self._ready)
+        for path, handler in self._handlers().items():
+            app.router.add_post(path, _answering(handler))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        return f"http://{self._host}:{self._runner.addresses[0][1]}"
+
+    async def aclose(self) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+        """Asks for the API key, as SGLang does."""
+        for name, value in self._headers.items():
+            if not secrets.compare_digest(request.headers.get(name, ""), value):
+                return web.json_response({"success": False, "message": "wrong API key"}, status=401)
+        return await handler(request)
+
+    def _handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
+        return {
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/pause_generation": self._pause,
+            "/flush_cache": self._flush,
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_distributed": self._receive,
+            "/update_weights_from_disk": self._read,
+            "/end_weight_update": self._end,
+            "/continue_generation": self._resume,
+            "/generate": self._probe,
+        }
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ready"})
+
+    async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        arguments = {name: body[name] for name in names}
+        await asyncio.to_thread(self._receiver.join, **arguments, timeout_s=self._timeouts.join_s)
+        return {}
+
+    async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.to_thread(self._receiver.leave, body["group_name"])
+        return {}
+
+    async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answers live in the engine, not in requests of the server: retract and abort both recompute their KV."""
+        mode = body.get("mode")
+        if mode not in ("in_place", "retract", "abort"):
+            raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+        await self._engine.pause(keep_kv=mode == "in_place")
+        return {}
+
+    async def _flush(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {}  # nothing outlives its answer here
+
+    async def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._staged = self._staged_version = None
+        self._engine.resume()
+        return {}
+
+    async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._staged, self._staged_version = {}, None
+        self._receiver.begin()
+        return {}
+
+    async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("load_format") != "flattened_bucket":
+            raise ValueError(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
+        group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
+        # Received whatever it is: the sender broadcasts at the same time and would hang on a refusal.
+        device = self._engine.model.device
+        tensors = await asyncio.to_thread(self._receiver.receive, group, names, dtypes, shapes, device)
+        self._stage(tensors, body.get("weight_version"))
+        return {}
+
+    async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
+        tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]), self._engine.model.device)
+        self._stage(tensors, body.get("weight_version"))
+        return {}
+
+    def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
+        if self._staged is None:
+            raise ValueError("weights outside of /begin_weight_update .. /end_weight_update")
+        expected = self._engine.model.state_dict()
+        for name, tensor in tensors:
+            if name not in expected:
+                raise ValueError(f"the model has no tensor {name!r}")
+            if tensor.shape != expected[name].shape:
+                shape = list(expected[name].shape)
+                raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+            if tensor.dtype != expected[name].dtype:
+                raise ValueError(f"{name} must be {expected[name].dtype}, got {tensor.dtype}")
+            self._staged[name] = tensor
+        if version is not None:
+            self._staged_version = int(version)
+
+    async def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        staged, version = self._staged, self._staged_version
+        if staged is None:
+            raise ValueError("/end_weight_update without /begin_weight_update")
+        self._staged = self._staged_version = None  # a learner that gives the push up says this a second time
+        if version is not None:  # comes with the last bucket: without it the push has broken off
+            _check_whole(self._engine.model, staged)
+            await self._engine.load_weights(staged, version)
+            self._receiver.taken()
+        return {}
+
+    async def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Logprobs of the given tokens: what a verification after a push asks for. Samples nothing."""
+        tokens = body["input_ids"]
+        logprobs = await self._engine.prompt_logprobs(tokens)
+        entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
+        return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}
+
+
+def take_over(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
+) -> None:
+    """The memory of `tensors` becomes the model's: nothing is copied while answers stand still."""
+    places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    places.update(model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        places[name].data = tensor.detach()
+
+
+def _answering(
+    handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            reply = await handler(await request.json())
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            return web.json_response({"success": False, "message": message}, status=400)
+        return web.json_response({"success": True, "message": "", **reply})
+
+    return answer
+
+
+def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
+    # Copied: what safetensors gives is the file itself, which a later push removes.
+    return [
+        (name, tensor.to(device, copy=True))
+        for file in weight_files(folder)
+        for name, tensor in load_file(file).items()
+    ]
+
+
+def _check_whole(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """A labelled version must replace every parameter; one name is enough for weights that are tied."""
+    state = model.state_dict()
+    covered = {state[name].data_ptr() for name in tensors}
+    missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]
+    if missing:
+        raise ValueError(f"the update lacks {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+

@@ -1,0 +1,79 @@
+"""What SGLang needs to serve well on CPU: its torch_native attention backend with the loop over sequences replaced,
+and a scheduler that leaves its core to others while it is paused.
+
+The stock backend calls torch once per sequence and layer; with hundreds of short sequences in a batch those
+calls, not the arithmetic, take most of the server's time. The one here does the same arithmetic for slices of
+the batch and leaves every other case to the stock code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers.scheduler import Scheduler
+from torch import Tensor
+
+from rollout_server.engines.sglang.decode_attention import decode_attention
+
+
+class BatchedDecodeBackend(TorchNativeAttnBackend):
+    """Overrides the two loops over sequences; their arguments are SGLang's."""
+
+    def _run_sdpa_forward_decode(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
+        req_pool_indices: Tensor, seq_lens: Tensor, encoder_lens: Tensor | None = None, **options: Any,
+    ) -> Tensor:
+        if encoder_lens is not None or options.get("sliding_window_size") is not None:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
+                **options,
+            )
+        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
+        output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, options["scaling"]))
+        return output
+
+    def _run_sdpa_forward_extend(
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
+        req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None, **options: Any,
+    ) -> Tensor:
+        """Samples of one prompt find all of it but its last token in the prefix cache: one new token each."""
+        plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
+        single = extend_seq_lens == (1 if plain else -1)  # [B]
+        tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one?
+        if single.any():
+            self._run_sdpa_forward_decode(
+                query[tokens], part := torch.empty_like(output[tokens]), k_cache, v_cache, req_to_token,
+                req_pool_indices[single], seq_lens[single], scaling=options["scaling"],
+            )
+            output[tokens] = part
+        if not single.all():
+            rest = ~single
+            part = super()._run_sdpa_forward_extend(
+                query[~tokens], torch.empty_like(output[~tokens]), k_cache, v_cache, req_to_token,
+                req_pool_indices[rest], seq_lens[rest], extend_prefix_lens[rest], extend_seq_lens[rest],
+                encoder_lens, **options,
+            )
+            output[~tokens] = part
+        return output
+
+
+def install() -> None:
+    """Call in the scheduler's process before it starts."""
+    ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
+    Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
+
+
+_record_paused = Scheduler._record_scheduler_state_for_paused_engine
+
+
+def _wait_while_paused(scheduler: Scheduler) -> None:
+    """With `sleep-on-idle`, a paused scheduler waits for the next message too.
+
+    SGLang's asks for one over and over: on the core that its own HTTP process, or the learner, then needs for the push.
+    """
+    _record_paused(scheduler)
+    scheduler.maybe_sleep_on_idle()

@@ -1,0 +1,279 @@
+"""The SGLang engine: its own server process, a few HTTP requests per rollout group, a version for every token.
+
+A group is a primer, which computes the prompt's KV once, and one request with a sample for each answer, which finds
+it in the prefix cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a
+request before it, which may come from older weights: an update in place keeps the cache. What SGLang samples depends on
+how it batches, so its runs don't repeat exactly (the hf engine's do) unless `rollout.server_args` has
+enable-deterministic-inference (GPUs only): then an answer is a function of weights, seed, prompt and sample.
+
+With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is asked for
+again, from prompt and answer so far, under a new cache key: it's all computed by the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.network import authorization
+from async_rl.storage.model_folder import end_tokens
+from async_rl.types import IntArray
+from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.sglang.attach_server import take_over
+from rollout_server.engines.sglang.sglang_process import (
+    ServerProcess,
+    free_memory_bytes,
+    server_flags,
+    threads_per_process,
+)
+
+LOAD_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer as it grows; more than one request only if a push aborted it."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty while tokens are missing."""
+    seed: int = 0
+    """Heeded by servers with deterministic inference alone."""
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
+        )
+
+
+class SGLangEngine:
+    """Implements `Engine`."""
+
+    def __init__(self, config: Config, index: int, log_dir: Path) -> None:
+        self.url = ""
+        self.vocab_size = 0
+        self._config = config
+        self._name = f"SGLang server rollout/{index}"
+        self._log_file = log_dir / f"sglang-rollout-{index}.log"
+        self._server: ServerProcess | None = None
+        """None where a running server was taken over."""
+        self._resubmits = config.weight_sync.on_update == "abort"
+        self._attempts = itertools.count()
+        self._given_up: asyncio.Queue[str] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Raises ConfigError, ProcessDiedError (with the log's last lines) or WaitTimeoutError."""
+        model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
+        self.vocab_size = int(model.vocab_size)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
+            headers=authorization(self._config.network),
+        )
+        self._aborting = asyncio.create_task(self._abort_given_up())
+        if url := self._config.rollout.server_url:
+            await take_over(self._session, url, self._config)
+            self.url = url
+            return
+        flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes())
+        self._server = ServerProcess(
+            self._name, flags, threads_per_process(self._config), self._log_file, self._config
+        )
+        await self._server.start()
+        self.url = self._server.url
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """When cancelled it ends its requests on the server.
+
+        Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
+        `timeouts.generate_s`, and AsyncRLError when the server refuses, aborts or garbles the answer."""
+        check_tokens(request.prompt.tokens, self.vocab_size, request.prompt.index)
+        answers = [Answer(seed=sampling_seed(request, sample)) for sample in range(request.n)]
+        timeout_s = self._config.timeouts.generate_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while open_answers := [answer for answer in answers if not answer.finish_reason]:
+                    await self._generate(request, open_answers)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"group {request.group_id} waited {timeout_s:.0f} s (timeouts.generate_s) for {self._name}"
+            ) from None
+        return [answer.completion() for answer in answers]
+
+    async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:
+        """Lets `answers` grow, to their ends or until a push aborts them."""
+        # SGLang aborts every request whose id begins with the given one: none may begin with another's.
+        key = f"{request.group_id}.{next(self._attempts)}."
+        bodies = [request_body(request, answers, self._end_tokens, key)]
+        if len(answers) > 1:
+            bodies.insert(0, primer_body(request, key))
+        for body in bodies:
+            replies = await self._post(body, request.group_id)
+        for answer, reply in zip(answers, replies, strict=True):
+            extend_answer(answer, reply, request.max_tokens, self._end_tokens)
+            if not (answer.finish_reason or self._resubmits):
+                finish = reply["meta_info"]["finish_reason"]
+                raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
+
+    async def _post(self, body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+        try:
+            async with self._session.post(f"{self.url}/generate", json=body) as reply:
+                if reply.status != 200:
+                    raise AsyncRLError(
+                        f"{self._name} refused group {group_id} (HTTP {reply.status}): {(await reply.text())[:500]}"
+                    )
+                replies: list[dict[str, Any]] = await reply.json()
+                return replies
+        except asyncio.CancelledError:
+            for rid in body["rid"]:
+                self._given_up.put_nowait(rid)
+            raise
+        except aiohttp.ClientError as error:
+            await asyncio.sleep(0.5)  # a dying server closes its connections before it can be seen dead
+            if self._server is not None:
+                self._server.check_alive()
+            raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
+
+    async def _abort_given_up(self) -> None:
+        """Consumes the ids of requests nobody waits for any more, and ends them on the server."""
+        while True:
+            rid = await self._given_up.get()
+            timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
+            # A server that is gone has nothing to end, and who needs an answer of it is told so.
+            with suppress(TimeoutError, aiohttp.ClientError):
+                async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=timeout):
+                    pass
+            self._given_up.task_done()
+
+    async def load(self) -> Load | None:
+        """From the server's /v1/loads, which reads shared memory and leaves its scheduler alone."""
+        rollout = self._config.rollout
+        try:
+            timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
+            async with self._session.get(f"{self.url}/v1/loads?include=core", timeout=timeout) as reply:
+                if reply.status != 200:
+                    return None
+                ranks = (await reply.json())["loads"]
+        except (TimeoutError, aiohttp.ClientError):
+            return None
+        running = sum(rank["num_running_reqs"] for rank in ranks)
+        slots = sum(rank["max_running_requests"] for rank in ranks)
+        slots = min(slots or running, rollout.concurrency * rollout.group_size)
+        return Load(min(running, slots), slots)
+
+    async def aclose(self) -> None:
+        if hasattr(self, "_session"):
+            self._aborting.cancel()
+            await self._session.close()
+        if self._server is not None:
+            await self._server.aclose()
+
+
+def open_engine(config: Config, index: int, log_dir: Path) -> SGLangEngine:
+    return SGLangEngine(config, index, log_dir)
+
+
+def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:
+    """A token the model doesn't have would end the whole server, so it is refused here (ValueError)."""
+    if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"prompt {prompt_index} must be one or more tokens in 0..{vocab_size - 1}, "
+            f"got {tokens.tolist()[:20]}"
+        )
+
+
+def sampling_seed(request: GenerationRequest, sample: int) -> int:
+    """In 0..2**31 - 1. Of its own for every answer: with one seed for all, a group's answers would be equal."""
+    source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
+    return int(source.generate_state(1)[0]) >> 1
+
+
+def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
+    """Of a /generate request that computes the prompt's KV and samples nothing."""
+    return {
+        "rid": [f"{key}prompt."], "input_ids": [request.prompt.tokens.tolist()],
+        "sampling_params": [{"max_new_tokens": 0}], "extra_key": key,
+    }
+
+
+def request_body(
+    request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
+) -> dict[str, Any]:
+    """Of a /generate request for what the answers lack. Every parameter that could narrow the support is set, also
+    to its default.
+    """
+    prompt = request.prompt.tokens.tolist()
+    sampling = {
+        "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    }
+    return {
+        "rid": [f"{key}{i}." for i in range(len(answers))],
+        "input_ids": [prompt + answer.tokens for answer in answers],
+        "sampling_params": [
+            {**sampling, "max_new_tokens": request.max_tokens - len(answer.tokens), "sampling_seed": answer.seed}
+            for answer in answers
+        ],
+        "return_logprob": True,
+        "extra_key": key,
+    }
+
+
+def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int]) -> None:
+    """Appends what one request sampled. Raises AsyncRLError if it isn't whole, or ended by neither model nor abort."""
+    tokens, meta = reply["output_ids"], reply["meta_info"]
+    finish = meta["finish_reason"]
+    aborted = finish["type"] == "abort" and not finish.get("status_code")
+    logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+    if not (tokens or aborted) or len(logprobs) != len(tokens) or None in logprobs:
+        raise AsyncRLError(
+            f"SGLang must send one logprob for each token, got {len(tokens)} tokens with {logprobs[:20]}"
+        )
+    answer.tokens += tokens
+    answer.logprobs += logprobs
+    answer.versions += token_versions(meta.get("weight_versions"), len(tokens)).tolist()
+    ended_by_token = finish["type"] == "stop" and isinstance(finish.get("matched"), int)
+    if ended_by_token or (aborted and tokens and tokens[-1] in end_tokens):  # an abort may come with the last token
+        answer.finish_reason = "stop"
+    elif finish["type"] == "length" or (aborted and len(answer.tokens) == max_tokens):
+        answer.finish_reason = "length"
+    elif not aborted:
+        raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
+
+
+def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:
+    """[num_tokens] from SGLang's spans `{version, start, end}`, which must cover the tokens in order."""
+    versions = np.empty(num_tokens, dtype=np.int32)
+    covered = 0
+    for span in spans or ():
+        if span["start"] != covered or not str(span["version"]).isdecimal():
+            break
+        covered = span["end"]
+        versions[span["start"] : covered] = int(span["version"])
+    if covered != num_tokens:
+        raise AsyncRLError(
+            f"SGLang's weight_versions must cover {num_tokens} tokens with whole-number versions, "
+            f"got {spans}. SGLang 0.5.20 or newer reports them."
+        )
+    return versions
+
+
+def _inspect(path: str) -> tuple[Any, list[int], bool]:
+    """The text part of the model's config, the tokens that end an answer, whether there is a GPU to serve
+    from.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config(), end_tokens(path), torch.cuda.is_available()

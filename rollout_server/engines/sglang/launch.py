@@ -1,0 +1,65 @@
+"""The stock SGLang server, also on hosts without a GPU: python -m rollout_server.launch <SGLang's own flags>
+
+What stands outside `main` runs in SGLang's child processes too: spawn imports this file in each of them
+first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from rollout_server.engines.sglang import import_stubs as shims
+
+PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
+"""Process id of the parent, set by one who wants the server to end with him."""
+API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
+"""The server's API key: on its command line everybody on the host could read it."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, even by SIGKILL. A server started by hand lives
+    on.
+    """
+    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+    if parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # what this process spawns ends with it
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The process that runs the model: SGLang's own, with this project's attention for CPUs."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from rollout_server.engines.sglang import cpu_backend
+
+    cpu_backend.install()
+    run_scheduler_process(*args, **kwargs)
+
+
+def main() -> None:
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        key = os.environ.pop(API_KEY_VARIABLE, "")
+        server_args = prepare_server_args(sys.argv[1:] + (["--api-key", key] if key else []))
+        server_args.resolve_once()
+        launch_server(server_args, run_scheduler_process_func=run_scheduler)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # a process of the server, not one that imports this module
+    die_with_parent()
+    shims.install()
+
+if __name__ == "__main__":
+    main()

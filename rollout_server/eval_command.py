@@ -1,0 +1,53 @@
+"""Held-out evaluation of a model without a run: a server starts, answers, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import check_model_folder, load_tokenizer
+from async_rl.telemetry.metrics import reduce_metrics
+from rollout_server.engines.base import open_engine
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import open_task
+from rollout_server.worker import Worker
+
+_NO_BUFFER = "tcp://127.0.0.1:1"
+"""A worker connects to its buffer when it asks for prompts, which this one never does."""
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """The `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each.
+
+    Raises:
+        ConfigError: model, task or reward can't be used, or there is no held-out set.
+        AsyncRLError: the server does not start, or does not answer.
+    """
+    check_model_folder(config.model.path, config.longest_tokens)
+    values = asyncio.run(_evaluate(config))
+    if not values:
+        raise ConfigError(
+            f"eval.size and task.eval_path must give held-out prompts, got {config.eval.size} and "
+            f"{config.task.eval_path!r}"
+        )
+    return values
+
+
+async def _evaluate(config: Config) -> dict[str, float]:
+    tokenizer = load_tokenizer(config.model.path)
+    task = open_task(config, tokenizer)
+    reward = open_reward(config, task)
+    with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as logs:
+        engine = open_engine(config, 0, Path(logs))
+        try:
+            await engine.start()
+            worker = Worker(config, 0, engine, task, reward, tokenizer, _NO_BUFFER)
+            try:
+                return reduce_metrics((await worker.evaluate(0, beside_training=False)).metrics)
+            finally:
+                await worker.stop()
+        finally:
+            await engine.aclose()

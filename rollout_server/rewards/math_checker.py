@@ -1,0 +1,92 @@
+"""math-verify (https://github.com/huggingface/Math-Verify) in child processes.
+
+Its own timeouts are signals, which only a main thread can take, and a model's `9^9^9^9` would hold the
+interpreter lock of the rollout worker for minutes. A child can be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, cast
+
+from async_rl.errors import RewardError
+from rollout_server.rewards.reward_threads import MAX_THREADS
+
+CHECK_TIMEOUT_S = 5.0
+"""After which a child ends itself."""
+ANSWER_TIMEOUT_S = 30.0
+"""For a child that does not: its start is in it too."""
+IDLE_TIMEOUT_S = 300.0
+"""For a child to be free, where more threads call than there are children. A function of the user's that does so has
+timeouts.reward_s to end it before."""
+
+
+def num_children() -> int:
+    """One for each core that this process may use: a check computes all the time. At least 2, so that one slow answer
+    does not hold up all others. Each takes 60 MB.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, max(2, cores))
+
+
+class MathChecker:
+    """Call `is_equal` from any thread. The children start with the first calls and end with this process."""
+
+    def __init__(self) -> None:
+        self._num_children = num_children()
+        self._idle: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        for _ in range(self._num_children):
+            self._idle.put(None)
+
+    def is_equal(self, response: str, gold: str) -> bool:
+        """Whether the response's final answer equals `gold`, a LaTeX or plain expression.
+
+        False also when the comparison takes more than 5 s or too much memory: an answer nobody can check is
+        no answer. Raises RewardError when the child can't run at all, or hangs.
+        """
+        try:
+            child = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            raise RewardError(
+                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {self._num_children} math-verify processes"
+            ) from None
+        kept: subprocess.Popen[str] | None = None
+        try:
+            child = child or _start()
+            reply = _ask(child, {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S})
+            if reply:
+                kept = child
+                return bool(json.loads(reply))
+            returncode = child.wait(ANSWER_TIMEOUT_S)  # it has closed its output: it is ending
+            if returncode == -signal.SIGALRM:
+                return False
+            raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
+        finally:
+            self._idle.put(kept)
+
+
+def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
+    """Its line; empty if it ended. Raises RewardError for one that does neither."""
+    answers = cast(IO[str], child.stdout)
+    try:
+        print(json.dumps(request), file=child.stdin, flush=True)
+        if select.select([answers], [], [], ANSWER_TIMEOUT_S)[0]:
+            return answers.readline()
+    except BrokenPipeError:
+        return ""
+    child.kill()
+    raise RewardError(
+        f"the math-verify process {child.pid} did not answer for {ANSWER_TIMEOUT_S:.0f} s, nor end; it was killed"
+    )
+
+
+def _start() -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

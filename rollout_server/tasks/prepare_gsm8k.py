@@ -1,0 +1,58 @@
+"""From the original GSM8K files (Cobbe et al. 2021, github.com/openai/grade-school-math) to verl's schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ConfigError
+from rollout_server.tasks.jsonl import numbered_lines
+
+INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
+DATA_SOURCE = "openai/gsm8k"
+
+
+def prepare_gsm8k(source: Path, target: Path) -> int:
+    """Writes `target` (.parquet or .jsonl) from lines of {"question", "answer"}; returns the number of rows.
+
+    The ground truth is what follows `####` in the answer, without thousands separators; the whole answer is
+    kept as `extra_info.answer`. Raises ConfigError naming the line of `source` that can't be used.
+    """
+    if not source.is_file():
+        raise ConfigError(f"no such file: {source}")
+    lines = enumerate(numbered_lines(source))
+    rows = [_row(line, index, f"{source}, line {number}") for index, (number, line) in lines]
+    if not rows:
+        raise ConfigError(f"{source} is empty")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target)
+    elif target.suffix == ".jsonl":
+        target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        raise ConfigError(f"{target} must end in .parquet or .jsonl")
+    return len(rows)
+
+
+def _row(line: str, index: int, where: str) -> dict[str, Any]:
+    try:
+        item = json.loads(line)
+        question, answer = item["question"], item["answer"]
+        _, mark, number = answer.rpartition("####")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: must be a JSON object with question and answer, both text, got {line[:80]!r}"
+        ) from error
+    if not mark:
+        raise ConfigError(f"{where}: the answer has no `#### number`: {answer[-80:]!r}")
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": number.strip().replace(",", "")},
+        "extra_info": {"index": index, "question": question, "answer": answer},
+    }

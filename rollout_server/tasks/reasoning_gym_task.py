@@ -1,0 +1,176 @@
+"""Generated tasks of the reasoning_gym package (https://github.com/open-thought/reasoning-gym) by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.factory import DATASETS
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from rollout_server.tasks.base import Question, Task
+
+_MAX_DRAWS = 50
+"""Replacements drawn for a question that is too long or held out before the task counts as exhausted."""
+_IN_VAIN = 20
+"""Times as many held-out questions as there are, drawn one after the other without a new one: there are no others."""
+_EVAL_CHUNK = 1000
+"""Held-out questions generated with one seed."""
+_TRAIN, _HELD_OUT = 0, 1
+_COMPOSITE = "composite"
+_TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGymTask(Task):
+    """Questions are generated when first asked for: some datasets need 30 ms each.
+
+    The held-out set comes from seeds of its own that do not depend on run.seed, so that a model warm-started
+    under one seed was not taught what another seed's run is tested on. Training questions in it are replaced.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self._name = config.task.name.removeprefix("reasoning_gym/")
+        self._eval_size = config.eval.size
+        self.num_prompts = config.task.size
+        _check_params(self._name, config.task.params)
+        self._parts = _parts(config.task.params) if self._name == _COMPOSITE else {}
+        self._datasets: dict[tuple[int, int], Any] = {}
+        self._questions: dict[int, Question] = {}
+        self._dataset(_TRAIN, 0)
+
+    def train_question(self, position: int) -> Question:
+        if position not in self._questions:
+            self._questions[position] = self._draw(position)
+        return self._questions[position]
+
+    def eval_questions(self, size: int) -> list[Question]:
+        held_out = self._held_out if size <= self._eval_size else self._generate_held_out(size)
+        return list(held_out.values())[:size]
+
+    def verify(self, question: Question, response: str) -> float:
+        """The dataset's own score of the last <answer>...</answer>, or of all text where there is none; 0 where the
+        dataset can't read it."""
+        tagged = _TAGGED_ANSWER.findall(response)
+        answer = (tagged[-1] if tagged else response).strip()
+        text = question.messages[-1]["content"]
+        entry = {"question": text, "answer": question.answer, "metadata": question.extra}
+        dataset = self._dataset(_TRAIN, 0)
+        try:
+            return float(dataset.score_answer(answer=answer, entry=entry))
+        except Exception:
+            # Some scorers parse the answer unguarded: int("abc") in prime_factorization. Such an answer is a wrong one
+            # like any other, not a failure of the reward function, unless the right one fails as well.
+            dataset.score_answer(answer=question.answer, entry=entry)
+            return 0.0
+
+    def _draw(self, position: int) -> Question:
+        for draw in range(_MAX_DRAWS):
+            question = self._question(_TRAIN, draw, position)
+            if question.messages[0]["content"] not in self._held_out and self.is_short_enough(question):
+                return question
+        raise ConfigError(
+            f"{self._config.name} with task.params {self._config.params} has nothing left to train on: "
+            f"{_MAX_DRAWS} questions drawn one after the other were held out or longer than "
+            f"task.max_prompt_tokens = {self._config.max_prompt_tokens}. Lower eval.size (now "
+            f"{self._eval_size}), raise task.max_prompt_tokens, or widen task.params."
+        )
+
+    @cached_property
+    def _held_out(self) -> dict[str, Question]:
+        """By the question's text."""
+        return self._generate_held_out(self._eval_size)
+
+    def _generate_held_out(self, size: int) -> dict[str, Question]:
+        found: dict[str, Question] = {}
+        num_draws = in_vain = 0
+        while in_vain < _IN_VAIN * max(_MAX_DRAWS, len(found)):
+            if len(found) == size:
+                return found
+            question = self._question(_HELD_OUT, *divmod(num_draws, _EVAL_CHUNK))
+            num_draws += 1
+            in_vain += 1
+            if self.is_short_enough(question) and question.messages[0]["content"] not in found:
+                found[question.messages[0]["content"]] = question
+                in_vain = 0
+        raise ConfigError(
+            f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
+            f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
+            f"eval.size = {size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
+        )
+
+    def _question(self, kind: int, draw: int, position: int) -> Question:
+        item = self._dataset(kind, draw)[position]
+        return Question(
+            messages=({"role": "user", "content": item["question"]},), answer=item["answer"],
+            extra=item["metadata"], source=self._config.name,
+        )
+
+    def _dataset(self, kind: int, draw: int) -> Any:
+        if (kind, draw) not in self._datasets:
+            run_seed = self._seed if kind == _TRAIN else 0
+            # Item i of a dataset is seeded with seed + i: neighbouring seeds give shifted copies.
+            seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
+            size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
+            try:
+                params = {**self._config.params, **self._parts}
+                dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
+            except Exception as error:  # each dataset checks its parameters in its own way, or only uses them
+                raise ConfigError(
+                    f"task.params {self._config.params} do not suit {self._config.name}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            self._datasets[kind, draw] = dataset
+        return self._datasets[kind, draw]
+
+
+def _check_params(name: str, params: dict[str, Any]) -> None:
+    if name not in DATASETS:
+        raise ConfigError(f"task.name: reasoning_gym has no dataset {name!r}.{_nearest(name, DATASETS)}")
+    allowed = {f.name for f in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    for key in params:
+        if key in ("seed", "size"):
+            raise ConfigError(f"task.params.{key} can't be set there: use run.seed and task.size")
+        if key not in allowed:
+            raise ConfigError(
+                f"task.params: reasoning_gym/{name} has no parameter {key!r}.{_nearest(key, allowed)} "
+                f"It has: {', '.join(sorted(allowed))}"
+            )
+
+
+def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
+    """What composite takes in place of the mappings that a YAML file can hold.
+
+    Raises:
+        ConfigError: a part has no name, or its weight or parameters can't be used.
+    """
+    parts = params.get("datasets")
+    allowed = "a list of {name, weight, config}; weight (1) and config ({}) may be left out"
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {parts!r}")
+    specs = []
+    for part in parts:
+        spec = {"weight": 1.0, "config": {}, **part}
+        if set(spec) != {"name", "weight", "config"} or not isinstance(spec["config"], dict):
+            raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {part!r} in it")
+        if spec["name"] == _COMPOSITE:
+            raise ConfigError(
+                "task.params.datasets: a composite can't be part of a composite, as answers could not be scored. List "
+                "its datasets"
+            )
+        _check_params(spec["name"], spec["config"])
+        specs.append(DatasetSpec(**spec))
+    return {"datasets": specs}
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(matches)}?" if matches else ""

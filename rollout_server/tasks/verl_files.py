@@ -1,0 +1,131 @@
+"""Prompts from Parquet or JSONL files in verl's schema.
+
+A row has `data_source`, `prompt` (chat messages), `reward_model` ({style: rule, ground_truth}) and may have
+`ability` and `extra_info`. An `extra_info.answer` that is text is the worked solution for supervised
+fine-tuning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from rollout_server.rewards.base import rule_for_source
+from rollout_server.tasks.base import Question, Task
+from rollout_server.tasks.jsonl import numbered_lines
+
+_NEEDED = ("data_source", "prompt", "reward_model")
+_USED = (*_NEEDED, "extra_info")
+
+
+class VerlFilesTask(Task):
+    """Both files are read and checked at once; long prompts are counted then."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self._train = self._read(Path(config.task.path))
+        self.num_prompts = len(self._train)
+        self._eval: list[Question] = []
+        if config.eval.size and config.task.eval_path:
+            self._eval = self._read(Path(config.task.eval_path))
+        elif config.eval.size:
+            warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
+        if not config.task.reward:
+            for source in {question.source for question in (*self._train, *self._eval)}:
+                rule_for_source(source)
+
+    def train_question(self, position: int) -> Question:
+        return self._train[position]
+
+    def eval_questions(self, size: int) -> list[Question]:
+        return self._eval[:size]
+
+    def verify(self, question: Question, response: str) -> float:
+        return rule_for_source(question.source)(response, question.answer)
+
+    def _read(self, path: Path) -> list[Question]:
+        rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(_rows(path))]
+        questions = [question for question in rows if self.is_short_enough(question)]
+        if not questions:
+            limit = self._config.max_prompt_tokens
+            reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""
+            raise ConfigError(f"nothing left to use: {path} has {len(rows)} rows{reason}")
+        return questions
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path} (task.path, task.eval_path)")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"{path} must end in .parquet or .jsonl")
+    rows = []
+    for number, line in numbered_lines(path):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
+        _check_columns(row, f"{path}, line {number}")
+        rows.append(row)
+    return rows
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        columns = pyarrow.parquet.read_schema(path).names
+        _check_columns(dict.fromkeys(columns), str(path))
+        table = pyarrow.parquet.read_table(path, columns=[name for name in _USED if name in columns])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} can't be read as Parquet: {error}") from error
+    return list(table.to_pylist())
+
+
+def _check_columns(found: dict[str, Any], where: str) -> None:
+    missing = [name for name in _NEEDED if name not in found]
+    if missing:
+        raise ConfigError(
+            f"{where}: needs the columns {', '.join(_NEEDED)} (verl's schema), lacks {', '.join(missing)}; "
+            f"found: {', '.join(found) or 'none'}. GSM8K's original files are converted by "
+            "`async-rl prepare gsm8k IN.jsonl OUT.parquet`"
+        )
+
+
+def _question(row: dict[str, Any], where: str) -> Question:
+    messages = row["prompt"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ConfigError(
+            f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}"
+        )
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise ConfigError(
+            f"{where}: reward_model must be {{style, ground_truth}}, got {str(reward_model)[:120]}"
+        )
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        kind = "text" if isinstance(extra, str) else type(extra).__name__
+        raise ConfigError(
+            f"{where}: extra_info must be a mapping, got {kind}: {str(extra)[:120]!r}. Parse it, or leave it out"
+        )
+    solution = extra.get("answer")
+    return Question(
+        messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
+        answer=reward_model["ground_truth"],
+        solution=solution if isinstance(solution, str) else "",
+        extra=extra,
+        source=str(row["data_source"]),
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

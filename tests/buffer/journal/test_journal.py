@@ -1,0 +1,249 @@
+"""The journal on a real file: buffers that crash, and what the next one knows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfig, RunConfig
+from async_rl.errors import AsyncRLError
+from async_rl.types import Batch, Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.journal.journal import FILE_NAME, Journal
+from buffer.protocol.wire import pack_request, view
+from buffer.server import BufferServer
+from tests.buffer.factories import make_config, make_group, serving
+from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker
+from tests.buffer.test_refusals import ask
+from tests.docs.test_readme import README, blocks
+
+
+def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:
+    return dataclasses.replace(
+        make_config(**{"max_staleness": 1, **sizes}),
+        run=RunConfig(name="run", dir=str(folder)),
+        buffer=BufferConfig(journal_keep_steps=keep_steps),
+        checkpoint=CheckpointConfig(every_steps=0),
+        network=NetworkConfig(port=port),
+    )
+
+
+def select(config: Config, query: str) -> list[tuple[Any, ...]]:
+    with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
+        return database.execute(query).fetchall()
+
+
+@contextlib.contextmanager
+def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
+    """Ends like a killed process: without a last word to the journal."""
+    server = BufferServer(config)
+    stop = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        stop.set()
+        thread.join(10)
+        server._door.close()
+        assert server._journal
+        server._journal._db.close()
+        server._journal._files.close()
+
+
+def same_port(config: Config, server: BufferServer) -> Config:
+    return dataclasses.replace(config, network=NetworkConfig(port=int(server.address.rpartition(":")[2])))
+
+
+async def put_six(worker: WorkerClient) -> None:
+    for slot in (await worker.admit(8))[:6]:
+        assert await worker.put(make_group(slot))
+
+
+def test_a_buffer_that_crashed_goes_on_where_it_was_and_its_clients_with_it(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    learner = None
+    try:
+        with serving_until_a_crash(config) as server:
+            learner = LearnerClient(server.address, TIMEOUTS)
+            learner.served(0)
+            with_worker(server.address, put_six)
+            first = learner.take(0)
+            before = server.counters()
+        with serving(same_port(config, server)) as server:
+            assert server.counters() == {**before, "buffer/restarts": 1}
+            again = learner.take(0)
+            assert [group.group_id for group in again.groups] == [group.group_id for group in first.groups]
+            assert again.finished_versions == first.finished_versions
+
+            async def put_the_rest(worker: WorkerClient) -> list[bool]:
+                slots = [Slot(group_id=i, prompt_index=i, start_version=0) for i in (5, 6, 7)]
+                return [await worker.put(make_group(slot)) for slot in slots]
+
+            assert with_worker(server.address, put_the_rest) == [False, True, True]
+            learner.trained(1)
+            learner.trained(1)  # what a client does whose answer was lost
+            learner.served(1)
+            assert [group.group_id for group in learner.take(1).groups] == [4, 5, 6, 7]
+            assert server.counters()["buffer/slots_held"] == 4
+    finally:
+        if learner:
+            learner.close()
+
+
+def test_slots_whose_answer_was_lost_in_a_crash_are_granted_once(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    request = [pack_request("admit", 77, worker="rollout/0", max_groups=3, wait_s=1.0)]
+    with serving_until_a_crash(config) as server:
+        ask(server.address, [pack_request("served", 1, version=0)])
+        lost = ask(server.address, request)
+    with serving(config) as server:
+        assert ask(server.address, request) == lost
+        assert server.counters()["buffer/admitted"] == 3
+
+
+def test_an_answer_says_what_is_in_the_file_already(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    seen = []
+
+    async def put_one(worker: WorkerClient) -> None:
+        slot = (await worker.admit(1))[0]
+        seen.append(select(config, "SELECT group_id, state FROM groups"))
+        await worker.put(make_group(slot))
+        arrived = "SELECT group_id, state, bytes > 0 FROM groups JOIN payloads USING (group_id)"
+        seen.append(select(config, arrived))
+
+    with serving(config) as server:
+        ask(server.address, [pack_request("served", 1, version=0)])
+        with_worker(server.address, put_one)
+    assert seen == [[(0, "running")], [(0, "finished", 1)]]
+    assert select(config, "SELECT state, drop_reason FROM groups") == [("dropped", "shutdown")]
+
+
+def trained(config: Config, steps: int = 12) -> list[Batch]:
+    with serving(config) as server:
+        return run_pipeline(server, config, steps, workers=1)
+
+
+def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Path) -> None:
+    config = journalled(tmp_path, keep_steps=2)
+    batches = trained(config)
+    kept = {group_id for (group_id,) in select(config, "SELECT group_id FROM payloads")}
+    of_last_two = {group.group_id for batch in batches[-2:] for group in batch.groups}
+    assert kept & {group.group_id for batch in batches for group in batch.groups} == of_last_two
+    assert select(config, "SELECT COUNT(*) FROM rollouts")[0][0] >= 12 * 4 * 2
+    everything = journalled(tmp_path / "all", keep_steps=-1)
+    batches = trained(everything)
+    assert select(everything, "SELECT COUNT(*) FROM payloads")[0][0] >= 12 * 4
+    assert sorted(select(everything, "SELECT version, group_id FROM uses")) == sorted(
+        (batch.version, group.group_id) for batch in batches for group in batch.groups
+    )
+
+
+def test_what_a_checkpoint_may_need_is_kept_until_the_one_after_it_is_whole(tmp_path: Path) -> None:
+    """Checkpoint 4 is being written until 8 is due at the latest; a crash before that resumes from 0."""
+    config = dataclasses.replace(journalled(tmp_path, keep_steps=0), checkpoint=CheckpointConfig(every_steps=4))
+    kept_at_the_end = []
+    for steps in (8, 9):
+        fresh = dataclasses.replace(config, run=RunConfig(name=f"{steps}", dir=str(tmp_path)))
+        batches = trained(fresh, steps=steps)
+        kept = {group_id for (group_id,) in select(fresh, "SELECT group_id FROM payloads")}
+        kept_at_the_end.append({group.group_id for group in batches[0].groups} <= kept)
+    assert kept_at_the_end == [True, False]
+
+
+def test_the_queries_in_the_readme_answer_what_they_say(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    batches = trained(config)
+    worst, by_staleness = (select(config, query) for query in blocks(README, "sql"))
+    assert worst == [
+        (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
+    ]
+    expected: Counter[int] = Counter()
+    for batch in batches:
+        for group in batch.groups:
+            expected.update(batch.version - int(rollout.versions[0]) for rollout in group.rollouts)
+    assert by_staleness == [(staleness, number, 0.5) for staleness, number in sorted(expected.items())]
+
+
+def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_path: Path) -> None:
+    config = journalled(tmp_path, keep_steps=3)
+    batches = trained(config)
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
+    rows = pq.read_table(target).to_pylist()
+    assert len(rows) == select(config, "SELECT COUNT(*) FROM rollouts")[0][0]
+    by_id = {(row["group_id"], row["rollout"]): row for row in rows}
+    for batch in batches:
+        for group in batch.groups:
+            for i, rollout in enumerate(group.rollouts):
+                row = by_id[group.group_id, i]
+                assert row["trained_steps"] == [batch.version + 1] and row["state"] == "trained"
+                assert row["staleness"] == batch.version - rollout.versions[0] and row["reward"] == 0.5
+                is_kept = batch.version >= 12 - 3
+                assert row["tokens"] == (rollout.tokens.tolist() if is_kept else None)
+                assert row["versions"] == (rollout.versions.tolist() if is_kept else None)
+
+
+def test_a_run_without_a_journal_says_so_when_asked_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(journal=False))
+    trained(config, steps=2)
+    assert not (config.run_dir / FILE_NAME).exists()
+    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
+    assert "or a run with buffer.journal=false" in capsys.readouterr().err
+
+
+def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a run whose rollout server never started."""
+    config = journalled(tmp_path)
+    BufferServer(config)._door.close()
+    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
+    assert "must hold what a buffer committed, got an empty journal" in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    config.run_dir.mkdir()
+    (config.run_dir / FILE_NAME).write_bytes(b"not a database" * 100)
+    with pytest.raises(AsyncRLError, match=r"the buffer's journal .*sqlite: .*Free some disk there"):
+        BufferServer(config)
+
+
+def test_a_journal_of_another_version_of_the_program_is_neither_continued_nor_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / FILE_NAME
+    Journal(file, keep_steps=1).close()
+    Journal(file, keep_steps=1).close()
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("PRAGMA user_version = 0")
+    said = r"must have schema version 1, got 0: another version of async-rl wrote it\. Use that one"
+    with pytest.raises(AsyncRLError, match=said):
+        Journal(file, keep_steps=1)
+    assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_groups_that_may_be_used_again_survive_a_crash(tmp_path: Path) -> None:
+    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(max_uses=2, fresh_fraction=0.5))
+    with serving_until_a_crash(config) as server:
+        run_pipeline(server, config, steps=5, workers=1)
+        state = server._store.state
+    after = BufferServer(config)._store.state
+    assert after.rows() == [row._replace(payload=bytes(view(row.payload))) for row in state.rows()]
+    assert after.scalars() == state.scalars()
+    assert any(row.trained_versions for row in after.rows())

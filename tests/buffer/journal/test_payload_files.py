@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from buffer.journal.payload_files import MAX_BUFFERS, PayloadFiles, Place, read_payload, share_files
+
+
+def payloads(first: int, number: int) -> list[memoryview]:
+    return [memoryview(b"%d " % i * 20) for i in range(first, first + number)]
+
+
+def test_every_payload_is_found_where_it_is_said_to_be(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path, [])
+    written = payloads(0, 2 * MAX_BUFFERS + 3)
+    places = files.append(written)
+    assert [read_payload(tmp_path, place) for place in places] == written
+    assert files.append([]) == []
+
+
+def test_what_one_write_does_not_take_the_next_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once, at_a_time = os.write, 7
+    monkeypatch.setattr(os, "writev", lambda file, parts: once(file, b"".join(parts)[:at_a_time]))
+    monkeypatch.setattr(os, "write", lambda file, rest: once(file, rest[:at_a_time]))
+    payloads = [os.urandom(size) for size in (3, 20, 1)]
+    files = PayloadFiles(tmp_path, [])
+    places = files.append(list(map(memoryview, payloads)))
+    files.close()
+    assert [read_payload(tmp_path, place) for place in places] == payloads
+
+
+def test_a_file_goes_once_nothing_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.journal.payload_files.FILE_BYTES", 200)
+    files = PayloadFiles(tmp_path, [])
+    places = [place for i in range(60) for place in files.append(payloads(i, 1))]
+    assert len(os.listdir(tmp_path)) == places[-1].file + 1 > 10
+    files.remove(places[:40])
+    assert {int(name) for name in os.listdir(tmp_path)} == {place.file for place in places[40:]}
+    files.remove(places[40:])
+    assert os.listdir(tmp_path) == [str(places[-1].file)], "only the one that is written to"
+    for i in range(20):
+        files.remove(files.append(payloads(i, 1)))
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_after_a_crash_new_payloads_go_into_a_new_file_and_unknown_ones_are_removed(tmp_path: Path) -> None:
+    killed = PayloadFiles(tmp_path, [])
+    (kept,) = killed.append(payloads(0, 1))
+    with (tmp_path / str(kept.file)).open("ab") as file:
+        file.write(b"torn")
+    (tmp_path / "7").write_bytes(b"written but never committed")
+    files = PayloadFiles(tmp_path, [kept])
+    (place,) = files.append(payloads(1, 1))
+    assert (place.file, place.start) == (8, 0)
+    assert [read_payload(tmp_path, p) for p in (kept, place)] == payloads(0, 2)
+    assert sorted(os.listdir(tmp_path)) == ["0", "8"]
+
+
+def test_a_payload_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    (place,) = PayloadFiles(tmp_path, []).append(payloads(0, 1))
+    with pytest.raises(OSError, match="ends before byte 41"):
+        read_payload(tmp_path, Place(place.file, place.start + 1, place.bytes))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_files_are_shared_and_what_one_folder_lets_go_of_stays_in_the_other(
+    tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("this disk has no links")
+
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    old = PayloadFiles(tmp_path / "old", [])
+    (place,) = old.append([memoryview(b"abc")])
+    old.close()
+    (tmp_path / "new").mkdir()
+    assert share_files(tmp_path / "old", tmp_path / "new") == share_files(tmp_path / "old", tmp_path / "new") == [0]
+    new = PayloadFiles(tmp_path / "new", [place])
+    assert read_payload(tmp_path / "new", place) == b"abc"
+    (later,) = new.append([memoryview(b"de")])
+    assert later.file == 1, "a file that is shared is not written to"
+    new.remove([place])
+    new.close()
+    assert not (tmp_path / "new" / "0").exists()
+    assert read_payload(tmp_path / "old", place) == b"abc"
+    assert share_files(tmp_path / "absent", tmp_path / "new") == []

@@ -1,0 +1,315 @@
+"""A store and an onlooker who knows nothing of its rules: he writes down every event and checks what the store says.
+
+With `files`, the store has a journal there, committed after every event as the server does after every turn: crashes
+and resumes go through it. Without, a crash goes through rows in memory, and a resume finds no journal of the past.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from async_rl.storage.checkpoints import Cut
+from buffer.buffer_checkpoint import cut_of, go_on_from
+from buffer.journal.journal import Journal, arrived, payload_folder
+from buffer.journal.payload_files import Place, read_payload
+from buffer.staleness import Rules
+from buffer.store import Store, Taken
+from buffer.store_rows import Row
+from buffer.store_state import StoreState
+from tests.buffer.factories import make_outcome
+
+WORKERS = ("rollout/0", "rollout/1")
+EVERYTHING = 10**6
+
+
+FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Journals are tested here, not disks."""
+
+
+class Onlooker:
+    def __init__(self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1) -> None:
+        self.rules, self.every_steps = rules, every_steps
+        self.files, self.keep_steps = files, keep_steps
+        self.rows: dict[int, Row] = {}  # [group id] the newest row
+        self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
+        self.crashes = self.resumes = self.kept = 0
+        self.is_draining = False
+        self.batch: Taken | None = None
+        self.starts: dict[int, int] = {}
+        self.workers: dict[int, str] = {}
+        self.running: list[int] = []
+        self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
+        self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
+        self.drops: Counter[str] = Counter()
+        self.cuts: dict[int, tuple[Cut, tuple[Any, ...], Path | None]] = {}
+        self.journal = self.open_journal()
+        self.store = Store(rules, StoreState(record=self.write_down))
+        self.store.served(0)
+        self.commit()
+        self.save()
+
+    def open_journal(self) -> Journal | None:
+        return Journal(self.journal_file, self.keep_steps) if self.files else None
+
+    @property
+    def journal_file(self) -> Path:
+        assert self.files
+        return self.files / f"{self.resumes}.sqlite"
+
+    def close(self) -> None:
+        if self.journal:
+            self.journal._db.close()  # like a killed process, without a last word
+            self.journal._files.close()
+
+    def commit(self) -> None:
+        if self.journal:
+            self.journal.commit(self.store.state.scalars())
+
+    def write_down(self, row: Row) -> None:
+        self.rows[row.group_id] = row
+        if self.journal:
+            self.journal.record(row)
+        if row.state == "dropped":
+            assert row.group_id not in self.uses, "dropped after it was trained on"
+            self.drops[row.drop_reason] += 1
+            if row.group_id in self.running:
+                self.running.remove(row.group_id)
+            if row.drop_reason == "late":
+                last = self.last_batch(row.group_id)
+                assert last <= self.version, "dropped while it could be trained on"
+                assert self.rules.late != "wait"
+
+    def last_batch(self, group_id: int) -> int:
+        young = self.newest[group_id] if self.rules.late == "mask" else self.starts[group_id]
+        return young + self.rules.max_staleness
+
+    def admit(self, count: int, worker: str) -> None:
+        for slot in self.store.admit(worker, count, now_s=0.0):
+            assert not self.is_draining, "started while a push waits for the groups that run"
+            assert slot.group_id not in self.starts and slot.start_version == self.served_version
+            self.starts[slot.group_id], self.workers[slot.group_id] = slot.start_version, worker
+            self.running.append(slot.group_id)
+
+    def finish(self, count: int, pick: int, newest: int, equal: bool = False) -> None:
+        """`newest` is cut to what the tokens can be: from the start version to the version announced; with `drain` no
+        weights come while a group runs."""
+        for _ in range(min(count, len(self.running))):
+            group_id = self.running[pick % len(self.running)]
+            start = self.starts[group_id]
+            self.newest[group_id] = start if self.rules.drain else min(max(start, newest), self.version)
+            self.running.remove(group_id)
+            outcome = make_outcome(self.newest[group_id], equal_rewards=equal, reward=float(group_id))
+            self.store.finish(group_id, b"%d" % group_id, outcome, drop_equal=True)
+
+    def fail(self, pick: int, requeue: bool) -> None:
+        if self.running:
+            self.store.fail(self.running[pick % len(self.running)], "test", requeue)
+
+    def abandon(self, worker: str) -> None:
+        lost = [group_id for group_id in self.running if self.workers[group_id] == worker]
+        assert self.store.abandon(worker) == len(lost)
+
+    def hear(self, worker: str) -> None:
+        """Whom the worker is told to abort was his and does not run any more."""
+        aborted = self.store.aborts(worker)
+        assert all(self.workers[i] == worker and self.rows[i].drop_reason == "late" for i in aborted)
+        self.store.forget_aborts(worker, aborted)
+        assert self.store.aborts(worker) == []
+
+    def learn(self) -> None:
+        """The learner's next event: train on what it holds, or serve if that is due, or ask for a batch."""
+        if self.batch:
+            for row in self.batch.groups:
+                self.uses.setdefault(row.group_id, []).append(self.version)
+            self.version += 1
+            self.store.trained(self.version)
+            self.batch = None
+            self.save()
+        elif self.version - self.served_version >= self.every_steps:
+            self.is_draining = self.rules.drain and not self.rules.exact  # exact may have to grant more before a push
+            if self.store.may_push():
+                assert not (self.rules.drain and self.running), "pushed under a group that runs"
+                self.served_version = self.version
+                self.is_draining = False
+                self.store.served(self.version)
+        elif batch := self.store.take(self.version):
+            self.batch = batch
+            self.check_batch(batch)
+
+    def check_batch(self, batch: Taken) -> None:
+        rules, v = self.rules, self.version
+        ids = [row.group_id for row in batch.groups]
+        assert len(ids) == rules.prompts_per_step and ids == sorted(set(ids))
+        assert sum(i not in self.uses for i in ids) >= rules.fresh_per_step, "too few fresh groups"
+        assert max(len(self.uses.get(i, ())) for i in ids) < rules.max_uses, "used too often"
+        assert all(row.payload == b"%d" % row.group_id for row in batch.groups)
+        ages = [v + rules.max_staleness - self.last_batch(i) for i in ids]
+        assert max(ages) <= rules.max_staleness, "bound"
+        self.oldest_trained = max(self.oldest_trained, *ages)
+        if rules.exact:
+            only = max(self.first_version, v - rules.max_staleness)
+            assert all(self.starts[i] == self.newest[i] == only for i in ids), "not of the exact version"
+
+    def save(self) -> None:
+        """A checkpoint: what the buffer gives for it, and what the onlooker himself has to remember with it."""
+        plain = json.loads(json.dumps(cut_of(self.store.state)))
+        cut = Cut(version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain)
+        known = copy.deepcopy((self.starts, self.workers, self.uses, self.drops, self.first_version))
+        self.cuts[self.version] = cut, known, self.journal_file if self.files else None
+
+    def crash(self) -> None:
+        """The buffer dies after any event and comes back from its journal; nobody else notices.
+
+        But that groups may start until the learner, whose question had no answer, asks again whether it may push.
+        """
+        self.crashes += 1
+        self.is_draining = False
+        before = self.store.state.counters()
+        live = [row for row in self.rows.values() if row.state not in ("trained", "dropped")]
+        scalars = json.loads(json.dumps(self.store.state.scalars()))
+        if self.journal:
+            self.close()
+            self.journal = self.open_journal()
+            assert self.journal
+            found = self.journal.load()
+            assert found
+            assert sorted(found[0]) == sorted(live), "the journal has other groups"
+            self.check_journal()
+            live, scalars = found
+        self.store = Store(self.rules, StoreState(record=self.write_down))
+        self.store.state.restore(live, scalars)
+        assert self.store.state.counters() == before
+
+    def resume(self, back: int) -> None:
+        """The whole run starts again from a checkpoint some versions ago, which the learner serves first."""
+        cut, known, past_file = self.cuts[max(min(self.cuts), self.version - back)]
+        self.close()
+        self.resumes += 1
+        self.version = self.served_version = cut.version
+        self.cuts = {version: saved for version, saved in self.cuts.items() if version <= cut.version}
+        self.starts, self.workers, self.uses, self.drops, self.first_version = copy.deepcopy(known)
+        self.running, self.rows, self.batch, self.is_draining = [], {}, None, False
+        self.journal = self.open_journal()
+        if self.journal and past_file:
+            self.journal.take_over(past_file, cut)
+        past = arrived(past_file, [i for i, *_ in cut.buffer["live"]]) if past_file else {}
+        self.store = Store(self.rules, StoreState(record=self.write_down))
+        go_on_from(cut, self.store.state, self.rules, past)
+        finished = self.store.state.finished
+        assert all(self.newest[i] <= cut.version and row.payload == b"%d" % i for i, row in finished.items())
+        assert sum(row.drop_reason == "future_version" for row in self.rows.values()) == sum(
+            self.newest[i] > cut.version for i in past
+        )
+        self.kept += len(finished)
+        if self.rules.exact and not finished:
+            self.first_version = cut.version
+        self.store.served(self.version)
+        self.commit()
+        self.check_journal()
+
+    def check_journal(self) -> None:
+        """Its tables tell of the whole run, and the tokens it promises are there."""
+        if not self.journal:
+            return
+        database = self.journal._db
+        assert sorted(database.execute("SELECT group_id, version FROM uses")) == sorted(
+            (group_id, version) for group_id, versions in self.uses.items() for version in versions
+        )
+        assert [i for i, in database.execute("SELECT group_id FROM groups ORDER BY group_id")] == sorted(self.starts)
+        dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'")
+        assert Counter(reason for reason, in dropped) == self.drops
+        places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
+        assert all(read_payload(payload_folder(self.journal_file), Place(*place)) == b"%d" % i for i, *place in places)
+
+    def run_dry(self) -> None:
+        """Once all that may run has run, the learner goes on, whatever it was at: there is no deadlock."""
+        self.admit(EVERYTHING, WORKERS[0])
+        self.finish(EVERYTHING, 0, self.served_version)
+        before = (self.version, self.served_version, self.batch)
+        self.learn()
+        assert (self.version, self.served_version, self.batch) != before, self.store.describe(0.0)
+
+    def check(self) -> None:
+        self.num_events += 1
+        self.commit()
+        state = self.store.state
+        state.check_identity()
+        counters = state.counters()
+        assert counters["buffer/unaccounted"] == 0
+        assert counters["buffer/admitted"] == len(self.starts)
+        assert counters["buffer/running"] == len(self.running)
+        assert {reason: n for reason, n in state.account.dropped.items() if n} == self.drops
+        assert counters["buffer/trained"] == len(self.uses)
+        mean_id = sum(self.uses) / len(self.uses) if self.uses else None  # a group's reward is its id
+        assert counters.get("buffer/trained/reward") == mean_id, "of the groups trained on in the whole run"
+        assert counters["buffer/uses"] == sum(map(len, self.uses.values()))
+        assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
+
+
+@contextmanager
+def some_onlooker(rng: random.Random) -> Iterator[Onlooker]:
+    """Of any rules; two of three have a journal."""
+    rules, every_steps = some_rules(rng)
+    with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
+        files = Path(folder) if rng.random() < 2 / 3 else None
+        onlooker = Onlooker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)))
+        try:
+            yield onlooker
+        finally:
+            onlooker.close()
+
+
+def some_rules(rng: random.Random) -> tuple[Rules, int]:
+    """Any mode, policy and size that Config allows, and weight_sync.every_steps."""
+    bound, size = rng.randint(0, 4), rng.randint(1, 6)
+    if rng.random() < 0.25:
+        return Rules(max_staleness=bound, prompts_per_step=size, fresh_per_step=size, exact=True, drain=True), 1
+    uses = rng.randint(2, 3) if bound and size > 1 and rng.random() < 0.5 else 1
+    fresh = rng.randint(-(-size // uses), size - 1) if uses > 1 else size
+    if (bound + 1) * fresh < size:
+        uses, fresh = 1, size
+    every_steps = rng.randint(1, (bound + 1) * fresh // size)
+    late = rng.choice(("wait", "drop", "mask"))
+    rules = Rules(
+        max_staleness=bound, prompts_per_step=size, fresh_per_step=fresh, max_uses=uses,
+        late=late, drain=late != "mask" and rng.random() < 0.3,  # type: ignore[arg-type]
+    )
+    return rules, every_steps
+
+
+def walk(onlooker: Onlooker, events: int, rng: random.Random, resumes: bool = True) -> None:
+    """Events as they come in a run: groups start and finish in any order after any time, few fail, fewer crash."""
+    kinds = {
+        "admit": 30, "finish": 28, "equal": 2, "learn": 35, "fail": 2, "abandon": 1, "hear": 2, "run_dry": 1,
+        "crash": 1, "resume": 0.5 if resumes else 0,
+    }
+    for kind in rng.choices(list(kinds), list(kinds.values()), k=events):
+        match kind:
+            case "admit":
+                onlooker.admit(rng.randint(1, 40), rng.choice(WORKERS))
+            case "finish" | "equal":
+                newest = rng.randint(max(0, onlooker.version - 3), onlooker.version)
+                onlooker.finish(rng.randint(1, 3), rng.randrange(EVERYTHING), newest, kind == "equal")
+            case "learn":
+                onlooker.learn()
+            case "fail":
+                onlooker.fail(rng.randrange(EVERYTHING), requeue=rng.random() < 0.5)
+            case "abandon":
+                onlooker.abandon(WORKERS[1])
+            case "hear":
+                onlooker.hear(rng.choice(WORKERS))
+            case "run_dry":
+                onlooker.run_dry()
+            case "crash":
+                onlooker.crash()
+            case "resume":
+                onlooker.resume(rng.randint(0, 3))
+        onlooker.check()

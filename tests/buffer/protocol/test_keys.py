@@ -1,0 +1,142 @@
+"""A buffer behind keys, on a real socket, and strangers at its door."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from async_rl.cli import main
+from async_rl.config import NetworkConfig
+from async_rl.errors import ConfigError, WaitTimeoutError
+from buffer.client import LearnerClient
+from buffer.protocol.keys import check_keys, new_keys
+from buffer.protocol.wire import pack_request
+from buffer.server import BufferServer
+from tests.buffer.factories import make_config, serving
+from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    assert main(["keys", "new", str(tmp_path / "keys")]) == 0
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def locked(keys: Path) -> Iterator[BufferServer]:
+    network = NetworkConfig(keys=str(keys))
+    with serving(dataclasses.replace(make_config(max_staleness=0), network=network)) as server:
+        yield server
+
+
+def is_answered(address: str, server_key: Path | None, client_key: Path | None) -> bool:
+    """Whether a client that shows these keys gets so much as a refusal, within a second."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if server_key and client_key:
+            socket.curve_serverkey = zmq.auth.load_certificate(server_key)[0]
+            socket.curve_publickey, socket.curve_secretkey = zmq.auth.load_certificate(client_key)
+        socket.connect(address)
+        socket.send(pack_request("served", 7, version=0))
+        return bool(socket.poll(1000))
+
+
+def test_who_has_the_keys_works_as_without_keys(locked: BufferServer, keys: Path) -> None:
+    learner = LearnerClient(locked.address, TIMEOUTS, str(keys))
+    learner.served(0)
+    with_worker(locked.address, put_all, keys=str(keys))
+    assert len(learner.take(0).groups) == 4
+    learner.close()
+
+
+def test_a_stranger_is_turned_away_whatever_is_wrong_with_its_keys(
+    locked: BufferServer, keys: Path, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign"
+    new_keys(foreign)
+    server, client = "server.key", "client.key_secret"
+    assert is_answered(locked.address, keys / server, keys / client)
+    before = locked.counters()
+    assert not is_answered(locked.address, foreign / server, keys / client)
+    assert not is_answered(locked.address, keys / server, foreign / client)
+    assert not is_answered(locked.address, keys / server, keys / "server.key_secret")
+    assert not is_answered(locked.address, None, None)
+    assert locked.counters() == before  # nothing of theirs was even read
+    assert is_answered(locked.address, keys / server, keys / client)
+
+
+def test_a_folder_without_all_keys_is_refused_before_a_run(keys: Path, tmp_path: Path) -> None:
+    check_keys(str(keys))
+    with pytest.raises(ConfigError, match=r"got \S+/none: there is no such folder\. Make it with `async-rl keys new"):
+        check_keys(str(tmp_path / "none"))
+    (keys / "client.key").unlink()
+    with pytest.raises(ConfigError, match=r"network\.keys: .*client\.key\. Make keys with"):
+        check_keys(str(keys))
+
+
+def test_a_learner_with_foreign_keys_hears_so_instead_of_waiting_for_ever(
+    locked: BufferServer, keys: Path, tmp_path: Path
+) -> None:
+    new_keys(tmp_path / "foreign")
+    learner = LearnerClient(locked.address, QUICK, str(tmp_path / "foreign"))
+    with pytest.raises(WaitTimeoutError, match=r"it is gone, or turns away who has not the keys of its network.keys"):
+        learner.served(0)
+    learner.close()
+
+
+def test_a_client_with_keys_does_not_talk_to_a_buffer_without(keys: Path) -> None:
+    with serving(make_config()) as server:
+        assert not is_answered(server.address, keys / "server.key", keys / "client.key_secret")
+
+
+def test_secret_keys_are_for_their_owner_only(keys: Path) -> None:
+    assert {stat.S_IMODE(file.stat().st_mode) for file in keys.iterdir()} == {0o600}
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    (keys / "client.key_secret").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"client.key_secret can be read by others than its owner. chmod 600"):
+        LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
+
+
+def test_keys_are_never_overwritten(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (keys / "client.key_secret").read_text()
+    assert main(["keys", "new", str(keys)]) == 2
+    assert "holds client.key, client.key_secret, server.key, server.key_secret already" in capsys.readouterr().err
+    assert (keys / "client.key_secret").read_text() == before
+
+
+def test_missing_and_broken_keys_are_refused_by_name(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"network.keys: .*none/server.key. Make keys with `async-rl keys new DIR`"):
+        LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(tmp_path / "none"))
+    shutil.copy(keys / "client.key", keys / "client.key_secret")
+    with pytest.raises(ConfigError, match=r"client.key_secret holds no CURVE key"):
+        LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
+    (keys / "server.key").write_text("rubbish")
+    with pytest.raises(ConfigError, match=r"network.keys: No public key found in .*server.key"):
+        LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
+
+
+def test_leaving_loopback_takes_keys_or_an_explicit_word() -> None:
+    for network in ({"keys": "some"}, {"insecure": True}):
+        NetworkConfig(host="10.0.0.5", **network)
+    with pytest.raises(ConfigError, match=r"network.host must be a loopback address.* got '10.0.0.5'.*keys new"):
+        NetworkConfig(host="10.0.0.5")
+    for host in ("0.0.0.0", "localhost", "", "::1"):
+        with pytest.raises(ConfigError, match=r"network\.host must be the IPv4 address of one interface"):
+            NetworkConfig(host=host, insecure=True)
+
+
+def test_the_buffer_binds_where_the_config_says() -> None:
+    with serving(make_config()) as first:
+        port = int(first.address.rpartition(":")[2])
+        taken = NetworkConfig(host="127.0.0.1", port=port)
+        with pytest.raises(ConfigError, match=rf"network.port = {port}: the buffer can't bind it"):
+            BufferServer(dataclasses.replace(make_config(), network=taken))
+    with serving(dataclasses.replace(make_config(), network=NetworkConfig(host="127.0.0.2", port=port))) as second:
+        assert second.address == f"tcp://127.0.0.2:{port}"
+        assert is_answered(second.address, None, None)

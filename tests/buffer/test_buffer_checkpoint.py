@@ -1,0 +1,155 @@
+"""The buffer's part of a checkpoint: after a resume no prompt is lost and none is trained on twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.storage.checkpoints import Cut
+from buffer.buffer_checkpoint import cut_of, go_on_from
+from buffer.staleness import Rules
+from buffer.store import Store
+from buffer.store_rows import Row
+from buffer.store_state import StoreState
+from tests.buffer.factories import make_outcome, plain_rules
+
+RULES = plain_rules(max_staleness=2, prompts_per_step=3)
+
+
+def checkpoint(store: Store) -> Cut:
+    return Cut(
+        version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
+        buffer=cut_of(store.state),
+    )
+
+
+def train_batches(store: Store, number: int) -> list[int]:
+    """Prompts trained on in `number` batches of groups that finish in the order of their grants."""
+    prompts = []
+    store.served(store.state.version)
+    for _ in range(number):
+        store.admit("w", 99, 0.0)
+        while (taken := store.take(store.state.version)) is None:
+            oldest = store.state.running[min(store.state.running)]
+            store.finish(oldest.group_id, b"group", make_outcome(newest_version=oldest.start_version))
+        prompts += [row.prompt_index for row in taken.groups]
+        store.trained(store.state.version + 1)
+        store.served(store.state.version)
+    return prompts
+
+
+def resumed_state(cut: Cut, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
+    state = StoreState()
+    go_on_from(cut, state, rules, past or {})
+    return state
+
+
+@given(before=st.integers(0, 4), lost=st.integers(0, 4), after=st.integers(1, 4))
+def test_prompts_are_trained_on_exactly_once_across_a_resume(before: int, lost: int, after: int) -> None:
+    store = Store(RULES)
+    prompts = train_batches(store, before)
+    store.admit("w", 4, 0.0)
+    cut = checkpoint(store)
+    train_batches(store, lost)  # after the checkpoint: the resumed run knows nothing of it
+
+    resumed = Store(RULES, resumed_state(cut))
+    assert resumed.state.version == before
+    assert resumed.capacity() == 0  # until the learner says what the servers serve
+    prompts += train_batches(resumed, after)
+    assert sorted(prompts) == list(range(3 * (before + after)))
+    resumed.close()
+    counters = resumed.state.counters()
+    assert counters["buffer/unaccounted"] == 0
+    assert counters["buffer/trained"] == 3 * (before + after)
+
+
+def test_group_ids_go_on_so_that_no_late_answer_meets_another_group() -> None:
+    store = Store(RULES)
+    store.served(0)
+    store.admit("w", 99, 0.0)
+    resumed = Store(RULES, resumed_state(checkpoint(store)))
+    resumed.served(0)
+    slots = resumed.admit("w", 99, 0.0)
+    assert [slot.group_id for slot in slots] == list(range(9, 18))
+    assert [slot.prompt_index for slot in slots] == list(range(9))
+    assert resumed.state.counters()["buffer/dropped_failed"] == 9
+
+
+def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, Row]]:
+    """At version 2 with prompts 6.. granted; and the newest row of every group, as a journal keeps them."""
+    rows: dict[int, Row] = {}
+    store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))
+    train_batches(store, 2)
+    store.admit("w", 99, 0.0)
+    return store, rows
+
+
+def drops_of(state: StoreState) -> dict[str, int]:
+    return {reason: number for reason, number in state.account.dropped.items() if number}
+
+
+def test_what_arrived_goes_on_unless_its_weights_are_gone() -> None:
+    store, past = old_run()
+    cut = checkpoint(store)
+    early, late = min(store.state.running), max(store.state.running)
+    store.finish(early, b"early", make_outcome(newest_version=2))
+    store.state.version = 3
+    store.finish(late, b"late", make_outcome(newest_version=3))
+    live = len(store.state.running) + 2
+    resumed = resumed_state(cut, {group_id: row for group_id, row in past.items() if row.payload})
+    assert [row.payload for row in resumed.finished.values()] == [b"early"]
+    assert drops_of(resumed) == {"future_version": 1, "failed": live - 2}
+    assert resumed.counters()["buffer/dropped_future_version/response_tokens"] == 4.0
+    assert resumed.counters()["buffer/trained/duration_s"] == 1.0, "of the groups before the cut"
+    assert len(resumed.requeued) == live - 1
+    assert resumed.unaccounted() == 0
+
+
+def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None:
+    store, past = old_run()
+    for group_id in list(store.state.running):
+        store.finish(group_id, b"group", make_outcome(newest_version=store.state.running[group_id].start_version))
+    cut = checkpoint(store)
+    starts = sorted(row.start_version for row in store.state.finished.values())
+    assert starts[0] < 2 and len(starts) > 6
+    for late, bound in [("wait", 0), ("wait", 1), ("drop", 0), ("mask", 1)]:
+        rules = plain_rules(bound, 3, late=late)
+        resumed = resumed_state(cut, past, rules)
+        deadlines = sorted(row.start_version + bound for row in resumed.finished.values())
+        if late == "wait":
+            assert all(sum(d <= by for d in deadlines) <= 3 * (by - 2 + 1) for by in range(1, 6))
+        else:
+            assert deadlines == [start + bound for start in starts if start + bound >= 2]
+        assert deadlines and drops_of(resumed) == {"late": len(starts) - len(deadlines)}
+        store_after = Store(rules, resumed)
+        assert len(train_batches(store_after, 4)) == 12
+
+
+@pytest.mark.parametrize("has_past", [True, False])
+def test_exact_mode_goes_on_exactly_or_counts_anew_from_the_resume(has_past: bool) -> None:
+    rules = plain_rules(2, 3, exact=True)
+    rows: dict[int, Row] = {}
+    store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))
+    assert exact_ages(store, 4) == [0, 1, 2, 2]
+    resumed = resumed_state(checkpoint(store), rows if has_past else {}, rules)
+    assert exact_ages(Store(rules, resumed), 4) == ([2, 2, 2, 2] if has_past else [0, 1, 2, 2])
+
+
+def exact_ages(store: Store, number: int) -> list[int]:
+    """Staleness of the next batches, everything being generated before a push, as exact mode has it."""
+    ages = []
+    store.served(store.state.version)
+    for _ in range(number):
+        store.admit("w", 99, 0.0)
+        for group_id, row in list(store.state.running.items()):
+            store.finish(group_id, b"group", make_outcome(newest_version=row.start_version))
+        taken = store.take(store.state.version)
+        assert taken
+        (age,) = {store.state.version - row.start_version for row in taken.groups}
+        ages.append(age)
+        store.trained(store.state.version + 1)
+        store.served(store.state.version)
+    return ages

@@ -1,0 +1,151 @@
+"""Settings that do not work together are refused at start, with the reason and the alternative."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+
+FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
+
+
+def load(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "config.yaml").write_text(FILE)
+    return load_config(tmp_path / "config.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["weight_sync.background=true"],
+            "weight_sync.background must be false with rollout.engine sglang, got True. SGLang loads what it receives",
+        ),
+        (
+            ["weight_sync.every_steps=3", "staleness.max=1"],
+            "at least weight_sync.every_steps * learner.prompts_per_step = 48, got 32. Otherwise the learner waits "
+            "for ever. Set staleness.max >= 2 or weight_sync.every_steps <= 2.",
+        ),
+        (
+            ["staleness.max=1", "buffer.max_uses=4", "buffer.fresh_fraction=0.25"],
+            "= 16, got 8. Otherwise the learner waits for ever. Set staleness.max >= 3.",
+        ),
+        (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
+        (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
+        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0.0"),
+        (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid'."),
+        (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True. Nothing is"),
+        (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
+        (
+            ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
+            "buffer.max_uses must be 1 with staleness.max 0, got 2. A used group is at least one version old.",
+        ),
+        (
+            ["staleness.late=mask", "weight_sync.on_update=drain"],
+            "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask'. All tokens of a",
+        ),
+        (
+            ["placement.rollout.tp=2", "rollout.engine=hf"],
+            "placement.rollout.tp must be 1 with rollout.engine hf, got 2. It computes on one device. Raise",
+        ),
+        (
+            ["rollout.server_args={disable_overlap_schedule: false}"],
+            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False}. Else tokens are",
+        ),
+        (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
+        (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
+        (
+            ["staleness.mode=exact", "weight_sync.on_update=drain", "weight_sync.every_steps=2", "staleness.max=2"],
+            "weight_sync.every_steps must be 1 with staleness.mode exact, got 2. Every version trains a batch of its",
+        ),
+        (
+            ["staleness.mode=exact", "weight_sync.on_update=drain", "staleness.max=2", "buffer.max_uses=2",
+             "buffer.fresh_fraction=0.5"],
+            "buffer.max_uses must be 1 with staleness.mode exact, got 2. A group used again is older.",
+        ),
+        *(
+            (
+                ["weight_sync.transport=cuda_ipc", elsewhere],
+                "weight_sync.transport must be auto, nccl, gloo or disk but for rollout.engine sglang on one GPU",
+            )
+            for elsewhere in (
+                "rollout.engine=hf", "placement.rollout.nodes=1", "placement.rollout.tp=2",
+                "placement.learner.gpus_per_node=2", "network={host: 10.0.0.1, insecure: true}",
+            )
+        ),
+    ],
+)
+def test_a_senseless_combination_is_refused_with_the_alternative(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides)
+    assert message in str(caught.value)
+
+
+BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=10", "eval.every_steps=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpoint.best_metric=eval/acuracy"], "must be one of eval/accuracy, eval/reward, "),
+        (["checkpoint.best_metric=eval/pass_at_2"], "with eval.samples 1, got 'eval/pass_at_2'. Or one that steps"),
+        (["eval.size=0"], "eval.size must be above 0 with checkpoint.keep_best, got 0. eval/accuracy is measured on"),
+        (["task={path: x.jsonl}"], "task.eval_path must be the held-out file with checkpoint.keep_best and task.path"),
+    ],
+)
+def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *BEST, *overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [], ["eval.samples=4", "checkpoint.best_metric=eval/pass_at_2"], ["task={path: x.jsonl, eval_path: y.jsonl}"],
+        ["checkpoint.best_metric=reward/mean", "eval.size=0"],
+    ],
+)
+def test_the_best_checkpoint_may_go_by_whatever_is_measured(tmp_path: Path, overrides: list[str]) -> None:
+    assert load(tmp_path, *BEST, *overrides).checkpoint.keep_best == 1
+
+
+@pytest.mark.parametrize("late", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_every_other_pair_of_late_and_update_policy_is_allowed(tmp_path: Path, late: str, on_update: str) -> None:
+    if (late, on_update) != ("mask", "drain"):
+        config = load(tmp_path, f"staleness.late={late}", f"weight_sync.on_update={on_update}", "staleness.max=2")
+        assert (config.staleness.late, config.weight_sync.on_update) == (late, on_update)
+
+
+def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
+    config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
+    assert (config.fresh_per_step, config.max_slots) == (6, 18)  # ceil(0.35 * 16) of 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["checkpoint.every_steps=0"], 100), (["checkpoint.every_steps=200"], 400),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=0"], 100),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=300"], 300), (["buffer.journal_keep_steps=-1"], -1),
+    ],
+)
+def test_the_journal_keeps_tokens_until_the_checkpoint_after_next_whatever_is_set(
+    tmp_path: Path, overrides: list[str], kept: int
+) -> None:
+    assert load(tmp_path, *overrides).journal_kept_steps == kept
+
+
+def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path: Path) -> None:
+    assert load(tmp_path).drops_zero_variance
+    assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
+    assert not load(tmp_path, "algorithm.advantage=gae").drops_zero_variance

@@ -1,0 +1,188 @@
+"""A config file with overrides becomes a Config, or one error: which key, what is allowed, from where."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.config import Config, CorrectionConfig
+from async_rl.config.check import MAY_BE_INFINITE
+from async_rl.config.loading import dump_config, load_config
+from async_rl.errors import ConfigError
+
+MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return load_config(file, overrides)
+
+
+def error_of(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_file_takes_every_default(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL)
+    assert config.model.path == "models/x"
+    assert dataclasses.replace(config, model=config.model) == config
+    assert config.run_dir == Path("runs/run")  # relative to the working directory, not to the file
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, MINIMAL + "staleness: {max: 1}\n", "staleness.max=2", "staleness.max=3", "learner.lr=1e-4"
+    )
+    assert config.staleness.max == 3
+    assert config.learner.lr == 1e-4
+
+
+def test_an_override_of_one_task_parameter_keeps_the_others(tmp_path: Path) -> None:
+    text = "model: {path: x}\ntask: {name: reasoning_gym/y, params: {min: 1, deep: {a: 1, b: 2}}}\n"
+    config = load(tmp_path, text, "task.params.max=[1, two]", "task.params.deep.b=3")
+    assert config.task.params == {"min": 1, "max": [1, "two"], "deep": {"a": 1, "b": 3}}
+
+
+def test_a_section_given_on_the_command_line_is_taken_as_a_whole(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL + "rollout: {group_size: 3}\n", "rollout={engine: hf}")
+    assert (config.rollout.engine, config.rollout.group_size) == ("hf", 8)
+
+
+def test_a_list_of_any_length_is_read_and_written(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "model.lora.target_modules=[q_proj, k_proj, v_proj]")
+    assert config.model.lora.target_modules == ("q_proj", "k_proj", "v_proj")
+    assert "target_modules:\n    - q_proj\n" in dump_config(config)
+
+
+def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL + "run:\n").run.steps == 100
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("stalenes.max=2", ["unknown key stalenes ", "command line", "did you mean staleness?"]),
+        ("algorithm.clip.hgh=1", ["unknown key algorithm.clip.hgh ", "did you mean algorithm.clip.high?"]),
+        ("learner.group_size=4", ["unknown key learner.group_size ", "did you mean rollout.group_size?"]),
+        ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr?"]),
+        ("rollout.zzz=1", ["unknown key rollout.zzz ", "allowed in rollout: engine, group_size"]),
+        ("staleness.max.x=2", ["staleness.max is a single value"]),
+        ("staleness=2", ["staleness must be a section with some of max", "got 2 (int)"]),
+        ("staleness.max=two", ["staleness.max must be a whole number, got 'two' (str) (command line)"]),
+        ("staleness.max=true", ["staleness.max must be a whole number, got True (bool)"]),
+        ("run.steps=1.5", ["run.steps must be a whole number, got 1.5 (float)"]),
+        ("rollout.engine=vllm", ["rollout.engine must be one of sglang, hf, got 'vllm'"]),
+        ("learner.betas=[0.9]", ["learner.betas must be a list of 2 values"]),
+        ("learner.betas=[0.9, x]", ["learner.betas[1] must be a number, got 'x'"]),
+        ("model.lora.target_modules=q_proj", ["model.lora.target_modules must be a list, e.g. [a, b], got 'q_proj'"]),
+        ("model.lora.target_modules=[q_proj, 1]", ["model.lora.target_modules[1] must be text", "got 1 (int)"]),
+        ("run.name=7", ["run.name must be text", "got 7 (int)"]),
+        ("run.name=", ["run.name must be text", "got nothing"]),
+        ("weight_sync.verify=1", ["weight_sync.verify must be true or false, got 1 (int)"]),
+        ("task.params={1: 2}", ["task.params must be a section of names and values"]),
+        ("staleness.max=-1", ["staleness.max must be 0 or more, got -1"]),
+        ("run.seed=-1", ["run.seed must be 0 to 2**32 - 1, got -1"]),
+        ("run.seed=4294967296", ["run.seed must be 0 to 2**32 - 1, got 4294967296"]),
+        ("learner.lr=.inf", ["learner.lr must be finite, got inf. Only algorithm.clip.high, ", "give a number"]),
+        ("critic.value_clip=.inf", ["critic.value_clip must be finite, got inf"]),
+        ("run.seconds=.inf", ["run.seconds must be finite, got inf"]),
+        ("model.lora.alpha=.inf", ["model.lora.alpha must be finite, got inf"]),
+        ("timeouts.push_s=.inf", ["timeouts.push_s must be above 0, at most 1000000, got inf"]),
+        ("timeouts.wire_s=1e7", ["timeouts.wire_s must be above 0, at most 1000000, got 10000000.0"]),
+        ("rollout.server_args={tp_size: 2, x: 1}", ["rollout.server_args must be without model-path", "tp_size out"]),
+        ("staleness.max", ["must have the form key.sub=value"]),
+        ("=3", ["must have the form key.sub=value"]),
+        ("run.name=[", ["'run.name=[' is not valid YAML"]),
+    ],
+)
+def test_a_bad_override_is_named_with_what_is_allowed(
+    tmp_path: Path, override: str, parts: list[str]
+) -> None:
+    message = error_of(tmp_path, MINIMAL, override)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize("key", MAY_BE_INFINITE)
+def test_a_bound_may_be_infinite_and_no_number_is_none(tmp_path: Path, key: str) -> None:
+    bound = "[0.5, {}]" if ".masks." in key else "{}"
+    assert "inf" in dump_config(load(tmp_path, MINIMAL, f"{key}={bound.format('.inf')}"))
+    assert f"{key} must be" in error_of(tmp_path, MINIMAL, f"{key}={bound.format('.nan')}")
+
+
+def test_an_unknown_key_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
+    message = error_of(tmp_path, MINIMAL + "placement: {learner: {rank: 2}}\n")
+    assert message == (
+        f"unknown key placement.learner.rank ({tmp_path}/config.yaml); did you mean placement.learner.ranks?"
+    )
+
+
+def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path, "task: {name: reasoning_gym/x}").startswith("model.path is required")
+    assert error_of(tmp_path, "").startswith("model.path is required")
+    assert "one of task.name and task.path" in error_of(tmp_path, "model: {path: x}")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n- b\n", "must hold `section: ...` lines"),
+        ("a: [", "is not valid YAML"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' stands twice"),
+        ("a: !!python/object:os.system x", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, part: str) -> None:
+    assert part in error_of(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml can't be read: No such file"):
+        load_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_words_that_yaml_1_1_takes_for_booleans_and_dates_stay_text(tmp_path: Path) -> None:
+    for word in ("off", "no", "y", "2026-01-31", "1e", "e5", "."):
+        assert load(tmp_path, MINIMAL, f"run.name={word}").run.name == word
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_every_shipped_config_loads_and_survives_a_dump(tmp_path: Path, file: Path) -> None:
+    config = load_config(file)
+    assert load(tmp_path, dump_config(config)) == config
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    name=st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1).filter(
+        lambda s: "/" not in s
+    ),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    params=st.dictionaries(st.text(max_size=8), st.one_of(st.booleans(), st.integers(), st.text(max_size=8))),
+)
+def test_what_is_dumped_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, name: str, lr: float, params: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("dump")
+    config = load(folder, MINIMAL)
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, name=name),
+        learner=dataclasses.replace(config.learner, lr=lr),
+        task=dataclasses.replace(config.task, params=params),
+        algorithm=dataclasses.replace(config.algorithm, correction=CorrectionConfig(cap=math.inf)),
+    )
+    assert load(folder, dump_config(config)) == config
+    assert yaml.safe_load(dump_config(load(folder, MINIMAL)))["placement"]["learner"]["ranks"] == 1

@@ -1,0 +1,186 @@
+"""README and CONTRIBUTING stay true: their commands run, their configs load, the names in them exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = {"README.md": README, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
+
+QUICK = [
+    "async-rl doctor configs/quickstart.yaml",
+    "async-rl train configs/quickstart.yaml --dry-run",
+    "async-rl prepare gsm8k train.jsonl data/gsm8k/train.parquet",
+    "async-rl prepare gsm8k test.jsonl data/gsm8k/test.parquet",
+    "async-rl keys new keys",
+    "python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0",
+    "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8 --devices 8 --now 4,4",
+    "async-rl plan --rollout-s 60 --train-s 40",
+    "async-rl plan --params 70e9 --method ppo --device-gb 80 --link-gbps 400",
+]
+NIGHTLY = [
+    "make demo",
+    "async-rl sft configs/quickstart.yaml",
+    "async-rl train configs/quickstart.yaml",
+    "async-rl train configs/quickstart.yaml staleness.max=0 run.steps=60 run.seed=1",
+    "async-rl train configs/quickstart.yaml rollout.engine=hf",
+    "async-rl train configs/quickstart.yaml algorithm.preset=dr_grpo",
+    "async-rl train configs/quickstart.yaml algorithm.preset=decoupled_ppo critic.lr=3e-4",
+    "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
+    "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
+    "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-bounds run.steps=100",
+    "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100",
+    "async-rl report runs/quickstart-sweep",
+    "async-rl plan runs/quickstart-sweep",
+    "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
+    "python -m benchmarks.learner_step",
+    "async-rl export-trajectories runs/quickstart out.parquet",
+    "python -m benchmarks.buffer",
+]
+ELSEWHERE = {
+    "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
+    "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",
+    "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
+    "async-rl buffer network.port=61234": "tests/buffer/test_standalone.py",
+    "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",
+    "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
+    "make test": "CI runs it",
+    "make check": "tests/test_architecture.py",
+    "make nightly": "it runs this file",
+    "python -m benchmarks.presets configs/quickstart.yaml": "benchmarks/results, by hand",
+    "python -m benchmarks.correction configs/quickstart.yaml": "benchmarks/results, by hand",
+    "python -m benchmarks.correction configs/quickstart.yaml --name correction_3e-4 learner.lr=3e-4 run.steps=200":
+        "benchmarks/results, by hand",
+    "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
+    "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev,peers]'": "scripts/setup.sh",
+    "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",
+    "pip install -c constraints/cuda.txt -e '.[dev,peers,sglang-gpu]'": "scripts/setup.sh",
+}
+"""Commands that some other place runs."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    lines = [
+        line.partition("  #")[0].strip() for block in blocks(text, "bash") for line in block.splitlines()
+    ]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout and takes what the commands write."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name not in ("runs", "data"):
+            (folder / entry.name).symlink_to(entry)
+    for name in ("train", "test"):
+        line = '{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n'
+        (folder / f"{name}.jsonl").write_text(line)
+    return folder
+
+
+def run(command: str, folder: Path, timeout_s: float) -> None:
+    """As in a shell with the environment active; `async-rl` is the one of this checkout, installed or not."""
+    as_module = re.sub(r"^async-rl\b", "python -m async_rl.cli", command)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", as_module],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+
+
+def test_every_command_in_the_documents_is_covered_and_no_other_is_listed() -> None:
+    documented = [command for text in DOCUMENTS.values() for command in commands(text)]
+    assert sorted(set(documented)) == sorted([*QUICK, *NIGHTLY, *ELSEWHERE])
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_a_quick_command_runs(command: str, checkout: Path) -> None:
+    if "configs/quickstart.yaml" in command and not (checkout / "runs").exists():
+        run("async-rl sft configs/quickstart.yaml sft.steps=1", checkout, timeout_s=120)
+    run(command, checkout, timeout_s=240)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("command", NIGHTLY)
+def test_a_long_command_runs(command: str, checkout: Path) -> None:
+    if command.startswith("make"):
+        run(command, ROOT, timeout_s=3500)
+        return
+    model = re.search(r"model\.path=(\S+)", command)
+    if (
+        "async-rl sft" not in command
+        and not (checkout / (model[1] if model else "runs/quickstart-sft")).exists()
+    ):
+        base = f"sft.base=tiny-llama {model[0]}" if model else ""
+        run(f"async-rl sft configs/quickstart.yaml {base}", checkout, timeout_s=600)
+    run(command, checkout, timeout_s=2800)
+
+
+def test_every_config_in_the_readme_loads(tmp_path: Path) -> None:
+    for block in blocks(README, "yaml"):
+        (tmp_path / "config.yaml").write_text(block)
+        load_config(tmp_path / "config.yaml")
+
+
+def test_the_reward_function_in_the_readme_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(README, "python")
+    names: dict[str, object] = {}
+    exec(block, names)
+    function = names["short_and_right"]
+    assert callable(function)
+    assert function("1 + 1?", "It is 2", "2", {"data_source": "x"}) == 1.0
+    assert function("1 + 1?", "It is 3", "2", {"data_source": "x"}) == 0.0
+
+
+def test_every_config_key_in_the_documents_exists() -> None:
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    sections = set(load_config(quickstart).__dataclass_fields__)
+    for text in DOCUMENTS.values():
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]+)?`", text):
+            if key.split(".")[0] in sections:
+                with pytest.raises(ConfigError) as caught:
+                    load_config(quickstart, [f"{key}=[[]]"])  # fits no key, so it is told apart from unknown
+                assert "unknown key" not in str(caught.value)
+
+
+COMPOSED = ("utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/")
+"""Metric keys that the code puts together from parts."""
+
+
+def test_every_metric_in_the_readme_is_measured_somewhere() -> None:
+    code = "".join(file.read_text() for file in ROOT.glob("*/*.py") if file.parent.name != "tests")
+    table = README.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(named) > 15
+    literal = [name for name in named if not name.startswith(COMPOSED)]
+    assert [name for name in literal if f'"{name}"' not in code] == []
+
+
+def test_every_file_the_documents_name_exists() -> None:
+    for text in DOCUMENTS.values():
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+        arguments = [part for command in commands(text) for part in command.split()]
+        files = [part for part in arguments if part.startswith(("constraints/", "requirements/", "configs/"))]
+        assert [name for name in [*links, *files] if not (ROOT / name).exists()] == []

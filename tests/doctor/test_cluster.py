@@ -1,0 +1,128 @@
+"""The doctor of several nodes: what they must have in common, and whether they reach each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from async_rl.cli import main
+from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.doctor.cluster import NodeReport, Probe, compare
+from async_rl.doctor.host import Check
+from tests.tiny_folder import save_tiny_model
+
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21"}
+GOOD = NodeReport(
+    checks=[Check("torch", "ok", "2.13.0"), Check("memory", "ok", "9 GiB")], versions=VERSIONS, tokenizer="t1",
+    model="m1",
+)
+
+
+def broken(checks: list[Check]) -> dict[str, Check]:
+    return {check.what: check for check in checks if check.state == "broken"}
+
+
+def test_nodes_that_agree_are_well() -> None:
+    checks = compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD})
+    assert not broken(checks)
+    assert Check("10.0.0.2", "ok", "2 of 2 checks are ok") in checks
+
+
+def test_nodes_that_differ_are_told_apart_with_what_to_do() -> None:
+    other = NodeReport(
+        checks=[Check("disk", "broken", "0.1 GiB free in /", "free some")],
+        versions=VERSIONS | {"torch": "2.12.1", "sglang": "none"}, tokenizer="t2", model="", sees_run_dir=False,
+    )
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}))
+    assert found["torch everywhere"].found == "10.0.0.1 has 2.13.0; 10.0.0.2 has 2.12.1"
+    assert "install the same on every host" in found["torch everywhere"].mend
+    assert found["sglang everywhere"].found == "10.0.0.1 has 0.5.21; 10.0.0.2 has none"
+    assert found["tokenizer everywhere"].found == "10.0.0.1 has t1; 10.0.0.2 has t2"
+    assert found["model everywhere"].found == "10.0.0.1 has m1; 10.0.0.2 has none"
+    assert "copy model.path" in found["model everywhere"].mend
+    assert found["run.dir everywhere"].found == "not the driver's on 10.0.0.2"
+    assert found["10.0.0.2: disk"] == Check("10.0.0.2: disk", "broken", "0.1 GiB free in /", "free some")
+    assert set(found) == {
+        "torch everywhere", "sglang everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
+        "10.0.0.2: disk",
+    }
+
+
+def test_a_node_that_cannot_answer_is_named() -> None:
+    gone, bare = TimeoutError("no answer for 120 s"), ModuleNotFoundError("No module named 'async_rl'")
+    found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}))
+    assert "`ray status`" in found["10.0.0.2"].mend
+    assert found["10.0.0.3"].found == "the checks can't run there: No module named 'async_rl'"
+    assert "the same environment" in found["10.0.0.3"].mend
+
+
+def test_a_port_that_nobody_serves_is_told_with_the_reason() -> None:
+    probe = Probe(os.getcwd(), Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum")))
+    address, port = probe.listen()
+    with socket.create_server((address, 0)) as closed:
+        shut = closed.getsockname()[1]
+    (missed,) = probe.reach([(address, port), (address, shut)])
+    assert missed.startswith(f"{address}:{shut} (") and "refused" in missed
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    tree = {
+        "run": {"dir": str(tmp_path / "runs")}, "model": {"path": str(tmp_path / "model")},
+        "task": {"name": "reasoning_gym/spell_backward", "max_prompt_tokens": 64},
+        "rollout": {"engine": "hf", "max_response_tokens": 8}, "placement": {"rollout": {"nodes": 1}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "config.yaml"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two Ray nodes on this host; the second finds another version of transformers."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    other = tmp_path / "other" / "transformers-1.2.3.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1.2.3\n")
+    path = os.pathsep.join([str(other.parent), os.environ.get("PYTHONPATH", "")])
+    cluster = Cluster()
+    cluster.add_node(num_cpus=2, include_dashboard=False)
+    cluster.add_node(num_cpus=2, env_vars={"PYTHONPATH": path})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.e2e
+def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between(
+    config_file: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(config_file)]) == 1
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith(("ok", "warn", "broken"))]
+    table = {line[8:].split("  ")[0]: line for line in lines if not line.startswith("broken: ")}
+    assert "2 nodes" in table["Ray"]
+    assert [what for what, line in table.items() if line.startswith("broken")] == ["transformers everywhere"]
+    assert "1.2.3" in table["transformers everywhere"]
+    assert "install the same on every host" in text.split("broken: transformers everywhere")[1]
+    for what in ("placement", "torch everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
+                 "ports", "torch.distributed"):
+        assert table[what].startswith("ok"), table[what]
+    assert not list((config_file.parent / "runs").iterdir())  # nothing is left behind
+
+
+@pytest.mark.e2e
+def test_without_a_cluster_the_doctor_says_how_to_start_one(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["doctor", str(config_file)]) == 1
+    assert "ray start --head" in capsys.readouterr().out

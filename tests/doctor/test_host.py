@@ -1,0 +1,162 @@
+"""The doctor tells what is broken and how to mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.config import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    NetworkConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
+from async_rl.doctor import host as doctor
+from async_rl.doctor.host import Check, examine, print_table
+from async_rl.driver.preflight import check_inputs
+from async_rl.errors import ConfigError
+from tests.tiny_folder import save_tiny_model
+
+
+def config(tmp_path: Path, engine: Any = "hf") -> Config:
+    return Config(
+        model=ModelConfig(path=str(tmp_path / "model")),
+        task=TaskConfig(name="reasoning_gym/spell_backward"),
+        run=RunConfig(dir=str(tmp_path)),
+        rollout=RolloutConfig(engine=engine),
+    )
+
+
+@pytest.fixture
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.metadata.version
+
+    def version(name: str) -> str:
+        if name == "sglang":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_machine_that_runs_these_tests_is_healthy_but_the_missing_model_is_broken(tmp_path: Path) -> None:
+    checks = {check.what: check for check in examine(config(tmp_path))}
+    assert [what for what, check in checks.items() if check.state == "broken"] == ["model and tokenizer"]
+    assert "async-rl sft CONFIG" in checks["model and tokenizer"].found
+    assert checks["loopback ports"].state == "ok"
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_all_that_train_would_refuse_is_broken_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: 0.0)
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    broken = dataclasses.replace(
+        config(tmp_path), task=TaskConfig(path=str(tmp_path / "none.jsonl")), critic=CriticConfig(path="none"),
+        reward_model=RewardModelConfig(path=str(tmp_path / "model")),
+        weight_sync=WeightSyncConfig(transport="nccl"), network=NetworkConfig(keys=str(tmp_path / "keys")),
+    )
+    checks = {check.what: check for check in examine(broken)}
+    assert [what for what, check in checks.items() if check.state == "broken"] == [
+        "critic.path", "reward_model.path", "weight_sync.transport", "network.keys", "task",
+    ]
+    assert "no such file" in checks["task"].found
+    assert checks["reward"] == Check("reward", "warn", "not checked: that needs the task")
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(broken)
+    assert str(caught.value) == checks["critic.path"].found
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_host_that_is_not_the_drivers_is_asked_only_for_what_all_need(tmp_path: Path) -> None:
+    here, there = (
+        {check.what for check in examine(config(tmp_path), is_driver=is_driver)} for is_driver in (True, False)
+    )
+    assert here - there == {"network.host", "placement", "weight_sync.transport", "model.attn_implementation"}
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_torch_that_does_not_load_breaks_the_lines_that_want_it_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> float:
+        raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr("async_rl.driver.preflight.gpus_here", load)
+    checks = {check.what: check for check in examine(config(tmp_path))}
+    assert checks["weight_sync.transport"].found == "can't be checked: libcudart.so.13: cannot open shared object file"
+    assert checks["network.host"].state == "ok"
+
+
+@pytest.mark.usefixtures("no_sglang")
+def test_a_missing_sglang_is_broken_only_where_the_config_wants_it(tmp_path: Path) -> None:
+    states = {engine: doctor._sglang(engine) for engine in ("", "hf", "sglang")}
+    assert {engine: check.state for engine, check in states.items()} == {
+        "": "warn",
+        "hf": "warn",
+        "sglang": "broken",
+    }
+    assert "rollout.engine=hf" in states["sglang"].mend
+
+
+def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise OSError("libcudart.so.13: cannot open shared object file\nmore")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    check = doctor._package("torch")
+    assert (check.state, check.found) == (
+        "broken", "can't be imported: libcudart.so.13: cannot open shared object file"
+    )  # fmt: skip
+
+
+def test_what_sglang_needs_to_build_its_kernels_is_looked_for_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "environment" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._gpu("hf") == Check("GPU", "ok", "1 x NVIDIA H200")
+    check = doctor._gpu("sglang")
+    assert (check.state, check.found) == ("warn", "1 x NVIDIA H200, but no nvcc, ninja, torch_memory_saver")
+    for program in ("environment/ninja", "cuda/bin/nvcc", "torch_memory_saver.py"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    assert doctor._gpu("sglang").state == "ok"
+
+
+def test_a_blocked_loopback_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert doctor._loopback().state == "broken"
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    assert doctor._memory() == Check("memory", "warn", "1.0 GiB free", doctor._memory().mend)
+
+
+def test_the_table_lists_all_and_explains_what_is_not_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([Check("torch", "ok", "2.13"), Check("disk", "broken", "0 GiB", "free some")])
+    assert capsys.readouterr().out == (
+        "ok      torch  2.13\nbroken  disk   0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"
+    )

@@ -1,0 +1,211 @@
+"""Ray actors that only pretend to be the processes of a run, and a run of them under the driver's watch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+
+from async_rl.config import (
+    Config,
+    LoggingConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutPlacement,
+    RunConfig,
+    TaskConfig,
+    TimeoutsConfig,
+)
+from async_rl.driver.actor_group import ProcessGroup
+from async_rl.driver.actors import learner_threads
+from async_rl.driver.placement import Reservation
+from async_rl.driver.run_log import RunLog
+from async_rl.driver.signals import Interrupts
+from async_rl.driver.supervisor import Supervisor
+from async_rl.errors import AsyncRLError, ProcessKilledError
+from async_rl.telemetry.metrics import Metric, Report
+from async_rl.telemetry.status import Status
+from async_rl.telemetry.timeline import Span
+
+STEPS = 1000
+
+
+class Pretender:
+    """A process whose files in the working directory tell it what to do."""
+
+    def __init__(self, folder: str, config: Config, index: int = 0) -> None:
+        self._folder, self._index = Path(folder), index
+
+    def told(self, what: str) -> bool:
+        return (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").exists()
+
+    def tell(self, what: str) -> None:
+        (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").touch()
+
+    def note(self, what: str) -> None:
+        """One line after the other of what happened to all of them."""
+        with (self._folder / "events").open("a") as events:
+            events.write(f"{what}\n")
+
+    def obey(self) -> None:
+        if self.told("dies"):
+            os._exit(9)
+        if self.told("fails"):
+            raise AsyncRLError(f"{self._index} lost its peer")
+        if self.told("hangs"):
+            time.sleep(1000)
+
+    def dump_stacks(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Buffer(Pretender):
+    def serve(self) -> None:
+        while True:
+            time.sleep(0.05)
+            self.obey()
+
+    def abandon(self, worker: str) -> int:
+        self.note(f"{worker} abandoned")
+        return 3
+
+    def status(self) -> Status:
+        return Status(doing="answers", since_s=time.time())
+
+    def close(self) -> dict[str, float]:
+        return {"buffer/unaccounted": 0.0}
+
+
+class Rollout(Pretender):
+    async def start(self) -> str:
+        return "http://new"
+
+    async def connect(self, address: str) -> None:
+        self.note(f"rollout/{self._index} connected")
+
+    async def run(self) -> AsyncIterator[Report]:
+        start_s = time.time()
+        while True:
+            await asyncio.sleep(0.05)
+            self.obey()
+            yield Report(step=1, spans=(Span(f"rollout/{self._index}", "busy", start_s, time.time()),))
+
+    async def status(self) -> Status:
+        return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.time())
+
+    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+        self.tell("evaluates")
+        if self.told("hangs when asked"):
+            (self._folder / f"rollout-{self._index}-hangs when asked").unlink()
+            time.sleep(1000)
+        while not self.told("answers"):
+            await asyncio.sleep(0.02)
+        return Report(step=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
+
+
+class Learner(Pretender):
+    def run(self) -> Iterator[Report]:
+        for step in range(1, STEPS):
+            start_s = time.time()
+            time.sleep(0.05)
+            self.obey()
+            spans = (Span(f"learner/{self._index}", "busy", start_s, time.time()),)
+            lost = (("rollout/0", "http://old"),) if self.told("drops a server") else ()
+            yield Report(step=step, metrics=(Metric("reward/mean", 1.0),), spans=spans, eval_due=step == 3, lost=lost)
+            if self.told("ends"):
+                return
+
+    @ray.method(concurrency_group="join")
+    def join_server(self, name: str, url: str) -> int:
+        while self.told("has no weights to give"):
+            time.sleep(0.05)
+        return 5
+
+    @ray.method(concurrency_group="control")
+    def leave_server(self, name: str) -> None: ...
+
+    @ray.method(concurrency_group="control")
+    def evaluated(self) -> None:
+        self.tell("was told of the end of an evaluation")
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        since_s = time.time() - (1900 if self.told("is overdue") else 75)
+        return Status(doing="waits for a batch", waits_on="buffer", since_s=since_s, limit_s=1800)
+
+
+class Anywhere:
+    """In place of a placement group."""
+
+    def options(self, process: str) -> dict[str, Any]:
+        return {"num_cpus": 0}
+
+    def host_of(self, process: str) -> str:
+        return "10.0.0.9"
+
+
+class Watched:
+    """A supervised run in `folder`, whose processes obey the files there."""
+
+    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
+        self.folder = folder
+        self.config = Config(
+            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            run=RunConfig(name="r", dir=str(folder)), logging=LoggingConfig(wandb="disabled"),
+            placement=PlacementConfig(rollout=RolloutPlacement(servers=servers, max_restarts=1)),
+            timeouts=timeouts,
+        )
+        (self.config.run_dir / "logs").mkdir(parents=True)
+        for name in ("learner-0", "learner-1", "rollout-0"):
+            (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
+        self.log = RunLog(self.config)
+        self.processes = ProcessGroup(self.config.run_dir, cast(Reservation, Anywhere()))
+        self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
+        for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
+            for index in range(count):
+                threads = learner_threads(self.config) if cls is Learner else None
+                self.processes.start(f"{kind}/{index}", cls, self.config, index, threads=threads)
+        ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
+        self.notes: list[str] = []
+        self.log.logger.note = self.notes.append  # type: ignore[method-assign]
+
+    def tell(self, *what: str) -> None:
+        for each in what:
+            (self.folder / each).touch()
+
+    def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> Supervisor:
+        def fail(death: ProcessKilledError) -> None:
+            raise death
+
+        supervisor = Supervisor(self.config, self.processes, self.log)
+        supervisor.train("tcp://buffer", revive or fail, Interrupts())
+        return supervisor
+
+
+def stop(actor: Any) -> int:
+    """SIGSTOP: it is there, and says nothing. Returns its process id."""
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def ends_when(run: Watched, condition: Callable[[], bool]) -> threading.Thread:
+    """Lets the learner end as soon as `condition` holds, or after a minute."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        run.tell("learner-0-ends")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread

@@ -1,0 +1,136 @@
+"""What fails in a process of the run, as the driver tells it: over real Ray actors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.driver.actor_group import ProcessGroup
+from async_rl.driver.actors import BufferProcess
+from async_rl.driver.placement import Reservation
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    ProcessDiedError,
+    RewardError,
+    StalenessError,
+    WaitTimeoutError,
+    WeightSyncError,
+)
+from benchmarks.marked_command import MarkedCommand
+from tests.driver.fake_actors import Anywhere
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
+    processes = ProcessGroup(tmp_path / "r", cast(Reservation, Anywhere()))
+    yield processes
+    processes.stop(1.0)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def config_of(tmp_path: Path, network: NetworkConfig | None = None) -> Config:
+    return Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+        run=RunConfig(name="r", dir=str(tmp_path)), network=network or NetworkConfig(),
+    )
+
+
+def call(processes: ProcessGroup, name: str, cls: type, *args: Any) -> Any:
+    actor = processes.start(name, cls, *args, max_concurrency=4)
+    return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.join_s"), "the start")[name]
+
+
+def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
+    group: ProcessGroup, tmp_path: Path, taken_port: int
+) -> None:
+    (tmp_path / "broken").mkdir()
+    for name in ("client.key", "server.key_secret"):
+        (tmp_path / "broken" / name).touch(mode=0o600)
+    for network, message in (
+        (NetworkConfig(port=taken_port), rf"network\.port = {taken_port}: the buffer can't bind it \(Address already"),
+        (NetworkConfig(keys=str(tmp_path / "none")), r"network\.keys: .*none/client\.key.* `async-rl keys new DIR`"),
+        (NetworkConfig(keys=str(tmp_path / "broken")), r"network\.keys: .*broken/client\.key"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call(group, "buffer", BufferProcess, config_of(tmp_path, network))
+        group.kill("buffer")
+
+
+class Failing:
+    def __init__(self, folder: str, error: Exception) -> None:
+        self._error = error
+
+    def start(self) -> None:
+        raise self._error
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [RewardError, WaitTimeoutError, WeightSyncError, StalenessError])
+def test_an_error_out_of_a_process_names_process_host_and_last_log_lines(
+    group: ProcessGroup, tmp_path: Path, kind: type[AsyncRLError]
+) -> None:
+    logs = tmp_path / "r" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rollout-0.log").write_text("last words\n")
+    (logs / "sglang-rollout-0.log").write_text("told already\n")
+    error = kind(f"what went wrong\nlast lines of {logs}/sglang-rollout-0.log:\n    told")
+    with pytest.raises(kind) as caught:
+        call(group, "rollout/0", Failing, error)
+    text = str(caught.value)
+    assert text.startswith("what went wrong\n")
+    assert f"raised in rollout/0 on 10.0.0.9\nlast lines of {logs}/rollout-0.log:\n    last words" in text
+    assert "told already" not in text
+
+
+def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ProcessGroup) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(group, "rollout/0", Failing, ConfigError("a.key must be 1, got 2"))
+    assert str(caught.value) == "a.key must be 1, got 2"
+
+
+class Stillborn:
+    def __init__(self, folder: str) -> None:
+        raise OSError("no logs can be written here")
+
+    def start(self) -> None: ...
+
+
+def test_a_process_that_fails_as_it_is_made_is_named_with_what_it_raised(group: ProcessGroup) -> None:
+    with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 failed as it began") as caught:
+        call(group, "learner/0", Stillborn)
+    assert "OSError: no logs can be written here" in str(caught.value)
+    assert "memory" not in str(caught.value)
+
+
+def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ProcessGroup, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    address = call(group, "buffer", BufferProcess, config)
+    group.kill("buffer")
+    assert call(group, "buffer", BufferProcess, config, int(address.rpartition(":")[2])) == address
+
+
+def test_a_run_whose_port_is_taken_ends_with_code_2_and_no_stack_trace(
+    smoke_yaml: Path, tmp_path: Path, taken_port: int, start: Callable[..., MarkedCommand]
+) -> None:
+    command = start("train", str(smoke_yaml), f"run.dir={tmp_path}", "rollout.engine=hf", f"network.port={taken_port}")
+    assert command.wait(240) == 2
+    text = command.log.read_text()
+    assert f"async-rl: error: network.host = 127.0.0.1, network.port = {taken_port}: the buffer can't bind it" in text
+    assert "Traceback" not in text
+    assert not list(tmp_path.glob("*/config.yaml"))  # the error says all: no run directory is left

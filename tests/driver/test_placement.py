@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import (
+    Config,
+    LearnerPlacement,
+    ModelConfig,
+    NetworkConfig,
+    PlacementConfig,
+    RolloutConfig,
+    RolloutPlacement,
+    RunConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
+from async_rl.config.loading import load_config
+from async_rl.doctor.cluster import examine_nodes
+from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, settle
+from async_rl.driver.resources import Bundle, Host, assign, bundles
+from async_rl.errors import ConfigError
+from async_rl.network import api_key, authorization, interface_of
+from async_rl.pipeline import dry_run
+from buffer.protocol.keys import new_keys
+from tests.tiny_folder import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(
+    learner: LearnerPlacement | None = None, rollout: RolloutPlacement | None = None, colocated: bool = False,
+    run_dir: str = "runs",
+) -> Config:
+    placement = PlacementConfig(
+        learner=learner or LearnerPlacement(), rollout=rollout or RolloutPlacement(), colocated=colocated
+    )
+    return Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), placement=placement,
+        run=RunConfig(dir=run_dir),
+    )
+
+
+TWO_NODES = config(LearnerPlacement(gpus_per_node=8), RolloutPlacement(nodes=1, servers=2, tp=4))
+
+
+def test_learner_and_servers_get_nodes_of_their_own() -> None:
+    learner, rollout = bundles(TWO_NODES)
+    assert list(learner.gpus_of) == ["buffer", *(f"learner/{r}" for r in range(8))]
+    assert (learner.gpus, learner.cpus) == (8, 8)
+    assert dict(rollout.gpus_of) == {"rollout/0": 4, "rollout/1": 4}
+    assert (rollout.gpus, rollout.cpus) == (8, 2)
+
+
+def test_many_nodes_share_ranks_and_servers_evenly() -> None:
+    parts = bundles(config(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
+    assert [list(p.gpus_of) for p in parts] == [
+        ["buffer", "rollout/0", "learner/0", "learner/1"], ["rollout/1", "learner/2", "learner/3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
+)
+def test_without_numbers_the_gpus_there_are_used_or_shared(gpus: int, each: float, total: float) -> None:
+    (bundle,) = bundles(config(), gpus)
+    assert (bundle.gpus_of["learner/0"], bundle.gpus_of["rollout/0"], bundle.gpus) == (each, each, total)
+
+
+def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
+    (bundle,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
+    assert bundle.gpus == 2
+    assert bundle.gpus_of["learner/1"] == bundle.gpus_of["rollout/1"] == 0.5
+
+
+TWO_PAIRS = config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True)
+
+
+def test_a_pair_keeps_to_its_gpu_for_ray_is_asked_for_each_alone() -> None:
+    (bundle,) = bundles(TWO_PAIRS)
+    assert [list(part.gpus_of) for part in bundle.per_gpu()] == [
+        ["buffer", "rollout/0", "learner/0"], ["rollout/1", "learner/1"],
+    ]
+    (alone,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
+    assert [list(part.gpus_of) for part in alone.per_gpu()][1] == ["learner/1"]
+    for whole in (*bundles(TWO_NODES), *bundles(config(colocated=True)), *bundles(config(), 1)):
+        assert whole.per_gpu() == [whole]
+
+
+def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
+    wanted = bundles(config(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True))
+    hosts = [Host(name="10.0.0.1", cpus=8, gpus=2), Host(name="10.0.0.2", cpus=8, gpus=2)]
+    parts, resources, strategy = ray_bundles(wanted, hosts)
+    assert [list(part.gpus_of)[-1] for part in parts] == [f"learner/{rank}" for rank in range(4)]
+    assert strategy == "PACK"
+    assert resources == [
+        {"CPU": 2.0, "GPU": 1.0, f"node:{host}": 0.001} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    ]
+    assert ray_bundles(bundles(TWO_NODES), hosts)[2] == "STRICT_SPREAD"
+
+
+class Where:
+    def gpus(self) -> list[int]:
+        import ray
+
+        found: list[int] = ray.get_gpu_ids()
+        return found
+
+
+@pytest.mark.e2e
+def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
+    import ray
+
+    ray.init(address="local", include_dashboard=False, num_cpus=4, num_gpus=2, log_to_driver=False)
+    try:
+        reservation = reserve(TWO_PAIRS)
+        where: Any = ray.remote(Where)
+        names = [f"{kind}/{index}" for kind in ("rollout", "learner") for index in range(2)]
+        actors = {name: where.options(**reservation.options(name)).remote() for name in names}
+        gpus = {name: ray.get(actor.gpus.remote(), timeout=60) for name, actor in actors.items()}
+        assert gpus["rollout/0"] == gpus["learner/0"] != gpus["rollout/1"] == gpus["learner/1"]
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus"),
+    [
+        ({"rollout": RolloutPlacement(servers=2)}, 2),
+        ({"learner": LearnerPlacement(ranks=2)}, 1),
+        ({"rollout": RolloutPlacement(tp=2)}, 1),
+        ({"learner": LearnerPlacement(ranks=2), "rollout": RolloutPlacement(servers=2), "colocated": True}, 1),
+    ],
+)
+def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, gpus: int) -> None:
+    """Three processes would get 0.66 of two GPUs each, and the third would never be placed."""
+    with pytest.raises(ConfigError, match=rf"what {gpus} GPU\(s\) have room for.*placement\.colocated: true"):
+        bundles(config(**placement), gpus)
+    assert bundles(config(**placement), 0)[0].gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "colocated", "fits"), [(0, False, True), (1, False, True), (2, False, False), (2, True, True)]
+)
+def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool) -> None:
+    asked = dataclasses.replace(config(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
+    reservation = Reservation(None, bundles(asked, gpus), ["127.0.0.1"])
+    if fits:
+        assert settle(asked, reservation).weight_sync.transport == "cuda_ipc"
+        return
+    with pytest.raises(ConfigError, match=f"learner and servers are not on one GPU, but on {gpus}, got 'cuda_ipc'"):
+        settle(asked, reservation)
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
+    with pytest.raises(ConfigError) as caught:
+        assign(bundles(TWO_NODES), small)
+    text = str(caught.value)
+    assert "16 GPUs wanted, 12 there" in text
+    assert "rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)" in text
+    assert "b has 64 CPUs, 4 GPUs" in text
+    with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
+        assign(bundles(TWO_NODES), [Host(name="big", cpus=64, gpus=16)])
+
+
+def test_hosts_are_chosen_so_that_all_fit() -> None:
+    hosts = [Host(name="large", cpus=9, gpus=8), Host(name="small", cpus=9, gpus=2)]
+    wanted = [Bundle(gpus_of={"a": 1.0}, gpus=1), Bundle(gpus_of={"b": 8.0}, gpus=8)]
+    assert [host.name for host in assign(wanted, hosts)] == ["small", "large"]
+
+
+def test_a_resource_tells_kinds_of_hosts_apart() -> None:
+    hosts = [Host(name="x", cpus=8, gpus=0), Host(name="y", cpus=8, gpus=0, resources=frozenset({"CPU", "fast"}))]
+    wanted = bundles(config(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
+    assert [host.name for host in assign(wanted, hosts)] == ["y", "x"]
+    with pytest.raises(ConfigError, match="resource fast"):
+        assign(wanted, [hosts[0], dataclasses.replace(hosts[0], name="z")])
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "message"),
+    [
+        ({"nodes": 2, "gpus_per_node": 4, "ranks": 4}, {}, "nodes * gpus_per_node = 8"),
+        ({"nodes": 2, "ranks": 3}, {}, "a multiple of 2 nodes"),
+        ({}, {"nodes": 2, "servers": 3}, "a multiple of 2 nodes"),
+        ({"nodes": 2}, {"servers": 1}, "a multiple of the learner's 2 nodes"),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused(
+    learner: dict[str, int], rollout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config(LearnerPlacement(**learner), RolloutPlacement(**rollout))
+
+
+@pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
+def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
+    parts = bundles(config(), gpus)
+    assert settle(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+
+
+def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank_on_a_gpu() -> None:
+    two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
+    hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
+    for asked, gpus in ((two_pairs, 2), (hf, 1)):
+        settled = settle(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
+        assert settled.weight_sync.transport == "disk"
+
+
+def test_a_server_that_runs_already_is_given_no_gpu_and_weights_go_to_it_through_files() -> None:
+    asked = config(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
+    asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
+    parts = bundles(asked, 2)
+    assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
+    assert settle(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
+
+
+def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
+    asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
+    settled = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert (Path(settled.network.keys) / "client.key_secret").is_file()
+    away = dataclasses.replace(settled.network, host="10.0.0.1")
+    assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
+    assert len(api_key(away)) == 64
+    resumed = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert resumed.network == settled.network, "its keys are in the run directory already"
+    assert authorization(settled.network) == {}  # loopback
+    new_keys(tmp_path / "others")
+    assert api_key(dataclasses.replace(away, keys=str(tmp_path / "others"))) != api_key(away)
+
+
+def test_the_interface_of_an_address_is_found_or_the_addresses_are_listed() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9; it has .*lo 127\.0\.0\.1"):
+        interface_of("203.0.113.9")
+
+
+def test_an_address_beyond_loopback_without_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="async-rl keys new"):
+        NetworkConfig(host="10.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The model and the data that the GSM8K configs leave to the user, in small."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    save_tiny_model("tiny-qwen2", folder / "model", seed=0)
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 32_768}))
+    row = {"question": "What is 1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = folder / "rows.parquet"
+    assert main(["prepare", "gsm8k", str(folder / "rows.jsonl"), str(rows)]) == 0
+    return [f"model.path={folder / 'model'}", f"task.path={rows}", f"task.eval_path={rows}", f"run.dir={folder}"]
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def init(**_: object) -> None:
+        raise error
+
+    return init
+
+
+def test_a_dry_run_is_held_against_the_cluster_of_this_host_that_training_would_join(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
+    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
+    assert {line.partition(":")[0] for line in explain(TWO_NODES)} == {"10.0.0.1", "10.0.0.2"}
+    assert joined == ["auto"]
+    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts[:1])
+    with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
+        explain(TWO_NODES)
+
+
+def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.init", failing(RuntimeError("Version mismatch: The cluster was started with Ray: 2.1.0")))
+    words = r"(?s)10\.0\.0\.1:6379 can't be joined: Version mismatch.*Ray: 2\.1\.0\nEvery host"
+    with pytest.raises(ConfigError, match=words):
+        explain(TWO_NODES)
+    (check,) = examine_nodes(TWO_NODES)
+    assert (check.what, check.state) == ("Ray", "broken")
+    assert "Version mismatch" in check.found
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("gsm8k_single_gpu", ["this host: buffer, rollout/0, learner/0: 2 CPUs"]),
+        ("gsm8k_two_node", [
+            "host 1: buffer, learner/0..7: 8 CPUs, 8 GPUs (8 learner ranks x 1)",
+            "host 2: rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)",
+            "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+        ]),
+    ],
+)
+def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
+    name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 0.0)
+    monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
+    assert main(["train", str(ROOT / "configs" / f"{name}.yaml"), *stand_ins, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
+
+
+def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one_gpu(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 1.0)
+    model, folder = stand_ins[0], stand_ins[-1]
+    text = dry_run(load_config(ROOT / "configs" / "sweep_gpu.yaml", [model, folder]))
+    assert "this host: buffer, rollout/0, learner/0: 2 CPUs, 1 GPU (1 learner rank x 0.5 + 1 server x 0.5)" in text
+
+
+def test_gpus_asked_for_in_numbers_are_refused_on_a_host_without(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 1.0)
+    asked = load_config(
+        ROOT / "configs" / "gsm8k_single_gpu.yaml",
+        [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],
+    )
+    with pytest.raises(ConfigError, match=r"2 GPUs wanted, 1 there\n.*1 learner rank x 1 \+ 1 server x 1"):
+        dry_run(asked)

@@ -1,0 +1,178 @@
+"""What the user named is opened before any process starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl import pipeline
+from async_rl.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    EvalConfig,
+    KlConfig,
+    LoggingConfig,
+    ModelConfig,
+    NetworkConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+)
+from async_rl.config.loading import load_config
+from async_rl.driver.preflight import check_inputs
+from async_rl.errors import ConfigError
+from async_rl.pipeline import dry_run, run
+from tests.tiny_folder import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("inputs") / "model"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return ModelConfig(path=str(folder))
+
+
+def config_of(model: ModelConfig, task: TaskConfig, tmp_path: Path) -> Config:
+    return Config(model=model, task=task, run=RunConfig(dir=str(tmp_path / "runs")))
+
+
+def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"question": ["1 + 1?"], "answer": ["2"]}), tmp_path / "rows.parquet")
+    config = config_of(model, TaskConfig(path=str(tmp_path / "rows.parquet")), tmp_path)
+    with pytest.raises(ConfigError, match="question"):
+        run(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_that_does_not_exist_is_refused_with_its_neighbours(model: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean chain_sum"):
+        dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sumz"), tmp_path))
+
+
+def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        check_inputs(config_of(model, task, tmp_path))
+
+
+def test_a_chat_template_that_raises_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    shutil.copytree(model.path, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('only tools may speak') }}")
+    config = config_of(ModelConfig(path=str(tmp_path / "model")), TaskConfig(name="reasoning_gym/gcd"), tmp_path)
+    with pytest.raises(ConfigError, match=r"gcd with the roles user: TemplateError: only tools may speak\. Change"):
+        check_inputs(dataclasses.replace(config, eval=EvalConfig(size=0)))
+
+
+def test_a_held_out_set_larger_than_a_task_can_give_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum", params=params), tmp_path)
+    with pytest.raises(ConfigError, match=r"only 200 different questions.*eval\.size = 256"):
+        dry_run(config)
+    check_inputs(dataclasses.replace(config, eval=EvalConfig(size=50)))
+
+
+def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_are(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    elsewhere = dataclasses.replace(config, network=NetworkConfig(host="203.0.113.9", insecure=True))
+    with pytest.raises(ConfigError, match=r"network\.host must be an address of this host, got 203\.0\.113\.9; .*lo"):
+        check_inputs(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "message"),
+    [
+        (0, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, gloo or disk on a host without GPUs"),
+        (1, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, cuda_ipc or disk on a host with one"),
+        (2, ["weight_sync.transport=cuda_ipc"], "weight_sync.transport must be auto, nccl or disk where learner and"),
+        (0, ["model.attn_implementation=flash_attention_2"], "model.attn_implementation must be sdpa, eager or flex"),
+        (0, ["placement.rollout.tp=2"], "placement.rollout.tp must be 1 on a host with 0 GPUs, fewer than learner"),
+        (2, ["placement.rollout.tp=2"], "placement.rollout.tp must be 1 on a host with 2 GPUs, fewer than learner"),
+        (0, ["placement.learner.gpus_per_node=1"], "placement does not fit: 2 GPUs wanted, 0 there"),
+        (0, ["network.keys=none"], "network.keys must be a folder with keys, got none: there is no such folder"),
+        (0, ["placement.pin_cpus=true", "placement.rollout.servers=8"], "false on a host with 2 cores for 9 processes"),
+    ],
+)
+def test_what_this_host_lacks_is_refused_unless_the_run_may_land_on_another(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: float(gpus))
+    monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: float(gpus))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    names = [f"model.path={model.path}", "task.name=reasoning_gym/chain_sum", f"run.dir={tmp_path / 'runs'}"]
+    check_inputs(load_config(None, names))
+    config = load_config(None, [*names, *overrides])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(config)
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_inputs(config)
+
+
+def test_a_host_with_gpus_enough_takes_what_needs_them(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 3.0)
+    monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: 3.0)
+    check_inputs(load_config(None, [
+        f"model.path={model.path}", "task.name=reasoning_gym/chain_sum", "placement.rollout.tp=2",
+        "weight_sync.transport=nccl", "model.attn_implementation=flash_attention_2",
+    ]))
+
+
+def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConfig, tmp_path: Path) -> None:
+    text = dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path))
+    derived = dict(re.findall(r"^# (.*?)  +(\S+)$", text, re.MULTILINE))
+    assert derived["rollouts per step"] == "128"  # 16 prompts * 8 answers
+    assert derived["rollouts at the engines, at most"] == "128"  # staleness 0: no more than a step's
+    assert derived["longest sequence, tokens"] == "356"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_narrowed_sampling_distribution_is_told_once_at_the_console_and_by_a_dry_run(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: Config) -> None:
+        raise ConfigError("no further")
+
+    monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "reserve", refuse)
+    config = config_of(model, TaskConfig(name="reasoning_gym/gcd"), tmp_path)
+    for top_p, times in ((0.9, 1), (1.0, 0)):
+        narrowed = dataclasses.replace(
+            config, rollout=RolloutConfig(top_p=top_p), logging=LoggingConfig(wandb="disabled")
+        )
+        assert dry_run(narrowed).count("importance ratios are biased") == times
+        with pytest.raises(ConfigError, match="no further"):
+            run(narrowed)
+        assert capsys.readouterr().out.count("caution: rollout.top_p = 0.9 samples from a narrowed") == times
+    assert not list((tmp_path / "runs").iterdir())  # nothing began: no run directory is left
+
+
+def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_key(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(
+        config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path),
+        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss")),
+    )
+    reference = ReferenceConfig(path=model.path)
+    check_inputs(dataclasses.replace(config, critic=CriticConfig(path=model.path), reference=reference))
+    with pytest.raises(ConfigError, match=r"reference.path .*nowhere is not a folder"):
+        check_inputs(dataclasses.replace(config, reference=ReferenceConfig(path=str(tmp_path / "nowhere"))))
+    with pytest.raises(ConfigError, match="must describe a model ForSequenceClassification, got Qwen2ForCausalLM"):
+        check_inputs(dataclasses.replace(config, reward_model=RewardModelConfig(path=model.path)))

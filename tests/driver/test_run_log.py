@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import gc
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LearnerPlacement,
+    LoggingConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutPlacement,
+    RunConfig,
+    TaskConfig,
+)
+from async_rl.driver.run_log import RunLog
+from async_rl.storage.checkpoints import Cut, checkpoint_folder, list_checkpoints, write_cut
+from async_rl.telemetry.metrics import Metric, Report, read_metrics
+from async_rl.telemetry.timeline import Sample, Span, State, Usage
+
+
+def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", **sections: Any) -> RunLog:
+    return RunLog(
+        Config(
+            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            run=RunConfig(name="r", dir=str(tmp_path), resume=resume), logging=LoggingConfig(wandb="disabled"),
+            placement=PlacementConfig(learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers)),
+            **sections,
+        )
+    )
+
+
+def learner_step(step: int, start_s: float, end_s: float) -> Report:
+    span = Span("learner/0", "busy", start_s, end_s)
+    return Report(step=step, metrics=(Metric("reward/mean", float(step)),), spans=(span,))
+
+
+def lines(tmp_path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_logged_once_the_rollout_pool_has_reported_beyond_its_end(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("learner/0", learner_step(1, 0.0, 10.0))
+    log.add("learner/0", learner_step(2, 10.0, 20.0))
+    log.add("rollout/0", Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 15.0),)))
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    assert log.has_open_steps
+    log.add("rollout/0", Report(step=2, spans=(Span("rollout/0", "wait_weights", 15.0, 25.0),)))
+    assert not log.has_open_steps
+    second = lines(tmp_path)[1]
+    assert second["utilisation/learner"] == 1.0
+    assert second["utilisation/rollout"] == 0.5  # busy for 5 of the 10 seconds
+    log.close()
+
+
+def test_steps_that_were_open_at_a_crash_are_in_the_metrics_file(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("learner/0", learner_step(1, 0.0, 10.0))
+    log.close()
+    assert [(line["step"], line["reward/mean"]) for line in lines(tmp_path)] == [(1, 1.0)]
+    assert (tmp_path / "r" / "timeline.json").exists()
+
+
+def test_what_a_push_after_the_last_step_took_has_a_line_of_its_own(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("learner/0", learner_step(1, 0.0, 10.0))
+    pushed = (Metric("push/bytes", 7.0, "sum"),)
+    log.add("learner/0", Report(step=1, metrics=pushed, note="the task is solved"))
+    log.close()
+    (record,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert (record["reward/mean"], record["late/push/bytes"]) == (1.0, 7.0)
+    assert log.summary({})["steps"] == 1
+
+
+class MadeRun:
+    """Reports as a run of `servers` rollout servers and `ranks` learner ranks sends them, with all their spans and
+    samples kept, to compare with.
+    """
+
+    def __init__(self, log: RunLog, servers: int, ranks: int, step_s: int) -> None:
+        self._log = log
+        self._servers = [f"rollout/{i}" for i in range(servers)]
+        self._ranks = [f"learner/{rank}" for rank in range(ranks)]
+        self._step_s = step_s
+        self.version = 0
+        self.spans: list[Span] = []
+        self.samples: list[Sample] = []
+
+    def step(self) -> None:
+        """The servers are busy but for the last fifth, and each tells twice a second; the ranks once."""
+        start_s = 100.0 + self.version * self._step_s
+        self.version += 1
+        for half in range(2 * self._step_s):
+            at_s = start_s + half / 2
+            state: State = "busy" if half < 1.6 * self._step_s else "wait_weights"
+            for name in self._servers:
+                self._tell(
+                    name, [Span(name, state, at_s, at_s + 0.5)], [Sample(name, "occupancy", at_s + 0.4, half % 7 / 7)]
+                )
+        end_s = start_s + self._step_s - 0.25
+        for rank, name in enumerate(self._ranks):
+            held_s = start_s - rank / 64  # it tells now what it did at the end of the last step
+            spans = [Span(name, "wait_data", held_s, start_s + 2), Span(name, "busy", start_s + 2, end_s - rank / 64)]
+            self._tell(name, spans, [Sample(name, "gpu", start_s + i / 2, 0.75) for i in range(2 * self._step_s)])
+        for name in self._servers:
+            self._tell(name, [Span(name, "wait_weights", start_s + self._step_s, start_s + self._step_s)], [])
+
+    def _tell(self, process: str, spans: list[Span], samples: list[Sample]) -> None:
+        metrics = (Metric("staleness/mean", 1.0),) if process == "learner/0" else ()
+        self._log.add(
+            process, Report(step=self.version, metrics=metrics, spans=tuple(spans), samples=tuple(samples))
+        )
+        self.spans += spans
+        self.samples += samples
+
+
+def num_kept(log: RunLog) -> int:
+    """Objects that the log leads to, whatever it keeps them in."""
+    found: dict[int, object] = {}
+    new: list[object] = [vars(log)]
+    while new:
+        found |= {id(each): each for each in new}
+        new = [
+            each for each in gc.get_referents(*new)
+            if id(each) not in found and isinstance(each, dict | list | tuple | float | Span | Sample | Metric | Report)
+        ]
+    return len(found)
+
+
+def test_what_the_log_keeps_in_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    log = make_log(tmp_path, servers=3, ranks=2)
+    run = MadeRun(log, servers=3, ranks=2, step_s=10)
+    kept = []
+    for _ in range(60):
+        run.step()
+        kept.append(num_kept(log))
+    log.close()
+    assert kept[-1] <= kept[9] + 2 * 50  # the time each step ended, and its version
+    assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 60
+
+
+def test_a_resume_keeps_the_best_checkpoints_though_it_reads_their_values_one_by_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    kept = (20, 30, 50, 60)
+    for version in kept:
+        checkpoint_folder(run_dir, version).mkdir(parents=True)
+        cut = Cut(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        write_cut(checkpoint_folder(run_dir, version), cut)
+    values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
+    records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(records))
+    make_log(
+        tmp_path, resume=str(checkpoint_folder(run_dir, 60)), eval=EvalConfig(every_steps=10),
+        checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2),
+    ).close()
+    assert tuple(list_checkpoints(run_dir)) == kept
+
+
+def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    for half in range(200):
+        span = Span("rollout/0", "wait_weights", half / 2, half / 2 + 0.5)
+        log.add("rollout/0", Report(step=1, spans=(span,)))
+    log.close()
+    events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
+    assert [event["dur"] for event in events if event["ph"] == "X"] == [100e6]
+
+
+def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: Path) -> None:
+    log = make_log(tmp_path, servers=3, ranks=2)
+    run = MadeRun(log, servers=3, ranks=2, step_s=10)
+    for _ in range(12):
+        run.step()
+    summary = log.summary({})
+    log.close()
+    whole = Usage().add(run.spans, run.samples, *log.window())
+    assert summary["pools"] == whole.shares()
+    assert whole.metrics().keys() <= summary.keys()
+    assert {key: summary[key] for key in whole.metrics()} == pytest.approx(whole.metrics())
+    assert summary["staleness_mean"] == 1.0
+    events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
+    for pool in whole.shares():
+        (pid,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == pool)
+        slices = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == pid)
+        covered_s = sum(end - start for start, end in slices) / 1e6
+        assert covered_s == pytest.approx(sum(s.end_s - s.start_s for s in run.spans if s.pool == pool))
+        assert all(before[1] <= after[0] for before, after in pairwise(slices))
+
+
+def test_a_step_has_the_samples_of_every_pool_however_many_come_in_one_report(tmp_path: Path) -> None:
+    log = make_log(tmp_path, servers=16, ranks=8)
+    run = MadeRun(log, servers=16, ranks=8, step_s=60)
+    for _ in range(3):
+        run.step()
+    log.close()
+    ends_s = log.step_ends_s
+    for line, (start_s, end_s) in zip(lines(tmp_path)[1:], pairwise(ends_s), strict=True):
+        expected = Usage().add(run.spans, run.samples, start_s, end_s).metrics()
+        assert (line["occupancy/rollout"], line["gpu/learner"]) == pytest.approx(
+            (expected["occupancy/rollout"], expected["gpu/learner"])
+        )
+
+
+def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> None:
+    log = make_log(tmp_path, ranks=2)
+    beyond = Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 30.0),))
+    log.add("rollout/0", beyond)
+    for step, start_s in ((1, 0.0), (2, 10.0)):
+        log.add("learner/0", learner_step(step, start_s, start_s + 10.0))
+        assert log.has_open_steps
+        log.add("learner/1", Report(step=step, spans=(Span("learner/1", "busy", start_s, start_s + 10.0),)))
+        assert not log.has_open_steps
+    assert lines(tmp_path)[1]["utilisation/learner"] == 1.0
+    log.close()
+
+
+def test_a_clock_that_is_set_back_between_two_steps_leaves_a_gap_in_the_metrics_and_ends_no_run(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("rollout/0", Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 50.0),)))
+    for step, end_s in ((1, 10.0), (2, 4.0), (3, 14.0)):
+        log.add("learner/0", learner_step(step, end_s - 2.0, end_s))
+    log.close()
+    assert ["utilisation/learner" in line for line in lines(tmp_path)] == [False, False, True]

@@ -1,0 +1,226 @@
+"""The driver's watch, over real Ray actors that only pretend to work: deaths, silence, evaluations."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from async_rl.config import Limit, TimeoutsConfig
+from async_rl.driver import supervisor as supervision
+from async_rl.driver import watchdog as watch
+from async_rl.driver.supervisor import Supervisor
+from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.pipeline import _close_buffer, _evaluate_trained
+from async_rl.telemetry.status import Status, format_status, write_status
+from tests.driver.fake_actors import Buffer, Rollout, Watched, ends_when, stop
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervision, "RolloutProcess", Rollout)
+    for module in (supervision, watch):
+        monkeypatch.setattr(module, "WATCH_INTERVAL_S", 0.2)
+    runs: list[Watched] = []
+
+    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> Watched:
+        runs.append(Watched(tmp_path, servers, ranks, TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)))
+        return runs[0]
+
+    yield start
+    for run in runs:
+        run.processes.stop(1.0)
+        run.log.close()
+
+
+def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(watched: Any) -> None:
+    run = watched(ranks=2)
+    run.tell("learner-1-dies", "learner-0-fails")
+    with pytest.raises(ProcessDiedError) as caught:
+        run.train()
+    text = str(caught.value)
+    assert text.startswith("learner/1 on 10.0.0.9 died")
+    assert "last words of learner-1" in text
+
+
+@pytest.mark.nightly
+def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(watched: Any) -> None:
+    run = watched(silent_s=3)
+    stop(run.processes.actors["learner/0"])
+    with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 has given no sign of life for 3 s") as caught:
+        run.train()
+    assert "timeouts.silent_s" in str(caught.value)
+    assert "last words of learner-0" in str(caught.value)
+
+
+@pytest.mark.parametrize(("silent_s", "wire_s", "told"), [
+    (2, 60, r"2 s \(timeouts\.silent_s\)"), (60, 6, r"2 s \(a third of timeouts\.wire_s: its clients give up"),
+])
+def test_a_silent_buffer_is_killed_and_another_takes_its_place(
+    watched: Any, silent_s: float, wire_s: float, told: str
+) -> None:
+    run = watched(silent_s=silent_s, wire_s=wire_s)
+    deaths: list[ProcessKilledError] = []
+
+    def revive(death: ProcessKilledError) -> None:
+        deaths.append(death)
+        ray.get(run.processes.start("buffer", Buffer, run.config, max_concurrency=4).status.remote(), timeout=60)
+        run.tell("learner-0-ends")
+
+    run.tell("rollout-0-answers")
+    pid = stop(run.processes.actors["buffer"])
+    run.train(revive)
+    assert len(deaths) == 1
+    assert re.match(rf"buffer on 10\.0\.0\.9 has given no sign of life for {told}", str(deaths[0]))
+    deadline_s = time.monotonic() + 10  # Ray's grace: 5 s
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_silent_buffer_that_none_can_replace_ends_the_run(watched: Any) -> None:
+    run = watched(silent_s=2)
+    stop(run.processes.actors["buffer"])
+    with pytest.raises(ProcessKilledError, match=r"buffer on 10\.0\.0\.9 has given no sign of life for 2 s"):
+        run.train()
+
+
+def test_a_process_that_outstays_its_own_limit_is_named_with_whom_it_waits_on(watched: Any) -> None:
+    run = watched()
+    run.tell("learner-0-is overdue")
+    words = r"learner/0 on 10\.0\.0\.9 waits for a batch and has waited 19\d\d s on buffer; 1800 s are its limit"
+    with pytest.raises(WaitTimeoutError, match=words) as caught:
+        run.train()
+    assert "last words of learner-0" in str(caught.value)
+
+
+def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched: Any) -> None:
+    run = watched(servers=2, silent_s=6)  # the one that takes its place must be up by then
+    run.tell("rollout-1-answers")
+    run.tell("rollout-0-hangs when asked")
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    supervisor = run.train()
+    thread.join(5)
+    assert any("rollout/0 is lost, and started again: rollout/0 on 10.0.0.9 has given no sign" in n for n in run.notes)
+    assert any("rollout/0: 3 running groups go to others" in note for note in run.notes)
+    assert (run.folder / "rollout-1-evaluates").exists()
+    assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]
+
+    supervisor.watch.write_status("running")
+    line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
+    assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
+    assert line.split()[-2:] == ["1800", "s"]
+
+
+def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -> None:
+    run = watched()
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    back = "rollout/0 is back, with the weights of version 5"
+    thread = ends_when(run, lambda: back in run.notes and run.log.version > 10)  # and hears of the old one after that
+    run.train()
+    thread.join(5)
+    lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
+    assert len(lost) == run.notes.count(back) == 1
+
+
+def test_a_learner_that_every_server_waits_on_for_weights_still_says_what_it_does(watched: Any) -> None:
+    run = watched(servers=9)
+    learner = run.processes.actors["learner/0"]
+    run.tell("learner-0-has no weights to give")
+    joining = [learner.join_server.remote(f"rollout/{index}", "http://new") for index in range(9)]
+    assert ray.wait(joining, num_returns=1, timeout=1)[0] == []
+    assert ray.get(learner.status.remote(), timeout=10).doing == "waits for a batch"
+    (run.folder / "learner-0-has no weights to give").unlink()
+    assert ray.get(joining, timeout=10) == [5] * 9
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
+    run = watched()
+    run.tell("rollout-0-dies", "learner-0-hangs")
+    with pytest.raises(ProcessKilledError, match=r"It died 2 times since the last step \(placement\.rollout\.max_"):
+        run.train()
+    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
+
+
+def test_the_buffer_forgets_a_dead_server_again_before_the_next_of_that_name_asks_for_prompts(watched: Any) -> None:
+    run = watched()  # a request of the dead one may have been on its way
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    run.train()
+    thread.join(5)
+    events = (run.folder / "events").read_text().splitlines()
+    assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+
+
+def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_how_to(watched: Any) -> None:
+    run = watched(servers=2, eval_s=3)
+    run.tell("rollout-1-answers", "learner-0-ends")
+    servers = run.train().end_restarts()
+    assert servers == ["rollout/0", "rollout/1"]
+    ray.kill(run.processes.actors["rollout/0"])
+    _evaluate_trained(run.config, run.processes, run.log, servers)
+    assert re.fullmatch(r"rollout/0 did not evaluate version \d+: rollout/0 on 10\.0\.0\.9 died .*", run.notes[-2])
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(run.log.version, 0.5)]
+
+    run.tell("rollout-1-hangs when asked")
+    _evaluate_trained(run.config, run.processes, run.log, ["rollout/1"])
+    assert "rollout/1 did not evaluate version" in run.notes[-2] and "waited 3 s" in run.notes[-2]
+    assert run.notes[-1].endswith(f"is not evaluated: run `async-rl eval {run.config.run_dir / 'model'}`")
+    assert run.processes.actors.keys() == {"buffer", "learner/0"}
+    assert run.log.summary({})["accuracy_end"] == 0.5
+    run.log.version += 1
+    assert run.log.summary({})["accuracy_end"] is None, "it would be that of an earlier version"
+
+
+def test_a_server_that_died_after_training_costs_no_summary(watched: Any) -> None:
+    run = watched(servers=2)
+    run.tell("learner-0-ends")
+    run.train()
+    ray.kill(run.processes.actors["rollout/1"])
+    counters = _close_buffer(run.config, run.processes, run.log, lambda death: pytest.fail(str(death)))
+    assert counters == {"buffer/unaccounted": 0}
+    assert run.notes[-1].startswith("rollout/1 did not end by itself: rollout/1 on 10.0.0.9 died")
+
+
+def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched(servers=2)
+    monkeypatch.setattr("async_rl.driver.actor_group.STATUS_INTERVAL_S", 0.1)
+    of_one: list[str] = []
+
+    def note(folder: Path, statuses: Sequence[Status], text: str) -> None:
+        write_status(folder, statuses, text)
+        words = format_status(folder).splitlines()[2].split()
+        if "rollout/1" in words and "rollout/0," not in words:  # which has answered
+            of_one.append(" ".join([words[0], *words[2:]]))
+            run.tell("rollout-1-answers")
+
+    monkeypatch.setattr("async_rl.driver.actor_group.write_status", note)
+    run.tell("rollout-0-answers")
+    servers = {name: actor for name, actor in run.processes.actors.items() if name.startswith("rollout")}
+    calls = {name: actor.evaluate.remote(7, beside_training=False) for name, actor in servers.items()}
+    limit = Limit(60.0, "timeouts.generate_s")
+    assert set(run.processes.gather(calls, limit, "the evaluation of version 7")) == set(calls)
+    assert re.fullmatch(r"driver waits for the evaluation of version 7 rollout/1 \d+ s 60 s", of_one[0])
+    asked = run.processes.actors["buffer"].serve.remote()
+    with pytest.raises(WaitTimeoutError, match=r"the driver waited 0 s \(timeouts\.shutdown_s\) for the end of buffer"):
+        run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
+
+
+def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched: Any) -> None:
+    run = watched()
+    (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
+    supervisor = Supervisor(run.config, run.processes, run.log)
+    with pytest.raises(OSError, match="No space left"):
+        supervisor.watch.write_status("running")
+    supervisor.give_up(OSError(28, "No space left on device"))

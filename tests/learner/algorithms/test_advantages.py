@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.algorithms.advantages import (
+    dr_grpo,
+    gae,
+    grpo,
+    maxrl,
+    remax,
+    returns_to_go,
+    rloo,
+    vtrace,
+    vtrace_reach,
+    whiten,
+)
+
+REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
+
+
+def double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got: Tensor, expected: Any, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, double(expected), atol=atol, rtol=0)
+
+
+def test_advantages_within_a_group_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["group_advantage"]:
+        rewards = double(case["rewards"])
+        close(grpo(rewards), case["grpo_std_ddof1_eps1e-6"])
+        close(grpo(rewards, ddof=0), case["grpo_std_ddof0_eps1e-6"])
+        close(grpo(rewards, eps=1e-4), case["grpo_std_ddof1_eps1e-4"])
+        close(dr_grpo(rewards), case["dr_grpo"])
+        close(rloo(rewards), case["rloo"])
+        close(dr_grpo(rewards) * len(rewards) / (len(rewards) - 1), case["rloo_eq_scaled"])
+        close(maxrl(rewards), case["maxrl_mean_normalised"])
+
+
+def test_remax_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["remax"]:
+        close(remax(double([case["reward"]]), case["greedy_reward"]), [case["adv"]])
+
+
+def test_reinforce_pp_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["reinforce_pp"]:
+        mask = double(case["mask"]).bool()
+        last = double([[0, 0, 1], [0, 1, 0], [0, 1, 0]])
+        returns = returns_to_go(double(case["returns"])[:, :1] * last, mask, case["gamma"])
+        close(returns, case["returns"])
+        close(whiten(returns, mask, ddof=0), case["adv_population_var"])
+        close(whiten(returns, mask, ddof=1), case["adv_unbiased_var"])
+
+
+def test_reinforce_pp_with_baseline_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["reinforce_pp_baseline"]:
+        centred = torch.cat([dr_grpo(double(group)) for group in case["groups"]])
+        # The vector adds its 1e-8 to the deviation, `whiten` to the variance.
+        close(whiten(centred, torch.ones_like(centred).bool(), ddof=0), case["adv"], atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, maxrl])
+def test_a_group_of_equal_rewards_has_no_advantage(estimator: Any) -> None:
+    assert estimator(torch.tensor([0.5, 0.5, 0.5])).tolist() == [0.0, 0.0, 0.0]
+    assert estimator(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+@given(REWARDS)
+def test_group_advantages_add_up_to_zero_and_keep_the_order_of_rewards(rewards: list[float]) -> None:
+    x = double(rewards)
+    for estimator in (grpo, dr_grpo, rloo):
+        advantages = estimator(x)
+        assert abs(float(advantages.sum())) < 1e-6
+        assert torch.equal(x[advantages.argsort()].sort().values, x.sort().values)
+        assert float(((x[:, None] - x) * (advantages[:, None] - advantages)).min()) >= 0
+
+
+def test_rloo_is_the_reward_less_the_mean_of_the_others() -> None:
+    x = double([0.3, 1.0, -0.5, 0.2])
+    others = [float(x[torch.arange(4) != i].mean()) for i in range(4)]
+    close(rloo(x), (x - double(others)).tolist())
+
+
+def test_gae_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["gae"]:
+        rewards, values = double([case["rewards"]]), double([case["values"]])
+        mask = torch.ones_like(values, dtype=torch.bool)
+        advantages, returns = gae(rewards, values, mask, case["gamma"], case["lam"], case["bootstrap"])
+        close(advantages[0], case["advantages"])
+        close(returns[0], case["returns"])
+
+
+def test_vtrace_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for case in vectors["vtrace"]:
+        log_ratios = double([case["logp"]]) - double([case["behav_logp"]])
+        close(log_ratios.exp()[0], case["rho"])
+        values = double([case["values"]])
+        advantages, targets = vtrace(
+            double([case["rewards"]]), values, log_ratios, torch.ones_like(values).bool(), case["gamma"], case["lam"],
+            case["rho_bar"], case["c_bar"], case["bootstrap"],
+        )  # fmt: skip
+        close(targets[0], case["vs"])
+        close((targets - values)[0], case["vs_minus_v"])
+        close(advantages[0], case["pg_advantage_clip_rho_bar"])
+
+
+def random_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rewards, values, log ratios, mask; [1, 8] each."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(1, 8, generator=generator) < 0.6
+    values, rewards, log_ratios = (torch.randn(1, 8, generator=generator) for _ in range(3))
+    return rewards * mask, values, log_ratios, mask
+
+
+@given(st.integers(0, 2**16), st.floats(0.5, 1), st.floats(0, 1))
+def test_tokens_that_are_not_trained_leave_the_others_advantages_as_if_they_were_not_there(
+    seed: int, gamma: float, lam: float
+) -> None:
+    rewards, values, log_ratios, mask = random_rows(seed)
+    kept = mask[0]
+    assume(kept.any())
+    alone = mask[:, kept]
+    pairs = [
+        (gae(rewards, values, mask, gamma, lam), gae(rewards[:, kept], values[:, kept], alone, gamma, lam)),
+        (
+            vtrace(rewards, values, log_ratios, mask, gamma, lam),
+            vtrace(rewards[:, kept], values[:, kept], log_ratios[:, kept], alone, gamma, lam),
+        ),
+    ]
+    for whole, parts in pairs:
+        assert not whole[0][:, ~kept].any()
+        torch.testing.assert_close(whole[0][:, kept], parts[0])
+        torch.testing.assert_close(whole[1][:, kept], parts[1])
+
+
+@given(st.integers(0, 2**16), st.floats(0.5, 1))
+def test_vtrace_on_the_policys_own_data_is_gae_with_lambda_one(seed: int, gamma: float) -> None:
+    rewards, values, _, mask = random_rows(seed)
+    own = vtrace(rewards, values, torch.zeros_like(values), mask, gamma, 1.0)
+    for got, expected in zip(own, gae(rewards, values, mask, gamma, 1.0), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_the_reach_of_vtrace_is_what_the_first_token_gets_of_a_final_reward() -> None:
+    log_ratios = torch.full((1, 51), -0.01, dtype=torch.float64)
+    values, rewards = torch.zeros_like(log_ratios), torch.zeros_like(log_ratios)
+    rewards[0, -1] = 1.0
+    _, targets = vtrace(rewards, values, log_ratios, torch.ones_like(values).bool(), 1.0, 1.0)
+    assert float(targets[0, 0]) == pytest.approx(vtrace_reach(-0.01, 51))
+    assert vtrace_reach(-0.01, 200) < 0.5 < vtrace_reach(-0.01, 50)
+
+
+def test_lambda_one_and_gamma_one_give_the_return_minus_the_value() -> None:
+    values = torch.tensor([[0.3, -0.2, 0.9]])
+    rewards = torch.tensor([[0.0, 0.5, 1.0]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 1.0, 1.0)
+    torch.testing.assert_close(returns, torch.tensor([[1.5, 1.5, 1.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[1.2, 1.7, 0.1]]))

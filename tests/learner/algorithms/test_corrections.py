@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from async_rl.config import CorrectionKind, MasksConfig
+from learner.algorithms.corrections import (
+    dropped_tokens,
+    importance_weights,
+    interpolated_proximal,
+    log_ratios,
+    m2po_limit,
+)
+from learner.algorithms.losses import ppo_clip_loss
+from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
+
+LOGPROB = st.floats(-30, 0, width=32)
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def close(got: Tensor, expected: Any) -> None:
+    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+
+
+class Case:
+    """Rows of log ratios as the tokens of answers, all of one advantage."""
+
+    def __init__(self, log_ratio: list[list[float]], mask: list[list[float]] | None = None, adv: float = 1.0) -> None:
+        self.rows = tensor(log_ratio)
+        self.trained = torch.ones_like(self.rows).bool() if mask is None else tensor(mask).bool()
+        self.log_rho = (self.rows * self.trained).flatten()
+        self.count = len(log_ratio)
+        self.answers = torch.arange(self.count).repeat_interleave(self.rows.shape[1])
+        self.advantages = torch.full_like(self.log_rho, adv)
+
+    def weights(self, kind: CorrectionKind) -> Tensor:
+        """[rows, T], 0 where not trained."""
+        flat = importance_weights(
+            kind, self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count
+        )
+        return flat.reshape(self.rows.shape) * self.trained
+
+    def dropped(self, limit: float = math.inf, **masks: Any) -> list[list[bool]]:
+        flat = dropped_tokens(
+            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count, limit
+        )
+        return flat.reshape(self.rows.shape).tolist()
+
+
+def test_weights_and_masks_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["is_weights"]:
+        case = Case(vector["log_ratio"], vector["mask"])
+        cap, bounds = vector["cap"], tuple(vector["bounds"])
+        kept = ~torch.tensor(case.dropped(token=bounds))
+        tis = case.weights("token_tis").clamp(max=cap)
+        close(case.weights("token_tis"), vector["rho"])
+        close(tis, vector["token_tis"])
+        close(case.weights("token_tis") * kept, vector["icepop"])
+        close(case.weights("sequence_tis")[:, 0], vector["seq_ratio"])
+        close(case.weights("sequence_tis")[:, 0].clamp(max=cap), vector["seq_tis"])
+        close(case.weights("geometric_tis")[:, 0], vector["geo_ratio"])
+        keeps = [not row[0] for row in case.dropped(sequence=bounds)]
+        assert keeps == vector["seq_mis_keep"]
+        assert float((~kept & case.trained).sum() / case.trained.sum()) == pytest.approx(vector["icepop_masked_frac"])
+
+
+def test_decoupled_losses_with_their_weights_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    modes = set()
+    for vector in vectors["decoupled_ppo_tis"]:
+        modes.add(vector["mode"])
+        proximal, behaviour = tensor(vector["prox_logp"]), tensor(vector["behav_logp"])
+        case = Case([log_ratios(proximal, behaviour, torch.ones_like(proximal).bool()).tolist()])
+        close(case.weights("token_tis")[0], vector["rho"])
+        threshold = vector["threshold"]
+        if vector["mode"] == "truncate":
+            weights = case.weights("token_tis")[0].clamp(max=threshold)
+        else:
+            bounds = (0.0, threshold) if vector["mode"] == "mask_upper" else tuple(threshold)
+            weights = case.weights("token_tis")[0] * ~torch.tensor(case.dropped(token=bounds)[0])
+        close(weights, vector["weight"])
+        logprobs = tensor(vector["logp"])
+        close((logprobs - proximal).exp(), vector["ratio"])
+        loss, _ = ppo_clip_loss(logprobs, proximal, tensor(vector["adv"]), vector["eps"], vector["eps"], 0.0)
+        close(weights * loss, vector["token_loss"])
+        close((weights * loss).sum() / len(loss), vector["loss_mean_original_denominator"])
+    assert modes == {"truncate", "mask_upper", "icepop"}
+
+
+def test_m2po_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["m2po_mask"]:
+        case = Case([vector["log_ratio"]])
+        limit = m2po_limit(case.log_rho.square(), vector["tau"])
+        dropped = case.dropped(limit)[0]
+        assert [float(not d) for d in dropped] == vector["keep"]
+        assert sum(dropped) == vector["masked"]
+        assert float(case.log_rho.square().mean()) == pytest.approx(vector["m2"], rel=1e-5)
+
+
+def test_m2po_of_no_tokens_keeps_none_and_raises_nothing() -> None:
+    assert m2po_limit(torch.zeros(0), 0.04) == 0.0
+
+
+def test_opsm_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["opsm_keep"]:
+        log_rho = (tensor(vector["logp"]) - tensor(vector["behav_logp"])).tolist()
+        assert -sum(log_rho) / len(log_rho) == pytest.approx(vector["seq_kl"], abs=1e-6)
+        case = Case([log_rho], adv=vector["adv"])
+        assert case.dropped(opsm=vector["delta"])[0] == [not vector["keep"]] * len(log_rho)
+
+
+def test_topr_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["topr"]:
+        case = Case([vector["log_ratio"]], adv=vector["reward"])
+        close(case.weights("topr")[0], [vector["weight"]] * 2)
+        close(case.weights("sequence_tis")[0], [vector["seq_ratio"]] * 2)
+
+
+def test_interpolated_proximal_logprobs_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
+    for vector in vectors["a3po_prox"]:
+        staleness = vector["v_prox"] - vector["v_behav"]
+        assert vector["v_theta"] == vector["v_prox"] + 1
+        assert staleness / (staleness + 1) == vector["alpha"]
+        learner = tensor([vector["logp"]]).requires_grad_()
+        got = interpolated_proximal(learner, tensor([vector["behav_logp"]]), torch.tensor([staleness]))
+        close(got, [vector["prox_logp_loglinear"]])
+        assert not got.requires_grad
+        linear = 0.2 * math.exp(vector["behav_logp"]) + 0.8 * math.exp(vector["logp"])
+        assert math.log(linear) == pytest.approx(vector["prox_logp_linear"])
+
+
+def test_every_reference_vector_has_a_test(vectors: dict[str, Any]) -> None:
+    """The keys that the tests of this folder assert; a new one must get a test."""
+    asserted = {
+        "gae", "vtrace", "group_advantage", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo_clip", "cispo",
+        "gspo", "dppo_tv_keep", "value_clip_loss", "kl", "kl_expected_gradient", "decoupled_ppo_tis", "is_weights",
+        "m2po_mask", "opsm_keep", "topr", "a3po_prox",
+    }  # fmt: skip
+    assert vectors.keys() == asserted | {"meta"}
+
+
+def test_one_token_below_the_veto_drops_its_whole_answer_and_no_other() -> None:
+    case = Case([[0.0, -9.3, 0.1], [0.0, -9.1, 0.0]])
+    assert case.dropped(veto=1e-4) == [[True] * 3, [False] * 3]
+    case = Case([[0.0, -9.3, 0.1]], [[1, 0, 1]])
+    assert case.dropped(veto=1e-4) == [[False] * 3]
+
+
+def test_the_geometric_mask_looks_at_the_mean_of_an_answer() -> None:
+    case = Case([[0.3, -0.3, 0.0], [0.02, 0.02, 0.02]])
+    assert case.dropped(geometric=(0.99, 1.01)) == [[False] * 3, [True] * 3]
+
+
+def test_masks_add_up() -> None:
+    case = Case([[0.8, 0.0, 0.0], [0.0, 0.0, -9.9]])
+    assert case.dropped(token=(0.5, 2.0), veto=1e-4) == [[True, False, False], [True] * 3]
+
+
+def test_without_masks_nothing_is_dropped_not_even_what_is_not_a_number() -> None:
+    assert Case([[20.0, -90.0, 0.0]]).dropped() == [[False] * 3]
+    assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), m2po=0.1, veto=0.1) == [[False] * 3]
+
+
+@given(LOGPROB, LOGPROB)
+def test_log_ratios_are_detached_in_float32_and_zero_where_not_trained(proximal: float, behaviour: float) -> None:
+    prox = torch.tensor([proximal, math.nan], dtype=torch.float64, requires_grad=True)
+    got = log_ratios(prox, torch.tensor([behaviour, 0.0], dtype=torch.float64), torch.tensor([True, False]))
+    assert got.dtype == torch.float32 and not got.requires_grad
+    assert got.tolist() == [pytest.approx(proximal - behaviour, abs=1e-5), 0.0]
+    assert torch.isfinite(bounded_exp(100 * got)).all()
+
+
+def test_long_answers_do_not_overflow_sequence_weights() -> None:
+    weights = Case([[5.0] * 1000, [-5.0] * 1000]).weights("sequence_tis")
+    assert torch.isfinite(weights).all() and float(weights.min()) > 0
+
+
+def test_the_expected_truncated_weight_with_cap_one_is_one_minus_the_total_variation() -> None:
+    behaviour, proximal = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    weights = Case([(proximal / behaviour).log().tolist()]).weights("token_tis")[0].clamp(max=1.0)
+    assert abs(float((behaviour * weights).sum()) - (1 - 0.3)) < 1e-6
+
+
+def test_sums_and_means_stay_within_answers_and_leave_out_untrained_tokens() -> None:
+    values, trained = tensor([1.0, 2.0, 4.0, 7.0]), torch.tensor([True, True, True, False])
+    answers = torch.tensor([0, 0, 1, 2])
+    assert sum_by_answer(values, answers, 3).tolist() == [3.0, 4.0, 7.0]
+    assert mean_by_answer(values, trained, answers, 3).tolist() == [1.5, 4.0, 0.0]

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.types import Batch
+from learner.algorithms.diagnostics import (
+    BUCKETS,
+    Tally,
+    Totals,
+    batch_metrics,
+    explained_variance,
+    median_trained_tokens,
+    tally_critic,
+    tally_offpolicy,
+    tally_old_kv,
+    tally_policy,
+    token_metrics,
+)
+from tests.learner.tiny_batches import make_batch, make_group, make_rollout
+
+
+def offpolicy(
+    log_rho: torch.Tensor,
+    trained: torch.Tensor,
+    answers: torch.Tensor,
+    parts: list[slice],
+    cap: float = 2.0,
+    **other: torch.Tensor,
+) -> dict[str, float]:
+    """Metrics by key, of micro-batches that hold these parts of the tokens."""
+    behaviour = torch.full_like(log_rho, -2.0)
+    tally = Tally()
+    for part in parts:
+        rho = log_rho[part].exp()
+        tally_offpolicy(
+            tally,
+            behaviour[part] + log_rho[part],
+            behaviour[part],
+            trained[part],
+            other.get("comparable", torch.zeros_like(trained))[part],
+            other.get("staleness", torch.zeros_like(answers))[part],
+            answers[part] - answers[part].min(),
+            int(answers[part].max() - answers[part].min()) + 1,
+            rho.clamp(max=cap),
+            rho > cap,
+            other.get("dropped", torch.zeros_like(trained))[part],
+        )
+    return {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **tally.reduce()})}
+
+
+POLICY_SUMS = [
+    "policy_tokens", "entropy", "moved_k1", "moved_k3", "positive", "negative", "clipped_positive", "clipped_negative",
+]  # fmt: skip
+OFFPOLICY_SUMS = [
+    "tokens", "rho", "rho_squared", "weight", "weight_squared", "truncated", "dropped", "k1", "k3", "comparable",
+    "mismatch", "rho_max",
+]  # fmt: skip
+NO_POLICY: Totals = {name: np.zeros(BUCKETS) for name in POLICY_SUMS}
+NO_OFFPOLICY: Totals = {name: np.zeros(BUCKETS) for name in OFFPOLICY_SUMS}
+
+
+def test_importance_weight_diagnostics_match_the_reference_vectors(
+    vectors: dict[str, Any], one_rank: None
+) -> None:
+    for case in vectors["is_weights"]:
+        log_ratio, trained = torch.tensor(case["log_ratio"]), torch.tensor(case["mask"]).bool()
+        answers = torch.arange(len(log_ratio)).repeat_interleave(log_ratio.shape[1])
+        per_row = [slice(i * log_ratio.shape[1], (i + 1) * log_ratio.shape[1]) for i in range(len(log_ratio))]
+        for parts in (per_row, [slice(None)]):  # two micro-batches give what one does
+            got = offpolicy(log_ratio.flatten(), trained.flatten(), answers, parts, case["cap"])
+            expected = {
+                "offpolicy/is_weight_var": case["is_var_token"],
+                "offpolicy/is_weight_max": case["rho_max"],
+                "offpolicy/ess": case["ess_token_raw_over_n"],
+                "offpolicy/ess_truncated": case["ess_token_tis_over_n"],
+                "offpolicy/ess_sequence": case["ess_seq_raw_over_n"],
+                "offpolicy/chi2": case["chi2_token"],
+                "offpolicy/chi2_sequence": case["chi2_seq"],
+                "offpolicy/truncated_fraction": case["truncated_frac"],
+                "offpolicy/kl_behaviour_proximal": case["kl_behav_cur_k1"],
+                "offpolicy/kl_behaviour_proximal_k3": case["kl_behav_cur_k3"],
+            }
+            assert {key: got[key] for key in expected} == pytest.approx(expected, abs=2e-6)
+            assert "mismatch/mean_abs" not in got
+
+
+def test_statistics_by_staleness_are_of_the_tokens_of_that_staleness_and_the_last_holds_the_older(
+    one_rank: None,
+) -> None:
+    log_rho = torch.tensor([0.0, 0.2, 0.8, -0.5, 9.0])
+    staleness = torch.tensor([0, 3, 3, 12, 0])
+    trained = torch.tensor([True, True, True, True, False])
+    dropped = torch.tensor([False, True, False, False, True])
+    got = offpolicy(log_rho, trained, torch.zeros(5).long(), [slice(None)], staleness=staleness, dropped=dropped)
+    prefixes = {key.rsplit("/", 1)[0] for key in got if key.startswith("by_staleness/")}
+    assert prefixes == {"by_staleness/0", "by_staleness/3", "by_staleness/10"}
+    rho = np.exp([0.2, 0.8])
+    assert got["by_staleness/3/tokens"] == 2
+    assert got["by_staleness/3/is_weight_mean"] == pytest.approx(rho.mean())
+    assert got["by_staleness/3/is_weight_max"] == pytest.approx(rho.max())
+    assert got["by_staleness/3/ess"] == pytest.approx(rho.sum() ** 2 / (2 * (rho**2).sum()))
+    assert got["by_staleness/3/truncated_fraction"] == 0.5
+    assert got["by_staleness/3/masked_fraction"] == 0.5
+    assert got["by_staleness/10/kl_behaviour_proximal"] == pytest.approx(0.5)
+    assert got["by_staleness/0/is_weight_max"] == 1.0
+    assert got["offpolicy/masked_fraction"] == 0.25
+
+
+def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_rank: None) -> None:
+    log_rho = torch.tensor([-0.5, 0.25, 9.0, 9.0])
+    got = offpolicy(
+        log_rho,
+        torch.tensor([True, True, False, True]),
+        torch.zeros(4).long(),
+        [slice(None)],
+        comparable=torch.tensor([True, True, True, False]),
+    )
+    assert got["mismatch/mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+
+def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> None:
+    tally = Tally()
+    behaviour, proximal = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -0.75, 9.0])
+    tally_old_kv(tally, proximal, behaviour, torch.tensor([True, True, False]))
+    totals = {**NO_POLICY, **NO_OFFPOLICY, **tally.reduce()}
+    totals |= dict.fromkeys(("answers", "product", "product_squared"), np.zeros(()))
+    got = {metric.key: metric.value for metric in token_metrics(totals)}
+    assert got["mismatch/old_kv_mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+    assert "mismatch/mean_abs" not in got
+
+
+def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_from_the_steps_start(
+    one_rank: None,
+) -> None:
+    tally = Tally()
+    tally_policy(
+        tally,
+        logprobs=torch.tensor([-1.0, -1.5, -0.5, -9.0]),
+        proximal=torch.tensor([-1.0, -1.0, -1.0, -1.0]),
+        entropy=torch.tensor([1.0, 2.0, 3.0, 100.0]),
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        clipped=torch.tensor([True, False, False, True]),
+        trained=torch.tensor([True, True, True, False]),
+        staleness=torch.tensor([0, 0, 1, 1]),
+    )
+    tally.add(answers=torch.zeros(()), product=torch.zeros(()), product_squared=torch.zeros(()))
+    got = {metric.key: metric.value for metric in token_metrics({**NO_OFFPOLICY, **tally.reduce()})}
+    k3 = (np.exp(-0.5) - 1 + 0.5 + np.exp(0.5) - 1 - 0.5) / 3
+    expected = {
+        "policy/entropy": 2.0,
+        "offpolicy/clip_fraction_positive": 0.5,
+        "offpolicy/clip_fraction_negative": 0.0,
+        "offpolicy/kl_proximal_learner": 0.0,
+        "offpolicy/kl_proximal_learner_k3": k3,
+    }
+    assert {key: got[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_explained_variance_is_one_for_the_returns_up_to_a_constant_and_zero_for_a_constant(
+    one_rank: None,
+) -> None:
+    returns = torch.tensor([0.0, 1.0, 3.0, 50.0])
+    trained = torch.tensor([True, True, True, False])
+    for values, expected in ((returns - 0.5, 1.0), (torch.full((4,), 0.7), 0.0)):
+        tally = Tally()
+        tally_critic(tally, values, returns, trained)
+        assert explained_variance(tally.reduce()) == pytest.approx(expected, abs=1e-9)
+
+
+def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_rollout() -> None:
+    old, young = make_rollout([5, 6, 7], [-1.0] * 3, 1.0), make_rollout([5], [-1.0], 0.0, version=4)
+    old.versions[:] = [2, 3, 3]
+    group = make_group(0, [3, 4], [old, young], version=2)
+    batch = Batch(version=5, groups=(group,), finished_versions=(4,), counters={"buffer/depth": 7.0})
+    got = {metric.key: metric.value for metric in batch_metrics(batch)}
+    assert got == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "staleness/mean": 2.0,
+        "staleness/max": 3.0,
+        "staleness/in_flight": 1.0,
+        "staleness/in_queue": 1.0,
+        "staleness/rollouts_1": 1.0,
+        "staleness/rollouts_3": 1.0,
+        "response/length_mean": 2.0,
+        "response/length_max": 3.0,
+        "response/truncated_fraction": 0.0,
+        "batch/rollouts": 2.0,
+        "batch/response_tokens": 4.0,
+        "buffer/depth": 7.0,
+        "by_staleness/1/reward": 0.0,
+        "by_staleness/1/response_length": 1.0,
+        "by_staleness/3/reward": 1.0,
+        "by_staleness/3/response_length": 3.0,
+    }
+
+
+def test_truncated_answers_are_counted() -> None:
+    batch = make_batch()
+    assert {m.key: m.value for m in batch_metrics(batch)}["response/truncated_fraction"] == 0.0
+
+
+def test_the_median_is_of_trained_tokens() -> None:
+    rollouts = [make_rollout([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
+    rollouts[2].mask[:7] = False
+    batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
+    assert median_trained_tokens(batch) == 3

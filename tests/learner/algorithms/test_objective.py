@@ -1,0 +1,282 @@
+"""The loss of a micro-batch as a whole, by every rule there is, on tensors made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.config import (
+    AlgorithmConfig,
+    ClipConfig,
+    Config,
+    CorrectionConfig,
+    KlConfig,
+    MasksConfig,
+    StalenessConfig,
+)
+from learner.algorithms.diagnostics import Tally, token_metrics
+from learner.algorithms.objective import Objective, policy_normaliser
+from learner.packing.microbatches import MicroBatch
+from tests.learner.tiny_batches import make_batch, make_config
+
+LENGTHS = (5, 3, 4, 1)
+ALL_MASKS = MasksConfig(
+    token=(0.2, 4.0), sequence=(0.05, 20.0), geometric=(0.5, 2.0), m2po=0.2, opsm=0.3, veto=0.15
+)
+RULES: dict[str, AlgorithmConfig] = {
+    **{
+        kind: AlgorithmConfig(correction=CorrectionConfig(kind=kind, floor=0.5, cap=2.0))
+        for kind in ("none", "token_tis", "sequence_tis", "geometric_tis", "topr")
+    },
+    **{
+        name: AlgorithmConfig(correction=CorrectionConfig(masks=MasksConfig(**{name: getattr(ALL_MASKS, name)})))
+        for name in ("token", "sequence", "geometric", "m2po", "opsm", "veto")
+    },
+    "all_masks": AlgorithmConfig(correction=CorrectionConfig(masks=ALL_MASKS)),
+    "coupled": AlgorithmConfig(proximal="behaviour"),
+    "gspo": AlgorithmConfig(loss="gspo", aggregation="sequence_mean"),
+    "dppo_tv": AlgorithmConfig(loss="dppo_tv", proximal="behaviour"),
+    "constant": AlgorithmConfig(aggregation="constant"),
+    "k1_reward": AlgorithmConfig(kl=KlConfig(kind="k1_reward", coef=0.1)),
+    "batch_normalised": AlgorithmConfig(correction=CorrectionConfig(kind="token_tis", cap=1.5, batch_normalised=True)),
+    "k2_loss": AlgorithmConfig(kl=KlConfig(kind="k2_loss", coef=0.1)),
+    "k3_loss": AlgorithmConfig(kl=KlConfig(kind="k3_loss", coef=0.1)),
+    "gae": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k1_reward", coef=0.1)),
+    "vtrace": AlgorithmConfig(advantage="vtrace"),
+}
+NOT_THE_GRADIENT_OF_THEIR_VALUE = {
+    "cispo": AlgorithmConfig(loss="cispo", proximal="behaviour", clip=ClipConfig(low=1.0, high=4.0)),
+    "interpolate": AlgorithmConfig(proximal="interpolate", epochs=2),
+}
+
+
+def config_of(algorithm: AlgorithmConfig, tmp_path: Path) -> Config:
+    return make_config(tmp_path / "none", algorithm=algorithm, staleness=StalenessConfig(max=4))
+
+
+def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
+    """A micro-batch, learner logprobs and entropies, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(LENGTHS)
+
+    def normal(scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(n, generator=generator, dtype=torch.float64)
+
+    behaviour = -2 * torch.rand(n, generator=generator, dtype=torch.float64) - 0.5
+    proximal = behaviour + normal(0.5)
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
+    micro = MicroBatch(
+        tokens=torch.zeros(1, 1).long(), segments=None, positions=None, where=torch.zeros(n).long(),
+        targets=torch.zeros(n).long(), temperature=torch.ones(n), behaviour=behaviour,
+        trained=torch.rand(n, generator=generator) >= masked, comparable=torch.zeros(n).bool(),
+        old_kv=torch.zeros(n).bool(),
+        staleness=torch.randint(0, 4, (n,), generator=generator), rewards=torch.rand(len(LENGTHS), generator=generator),
+        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)), lengths=LENGTHS, answers=(),
+        proximal=proximal, values=normal(), reference=proximal + normal(0.3),
+    )  # fmt: skip
+    return micro, (proximal + normal(0.3)).requires_grad_(), (normal() + 3).requires_grad_()
+
+
+def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    values = None
+    if objective.config.algorithm.advantage in ("gae", "vtrace"):
+        values = torch.zeros(len(logprobs), dtype=torch.float64, requires_grad=True)
+    return objective.losses(micro, logprobs, entropy, values, Tally(), is_first_epoch=True).policy
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, one_rank: None) -> None:
+    objective = Objective(config_of(RULES[name], tmp_path))
+    for seed in range(3):
+        micro, logprobs, entropy = made(seed)
+        objective.prepare([micro])
+        assert torch.autograd.gradcheck(
+            lambda lp, m=micro, h=entropy: policy_loss(objective, m, lp, h), logprobs, eps=1e-7, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", [*RULES, *NOT_THE_GRADIENT_OF_THEIR_VALUE])
+def test_tokens_that_are_not_trained_have_exactly_no_gradient_and_do_not_matter(
+    name: str, tmp_path: Path, one_rank: None
+) -> None:
+    algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, logprobs, entropy = made(7)
+    objective.prepare([micro])
+    loss = policy_loss(objective, micro, logprobs, entropy)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert torch.equal(gradient[~micro.trained], torch.zeros_like(gradient[~micro.trained]))
+    assert gradient.any()
+    for tensor in (micro.behaviour, micro.proximal, micro.values, micro.reference):
+        assert tensor is not None
+        tensor[~micro.trained] += 1.7
+    moved = logprobs.detach().clone()
+    moved[~micro.trained] -= 0.9
+    assert policy_loss(objective, micro, moved, entropy).item() == pytest.approx(loss.item(), rel=1e-9)
+
+
+def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path: Path, one_rank: None) -> None:
+    bounds = (0.7, 1.4)
+    algorithm = AlgorithmConfig(
+        correction=CorrectionConfig(masks=MasksConfig(token=bounds)), kl=KlConfig(kind="k2_loss"), entropy_coef=0.1
+    )
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, logprobs, entropy = made(3, masked=0.0)
+    assert micro.proximal is not None
+    rho = (micro.proximal - micro.behaviour).exp()
+    inside = (rho >= bounds[0]) & (rho <= bounds[1])
+    assert inside.any() and not inside.all()
+    gradients = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), [logprobs, entropy])
+    assert torch.equal(gradients[1], -0.1 * inside.double())
+    assert not gradients[0][~inside].any()
+
+
+def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, one_rank: None) -> None:
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), clip=ClipConfig(dual=0.0))
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, _, entropy = made(5, masked=0.0)
+    assert micro.proximal is not None
+    logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
+    micro.behaviour = micro.proximal - torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
+    weights = (micro.proximal - micro.behaviour).exp().clamp(0.5, 2.0)
+    torch.testing.assert_close(gradient, -weights * micro.advantages, atol=1e-6, rtol=1e-5)
+    assert float(weights.min()) == 0.5 and float(weights.max()) == 2.0
+
+
+def test_batch_normalised_weights_are_those_of_the_reference_vectors(
+    vectors: dict[str, Any], tmp_path: Path, one_rank: None
+) -> None:
+    """With advantages of -1 on fresh ratios the gradient of a token is its weight."""
+    for vector in vectors["is_weights"]:
+        mask = torch.tensor(vector["mask"]).bool()
+        lengths = tuple(len(row) for row in mask)
+        correction = CorrectionConfig(kind="token_tis", cap=vector["cap"], batch_normalised=True)
+        objective = Objective(config_of(AlgorithmConfig(correction=correction), tmp_path))
+        micro, _, _ = made(0)
+        log_rho = torch.tensor(vector["log_ratio"], dtype=torch.float64).flatten()
+        n = len(log_rho)
+        zeros = torch.zeros(n, dtype=torch.float64)
+        micro = dataclasses.replace(
+            micro, behaviour=zeros - 1 - log_rho, proximal=zeros - 1, trained=mask.flatten(), lengths=lengths,
+            comparable=zeros.bool(), old_kv=zeros.bool(), staleness=zeros.long(), advantages=zeros - 1, reference=None,
+        )  # fmt: skip
+        objective.prepare([micro])
+        logprobs = (zeros - 1).requires_grad_()
+        (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, zeros), logprobs)
+        expected = torch.tensor(vector["batchnorm_tis_mean1"]).double() * mask
+        torch.testing.assert_close(gradient.reshape(mask.shape), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Path, one_rank: None) -> None:
+    """Rows of 1 and 2 tokens, rewards 1 and 0, penalties 0.5; 0.25 and 0.25: returns to go 0.5; -0.5, -0.25."""
+    algorithm = AlgorithmConfig(advantage="reinforce_pp", kl=KlConfig(kind="k1_reward", coef=0.5))
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, _, _ = made(0)
+    trained = torch.ones(3).bool()
+    returns = np.array([0.5, -0.5, -0.25])
+    micro = dataclasses.replace(
+        micro, advantages=torch.tensor([1.0, 0.0, 0.0]).double(), lengths=(1, 2), trained=trained,
+        proximal=torch.tensor([-1.0, -1.0, -1.0]).double(), reference=torch.tensor([-2.0, -1.5, -1.5]).double(),
+    )
+    objective.penalise([micro])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    assert micro.advantages.tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_path: Path, one_rank: None) -> None:
+    """Over all answers of one token from the policy itself, the two gradients have the same mean."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
+    logits = p.log().requires_grad_()
+    gradients = []
+    for kind in ("k1_reward", "k2_loss"):
+        kl = KlConfig(kind=kind, coef=0.5)
+        objective = Objective(config_of(AlgorithmConfig(advantage=advantage, kl=kl), tmp_path))
+        total = torch.zeros((), dtype=torch.float64)
+        for token in range(3):
+            logprob = logits.log_softmax(0)[token : token + 1]
+            micro, _, _ = made(0)
+            one = {name: torch.zeros(1, dtype=torch.float64) for name in ("advantages", "rewards", "values")}
+            micro = MicroBatch(
+                tokens=micro.tokens, segments=None, positions=None, where=torch.zeros(1).long(),
+                targets=torch.zeros(1).long(), temperature=torch.ones(1), trained=torch.ones(1).bool(),
+                comparable=torch.zeros(1).bool(), old_kv=torch.zeros(1).bool(),
+                staleness=torch.zeros(1).long(), lengths=(1,), answers=(),
+                behaviour=logprob.detach(), reference=q.log()[token : token + 1], **one,
+            )  # fmt: skip
+            total = total + p[token] * policy_loss(objective, micro, logprob, torch.zeros(1))
+        gradients.append(torch.autograd.grad(total, logits, retain_graph=True)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-6)
+    assert gradients[0].abs().max() > 0.01
+
+
+def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -> None:
+    batch = make_batch()
+    batch.groups[0].rollouts[1].mask[:] = False
+    pairs = [(g, i) for g in range(3) for i in range(4)]
+    trained = [int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs]
+    expected = {"token_mean": sum(trained), "sequence_mean": np.count_nonzero(trained), "constant": 12 * 9}
+    assert expected["sequence_mean"] == 11
+    for aggregation, count in expected.items():
+        algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
+        assert policy_normaliser(config_of(algorithm, tmp_path), batch.groups, pairs) == count
+
+
+def test_sequence_mean_gives_every_answer_the_same_say(tmp_path: Path, one_rank: None) -> None:
+    objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
+    micro, _, entropy = made(1, masked=0.4)
+    assert micro.proximal is not None
+    micro.behaviour, micro.advantages = micro.proximal.clone(), torch.ones_like(micro.advantages)
+    (gradient,) = torch.autograd.grad(
+        policy_loss(objective, micro, micro.proximal.clone().requires_grad_(), entropy), entropy, allow_unused=True
+    )
+    assert gradient is None
+    logprobs = micro.proximal.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
+    shares = [float(part.sum()) for part in gradient.split(list(LENGTHS))]
+    has_tokens = [bool(part.any()) for part in micro.trained.split(list(LENGTHS))]
+    assert shares == pytest.approx([-1.0 if has else 0.0 for has in has_tokens])
+
+
+def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(tmp_path: Path) -> None:
+    totals = {"extra_tokens": np.float64(10.0), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
+    for target, factor in ((0.0, 1.0), (0.05, 1.02), (0.1, 1.0), (0.11, 1 + 0.1 * (0.1 / 0.11 - 1)), (1.0, 0.98)):
+        kl = KlConfig(kind="k2_loss", coef=0.5, target=target)
+        objective = Objective(config_of(AlgorithmConfig(kl=kl), tmp_path))
+        metrics = {m.key: m.value for m in objective.finish(totals, 5.0)}  # type: ignore[arg-type]
+        assert metrics == {"kl/reference": 0.1, "kl/coef": 0.5}
+        assert objective.kl_coef == pytest.approx(0.5 * factor)
+
+
+def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path: Path, one_rank: None) -> None:
+    objective = Objective(config_of(AlgorithmConfig(advantage="vtrace", lam=0.9), tmp_path))
+    micro, logprobs, entropy = made(2)
+    tally = Tally()
+    values = torch.zeros(len(logprobs), dtype=torch.float64)
+    objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch=True)
+    assert micro.proximal is not None
+    log_rho = (micro.proximal - micro.behaviour)[micro.trained]
+    reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 6))
+    (metric,) = objective.finish(tally.reduce(), median_tokens=6.0)
+    assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
+
+
+@pytest.mark.parametrize(("proximal", "is_measured"), [("recompute", True), ("interpolate", False)])
+def test_interpolated_logprobs_show_no_mismatch(
+    proximal: Any, is_measured: bool, tmp_path: Path, one_rank: None
+) -> None:
+    objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
+    micro, logprobs, entropy = made(3)
+    micro = dataclasses.replace(micro, comparable=micro.trained, staleness=torch.zeros_like(micro.staleness))
+    tally = Tally()
+    objective.losses(micro, logprobs, entropy, None, tally, is_first_epoch=True)
+    keys = {metric.key for metric in token_metrics(tally.reduce())}
+    assert "offpolicy/ess" in keys
+    assert ("mismatch/mean_abs" in keys) == is_measured

@@ -1,0 +1,102 @@
+"""Every preset and KL term trains a real model, with one optimizer step a batch and with several."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config import AlgorithmConfig, Config
+from async_rl.config.loading import load_config
+from async_rl.config.presets import PRESETS
+from async_rl.types import Batch
+from learner.models.policy import full_parameters
+from learner.train_step import Updater
+from tests.learner.tiny_batches import make_batch, make_config
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+
+
+def algorithm_of(*overrides: str) -> AlgorithmConfig:
+    """Of a loaded configuration: presets are applied where it is loaded."""
+    return load_config(QUICKSTART, [f"algorithm.{override}" for override in overrides]).algorithm
+
+
+def batch_with_baselines() -> Batch:
+    batch = make_batch(version=2)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            rollout.versions[: len(rollout.versions) // 2] = 1
+    groups = [dataclasses.replace(group, start_version=1, baseline_reward=0.4) for group in batch.groups]
+    return dataclasses.replace(batch, groups=tuple(groups))
+
+
+def trained(config: Config) -> dict[str, float]:
+    """Metrics of an update, which must have moved the policy."""
+    updater = Updater(config, torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in full_parameters(updater.policy, torch.float32)}
+    metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["policy/skipped_steps"] == 0 and metrics["policy/grad_norm"] > 0
+    after = dict(full_parameters(updater.policy, torch.float32))
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+    return metrics
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_rank: None) -> None:
+    algorithm = algorithm_of(f"preset={preset}", f"epochs={steps}", f"minibatches={steps}")
+    metrics = trained(make_config(tiny_model_path, algorithm=algorithm))
+    moved = metrics["offpolicy/kl_proximal_learner_k3"]
+    assert moved > 1e-6 if steps > 1 else moved < 1e-9
+    assert (metrics["offpolicy/masked_fraction"] > 0) == (preset in ("m2po", "icepop"))
+    assert ("vtrace/reach" in metrics) == (preset == "vtrace")
+    assert metrics["by_staleness/0/tokens"] + metrics["by_staleness/1/tokens"] > 0
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+@pytest.mark.parametrize("kind", ["k1_reward", "k2_loss", "k3_loss"])
+def test_a_policy_at_its_reference_has_no_divergence_from_it_and_then_some(
+    kind: str, advantage: str, tiny_model_path: Path, one_rank: None
+) -> None:
+    algorithm = algorithm_of(f"advantage={advantage}", f"kl={{kind: {kind}, coef: 0.1, target: 0.01}}")
+    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+    divergences, coefficients = [], []
+    for _ in range(3):
+        metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
+        divergences.append(metrics["kl/reference"])
+        coefficients.append(metrics["kl/coef"])
+    assert divergences[0] == pytest.approx(0.0, abs=1e-9) and divergences[2] > 1e-6
+    assert coefficients[:2] == pytest.approx([0.1, 0.098])  # below its target: the coefficient falls
+
+
+def test_interpolated_proximal_logprobs_spare_the_forward_pass(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    passes = []
+    results = []
+    for proximal in ("recompute", "interpolate"):
+        algorithm = algorithm_of(f"proximal={proximal}", "epochs=2")
+        updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+        calls: list[int] = []
+        updater.policy.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
+        passes.append(len(calls))
+        results.append(metrics["policy/loss"])
+    assert passes == [3, 2]
+    assert math.isfinite(results[1])
+
+
+def test_the_entropy_bonus_raises_the_entropy(tiny_model_path: Path, one_rank: None) -> None:
+    entropies = []
+    for coef in (0.0, 5.0):
+        algorithm = algorithm_of(f"entropy_coef={coef}")
+        updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+        for _ in range(4):
+            metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
+        entropies.append(metrics["policy/entropy"])
+    assert entropies[1] > entropies[0] + 1e-3

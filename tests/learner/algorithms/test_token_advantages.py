@@ -1,0 +1,95 @@
+"""Credit goes to the tokens the model sampled, whatever stands between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config import AlgorithmConfig
+from async_rl.types import Batch
+from learner.algorithms.advantages import gae
+from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
+from learner.packing.microbatches import Layout, collate, make_pieces
+from tests.learner.tiny_batches import make_config, make_group, make_rollout
+
+TURNS = [True, True, False, False, True, False, True]
+"""Two tokens of the assistant, two of the environment, and so on."""
+
+
+def multi_turn_batch() -> Batch:
+    rollouts = [make_rollout(range(3, 3 + len(TURNS)), [-1.0] * len(TURNS), float(reward)) for reward in (1, 0)]
+    for rollout in rollouts:
+        rollout.mask[:] = TURNS
+    return Batch(version=0, groups=(make_group(0, [3, 4], rollouts),), finished_versions=(0,))
+
+
+def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[np.ndarray]]:
+    return batch_advantages(make_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"])
+def test_only_assistant_tokens_of_a_multi_turn_rollout_get_an_advantage(advantage: str, tmp_path: Path) -> None:
+    ((good, bad),) = advantages_of(multi_turn_batch(), tmp_path, advantage=advantage)
+    assert (good > 0).tolist() == TURNS and (bad < 0).tolist() == TURNS
+    assert len(set(good[TURNS])) == 1
+
+
+def test_a_discounted_return_counts_assistant_tokens_only(tmp_path: Path) -> None:
+    batch = multi_turn_batch()
+    ((good, bad),) = advantages_of(batch, tmp_path, advantage="reinforce_pp", gamma=0.5)
+    returns = np.array([0.125, 0.25, 0, 0, 0.5, 0, 1.0])
+    kept = np.concatenate([returns[TURNS], np.zeros(4)])
+    expected = (returns - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    assert good[TURNS] == pytest.approx(expected[TURNS], abs=1e-6)
+    assert bad[TURNS] == pytest.approx([-kept.mean() / kept.std(ddof=1)] * 4, abs=1e-6)
+    assert not good[~np.array(TURNS)].any()
+
+
+def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: Path) -> None:
+    rollouts = [make_rollout([5, 6], [-1.0] * 2, reward) for reward in (1.0, 0.25)]
+    groups = []
+    for index, baseline in enumerate((0.0, 1.0)):
+        group = make_group(index, [3], rollouts)
+        groups.append(type(group)(**{**{f: getattr(group, f) for f in group.__slots__}, "baseline_reward": baseline}))
+    batch = Batch(version=0, groups=tuple(groups), finished_versions=(0, 0))
+    got = advantages_of(batch, tmp_path, advantage="remax")
+    assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
+
+
+def test_the_reward_of_a_rollout_is_given_at_its_last_assistant_token_and_gae_steps_over_the_rest() -> None:
+    batch = multi_turn_batch()
+    layout = Layout(masked=True)
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, layout)
+    zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
+    micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
+    values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.trained
+    got, returns = critic_advantages(
+        AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8), micro, values, torch.zeros(14), penalty
+    )
+    kept = torch.tensor(TURNS)
+    for index, reward in enumerate((1.0, 0.0)):
+        part = slice(7 * index, 7 * index + 7)
+        own = values[part][kept][None]
+        rewards = torch.tensor([[-0.1, -0.1, -0.1, reward - 0.1]])
+        expected, targets = gae(rewards, own, torch.ones(1, 4).bool(), 0.9, 0.8)
+        torch.testing.assert_close(got[part][kept], expected[0])
+        torch.testing.assert_close(returns[part][kept], targets[0])
+        assert not got[part][~kept].any()
+
+
+def test_a_penalty_reaches_back_to_the_tokens_before_it_within_its_answer() -> None:
+    batch = multi_turn_batch()
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, Layout(masked=True))
+    zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
+    micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
+    penalty = torch.tensor([1.0, 2, 0, 0, 4, 0, 8, *[0] * 7])
+    assert penalty_to_go(penalty, micro, 1.0).tolist() == [15, 14, 0, 0, 12, 0, 8, *[0] * 7]
+
+
+def test_with_a_critic_the_advantages_follow_from_values_later(tmp_path: Path) -> None:
+    ((good, bad),) = advantages_of(multi_turn_batch(), tmp_path, advantage="gae")
+    assert not good.any() and not bad.any()

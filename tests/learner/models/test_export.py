@@ -1,0 +1,36 @@
+"""An exported checkpoint is the trained policy: transformers loads it and gives its logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from async_rl.errors import ConfigError
+from learner.models.export import export
+from tests.rollout_server.exported import TOKENS, train_and_export
+from tests.tiny_folder import save_tiny_model
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_export_gives_the_logprobs_of_the_policy_that_was_saved(rank: int, tmp_path: Path, one_rank: None) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    logprobs = train_and_export(tmp_path / "model", tmp_path, rank)
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        own = lm(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    assert own.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist() == pytest.approx(logprobs, abs=1e-5)
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert any(not torch.equal(p, start.get_parameter(name)) for name, p in lm.named_parameters())
+    tokenizer, before = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("out", "model"))
+    assert tokenizer.get_vocab() == before.get_vocab()
+    assert tokenizer.chat_template == before.chat_template
+    assert lm.generation_config.eos_token_id == start.generation_config.eos_token_id
+
+
+def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="must be a new or an empty folder"):
+        export(tmp_path, tmp_path)

@@ -1,0 +1,119 @@
+"""Against peft itself: its wrapped model trained by hand, merged by its own `merge_and_unload`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import LoraConfig, ModelConfig
+from async_rl.errors import ConfigError
+from learner.models.lora import without_adapters
+from learner.models.policy import full_parameters, save_policy
+from learner.train_step import Updater
+from tests.learner.tiny_batches import make_batch, make_config
+
+CPU = torch.device("cpu")
+TOKENS = [3, 9, 4, 1, 20, 7]
+
+
+def open_updater(path: Path, **lora: Any) -> Updater:
+    model = ModelConfig(path=str(path), lora=LoraConfig(**{"rank": 4, "alpha": 8.0, **lora}))
+    return Updater(make_config(path, model=model), CPU)
+
+
+def trained_updater(path: Path, **lora: Any) -> Updater:
+    updater = open_updater(path, **lora)
+    for version in range(3):
+        updater.update(make_batch(version, version))
+    return updater
+
+
+def whole(updater: Updater) -> dict[str, Tensor]:
+    return {
+        name: p.detach().full_tensor().clone() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in updater.policy.lm.named_parameters()
+    }
+
+
+def reference_of(path: Path, updater: Updater) -> Any:
+    """peft's own model with the updater's adapter weights."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linear)).eval()
+    adapters = {f"base_model.model.{name}": tensor for name, tensor in whole(updater).items() if ".lora_" in name}
+    assert len(adapters) == 2 * 7 * 2
+    missing = model.load_state_dict(adapters, strict=False)
+    assert not missing.unexpected_keys
+    return model
+
+
+def logprobs_of(model: Any) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
+
+
+def test_only_the_adapters_are_trained_and_the_pushed_weights_are_those_that_peft_merges(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    updater = trained_updater(tiny_model_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    trained = {name for name, p in updater.policy.lm.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    before = whole(updater)
+    pushed = dict(full_parameters(updater.policy, torch.float32))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(updater).items())
+
+    model = reference_of(tiny_model_path, updater)
+    assert updater.probe_logprobs(TOKENS) == pytest.approx(logprobs_of(model), abs=1e-5)
+    merged = model.merge_and_unload()
+    assert pushed.keys() == {name for name, _ in base.named_parameters()}
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(pushed[name], parameter.detach(), atol=1e-6, rtol=1e-6)
+    moved = {n for n, p in base.named_parameters() if not torch.equal(p.detach(), pushed[n])}
+    assert moved == {n for n in pushed if n.endswith("proj.weight")}
+
+
+def test_the_saved_model_is_merged_and_scores_like_the_trained(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    updater = trained_updater(tiny_model_path)
+    save_policy(updater.policy, tiny_model_path, tmp_path / "model", is_writer=True)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert updater.probe_logprobs(TOKENS) == pytest.approx(logprobs_of(saved), abs=1e-5)
+
+
+def test_without_adapters_the_model_is_the_one_of_the_folder(tiny_model_path: Path, one_rank: None) -> None:
+    updater = trained_updater(tiny_model_path)
+    base = logprobs_of(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32))
+    trained = updater.probe_logprobs(TOKENS)
+    with without_adapters(updater.policy.lm):
+        assert updater.probe_logprobs(TOKENS) == pytest.approx(base, abs=1e-6)
+    assert updater.probe_logprobs(TOKENS) == trained != pytest.approx(base, abs=1e-3)
+
+
+def test_the_chosen_layers_get_adapters_and_a_layer_that_is_none_is_refused(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    updater = open_updater(tiny_model_path, target_modules=("q_proj", "v_proj"))
+    names = {n.split(".lora_")[0].rsplit(".", 1)[-1] for n, _ in updater.policy.lm.named_parameters() if ".lora_" in n}
+    assert names == {"q_proj", "v_proj"}
+    with pytest.raises(ConfigError, match=r"target_modules must be linear layers .* q_proj.* got lm_head"):
+        open_updater(tiny_model_path, target_modules=("lm_head",))
+
+
+def test_dropout_acts_in_the_gradient_pass_only(tiny_model_path: Path, one_rank: None) -> None:
+    steady, noisy = (trained_updater(tiny_model_path, dropout=dropout) for dropout in (0.0, 0.5))
+    assert noisy.probe_logprobs(TOKENS) == noisy.probe_logprobs(TOKENS)
+    norms = []
+    for updater in (steady, noisy):
+        metrics = {metric.key: metric.value for metric in updater.update(make_batch(3, 3))}
+        norms.append(metrics["policy/grad_norm"])
+    assert norms[0] != pytest.approx(norms[1], rel=1e-3)

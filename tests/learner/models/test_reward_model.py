@@ -1,0 +1,145 @@
+"""Against transformers itself, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+from async_rl.config import LearnerConfig, RewardModelConfig
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.types import Batch
+from learner.models.reward_model import RewardModel
+from learner.models.tiny_model import character_tokenizer
+from learner.train_step import Updater
+from tests.learner.tiny_batches import (
+    VOCAB,
+    make_batch,
+    make_config,
+    make_group,
+    make_rollout,
+    save_tiny_reward_model,
+)
+from tests.tiny_folder import save_tiny_model
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1,
+    "initializer_range": 0.5,
+}  # fmt: skip
+
+
+def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096) -> RewardModel:
+    config = make_config(
+        policy,
+        reward_model=RewardModelConfig(path=str(reward)),
+        learner=LearnerConfig(prompts_per_step=3, max_tokens_per_microbatch=max_tokens),
+    )
+    return RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
+
+
+def rewards_of(batch: Batch) -> list[float]:
+    return [rollout.reward for group in batch.groups for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 30])
+def test_rewards_are_those_of_transformers_and_only_they_change(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None, max_tokens: int
+) -> None:
+    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), max_tokens)
+    batch = make_batch()
+    batch.groups[0].rollouts[0].tokens[-1] = 2  # the id of the padding, which transformers would step over
+    scored = reward_model.score(batch)
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    lm.config.pad_token_id = None  # then it reads the last token of a single sequence
+    expected = [
+        lm(torch.tensor([[*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]])).logits.item()
+        for group in batch.groups
+        for rollout in group.rollouts
+    ]
+    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+    assert len({round(x, 4) for x in expected}) > 6
+    for group, before in zip(scored.groups, batch.groups, strict=True):
+        assert (group.group_id, group.prompt_tokens is before.prompt_tokens) == (before.group_id, True)
+        assert [r.tokens is s.tokens for r, s in zip(group.rollouts, before.rollouts, strict=True)] == [True] * 4
+
+
+def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:
+    torch.manual_seed(4)
+    lm = BertForSequenceClassification(BertConfig(vocab_size=VOCAB, **SHAPE)).eval()
+    lm.save_pretrained(tmp_path / "rm")
+    batch = make_batch()
+    expected = [
+        lm(torch.tensor([[*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]])).logits.item()
+        for group in batch.groups
+        for rollout in group.rollouts
+    ]
+    scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
+    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+
+
+def text_batch(policy: Path) -> Batch:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2 + 3 ="}], add_generation_prompt=True, return_dict=False
+    )
+    answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("5", "no idea")]
+    rollouts = [make_rollout(answer, [-1.0] * len(answer), 0.0) for answer in answers]
+    return Batch(version=0, groups=(make_group(0, prompt, rollouts),), finished_versions=(0,))
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_another_vocabulary_gets_the_text_in_its_own_template_or_as_a_pair(
+    tmp_path: Path, one_rank: None, has_template: bool
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["2 + 3"])  # another vocabulary, in which the question has fewer tokens
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}" if has_template else None
+    )
+    save_tiny_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
+    tokenizer.save_pretrained(tmp_path / "rm")
+    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
+    own = AutoTokenizer.from_pretrained(tmp_path / "rm")
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    expected = []
+    for answer in ("5", "no idea"):
+        text = f"[user] 2 + 3 =;[assistant] {answer};" if has_template else f"2 + 3 ={answer}"
+        expected.append(lm(own(text, return_tensors="pt").input_ids).logits.item())
+    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+
+
+def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refused(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    with pytest.raises(ConfigError, match="must have one output, the reward, got 3 labels"):
+        open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "three", num_labels=3))
+    short = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "short", max_position_embeddings=8))
+    with pytest.raises(AsyncRLError, match=r"has \d+ tokens, the model 8 positions"):
+        short.score(make_batch())
+
+
+def test_an_update_trains_on_the_models_rewards_and_reports_both(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    path = str(save_tiny_reward_model(tmp_path / "rm"))
+    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
+    assert not config.drops_zero_variance  # by the rule's rewards, which nothing is trained on
+    batch = make_batch()
+    scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
+    found = {metric.key: metric.value for metric in Updater(config, CPU).update(batch)}
+    expected = {metric.key: metric.value for metric in Updater(make_config(tiny_model_path), CPU).update(scored)}
+    assert found.pop("reward/rule_mean") == pytest.approx(sum(rewards_of(batch)) / 12)
+    assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

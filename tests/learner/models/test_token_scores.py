@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.models import token_scores as scoring
+from learner.models.token_scores import score_tokens
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    states = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+    head = torch.randn(11, 5, dtype=dtype, requires_grad=True)
+    return states, head, torch.randint(11, (7,)), torch.linspace(0.5, 1.7, 7, dtype=dtype)
+
+
+def plain(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    distribution = torch.distributions.Categorical(logits=states @ head.T / temperature[:, None])
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 3])
+def test_scores_and_gradients_are_those_of_torch_distributions_whole_or_in_chunks(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * rows_at_once)
+    expected = inputs()
+    given = inputs()
+    weights = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    for function, arguments in ((plain, expected), (score_tokens, given)):
+        logprobs, entropy = function(*arguments)
+        (logprobs * weights + 0.3 * entropy * weights.flip(0)).sum().backward()
+    for ours, theirs in zip(score_tokens(*given), plain(*expected), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(given[0].grad, expected[0].grad)
+    torch.testing.assert_close(given[1].grad, expected[1].grad)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("rows_at_once", [100, 2])
+def test_each_gradient_agrees_with_finite_differences(
+    output: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * rows_at_once)
+    assert torch.autograd.gradcheck(lambda *arguments: score_tokens(*arguments)[output], inputs())
+
+
+def test_a_frozen_head_gets_no_gradient_and_scores_of_bfloat16_are_float32() -> None:
+    states, head, targets, temperature = inputs(torch.bfloat16)
+    frozen = head.detach()
+    logprobs, entropy = score_tokens(states, frozen, targets, temperature.float())
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    logprobs.sum().backward()
+    assert states.grad is not None and states.grad.dtype == torch.bfloat16
+    exact, _ = plain(states.detach().float(), frozen.float(), targets, temperature.float())
+    torch.testing.assert_close(logprobs.detach(), exact, atol=0.05, rtol=0.02)
+
+
+def test_the_heads_gradient_of_many_chunks_is_as_good_as_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    states, head = torch.randn(640, 16, dtype=torch.bfloat16) + 0.5, torch.randn(50, 16, dtype=torch.bfloat16)
+    targets, temperature = torch.randint(50, (640,)), torch.ones(640)
+
+    def gradient(dtype: torch.dtype, chunks: int) -> Tensor:
+        monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * (640 // chunks))
+        trained = head.to(dtype, copy=True).requires_grad_()
+        score_tokens(states.to(dtype), trained, targets, temperature.to(dtype))[0].sum().backward()
+        assert trained.grad is not None and trained.grad.dtype == dtype
+        return trained.grad.double()
+
+    exact = gradient(torch.float64, 1)
+    errors = {n: float((gradient(torch.bfloat16, n) - exact).norm() / exact.norm()) for n in (1, 40)}
+    assert errors[40] < 1.2 * errors[1] < 0.01
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * 2)
+    sizes = []
+    exact = scoring._log_softmax
+
+    def spy(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+        sizes.append(len(states))
+        return exact(states, head, temperature)
+
+    monkeypatch.setattr(scoring, "_log_softmax", spy)
+    score_tokens(*inputs())[0].sum().backward()
+    assert sizes == [2, 2, 2, 1] * 2  # forward, then backward

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.packing.block_mask import SLAB, block_mask
+from learner.packing.microbatches import PADDING, attention_mask
+
+
+def packed_row(size: int, rng: np.random.Generator) -> Tensor:
+    """Prompts with one to three answers each, then padding; [2, size]."""
+    own: list[int] = []
+    root: list[int] = []
+    segment = 0
+    while len(own) < size:
+        lengths = rng.integers(1, 400, size=rng.integers(2, 5)).tolist()
+        if len(own) + sum(lengths) > size:
+            own += [PADDING] * (size - len(own))
+            root += [PADDING] * (size - len(root))
+            break
+        for number, length in enumerate(lengths):
+            own += [segment + number] * length
+            root += [segment] * length
+        segment += len(lengths)
+    return torch.tensor([own, root])
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 1000, SLAB, SLAB + 1, 2 * SLAB + 300])
+def test_the_block_mask_is_what_torch_makes_of_all_pairs(size: int) -> None:
+    rng = np.random.default_rng(size)
+    segments = torch.stack([packed_row(size, rng) for _ in range(2)], dim=1)
+    mask = block_mask(segments)
+    expected = create_block_mask(mask.mask_mod, 2, None, size, size, device="cpu")
+    for found, wanted in zip(mask.as_tuple(), expected.as_tuple(), strict=True):
+        if isinstance(wanted, Tensor):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        elif not callable(wanted):
+            assert found == wanted
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_all_pairs_of_a_long_row_never_exist_at_once() -> None:
+    size = 6 * SLAB
+    with Largest() as largest:
+        block_mask(packed_row(size, np.random.default_rng(0))[:, None])
+    assert largest.elements == SLAB * size
+
+
+def test_its_rule_is_that_of_the_plain_mask() -> None:
+    segments = packed_row(700, np.random.default_rng(0))[:, None]
+    index = torch.arange(700)
+    looked = block_mask(segments).mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
+    assert torch.equal(looked, attention_mask(segments, torch.float32)[0, 0] == 0)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.types import Batch
+from learner.packing.microbatches import (
+    Layout,
+    Piece,
+    attention_mask,
+    collate,
+    make_pieces,
+    plan_microbatches,
+    split_minibatches,
+)
+from tests.learner.tiny_batches import make_batch, make_group, make_rollout
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
+def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
+    sizes: list[int], count: int, seed: int
+) -> None:
+    parts = split_minibatches(sizes, count, np.random.default_rng(seed))
+    assert sorted(pair for part in parts for pair in part) == [
+        (g, i) for g, n in enumerate(sizes) for i in range(n)
+    ]
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+DENSE, SPARSE, PLAIN = Layout(masked=True, pair_cost=1e-3), Layout(masked=True, sparse=True), Layout(masked=False)
+LAYOUTS = st.sampled_from([DENSE, SPARSE, PLAIN, Layout(masked=False, sparse=True)])
+
+
+@given(st.integers(0, 999), st.integers(20, 60), st.integers(1, 5), LAYOUTS)
+def test_pieces_hold_every_rollout_once_within_budget_and_never_cost_more_than_separate_ones(
+    seed: int, max_tokens: int, max_answers: int, layout: Layout
+) -> None:
+    groups = make_batch(seed).groups
+    pairs = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
+    pieces = make_pieces(groups, pairs, max_tokens, max_answers, layout)
+    assert sorted((piece.group, i) for piece in pieces for i in piece.answers) == pairs
+    for piece in pieces:
+        prompt = len(groups[piece.group].prompt_tokens)
+        fed = [len(groups[piece.group].rollouts[i].tokens) - 1 for i in piece.answers]
+        assert piece.length == prompt + sum(fed)
+        assert len(piece.answers) == 1 or (piece.length <= max_tokens and len(piece.answers) <= max_answers)
+        assert layout.masked or len(piece.answers) == 1
+        assert piece.length <= sum(prompt + t for t in fed)
+        assert layout.sparse or piece.length**2 <= sum((prompt + t) ** 2 for t in fed)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5), st.integers(50, 200), LAYOUTS)
+def test_a_plan_holds_every_piece_once_within_budget_with_equal_counts_on_all_ranks(
+    lengths: list[int], ranks: int, max_tokens: int, layout: Layout
+) -> None:
+    pieces = [Piece(g, (0,), length) for g, length in enumerate(lengths)]
+    plan = plan_microbatches(pieces, ranks, max_tokens, layout)
+    assert len(plan) == ranks and len({len(share) for share in plan}) == 1
+    assert sorted(p.group for share in plan for cut in share for row in cut for p in row) == list(range(len(lengths)))
+    for share in plan:
+        for cut in share:
+            widths = [sum(piece.length for piece in row) for row in cut]
+            assert not cut or len(cut) * max(widths) <= max_tokens
+            assert not layout.sparse or len(cut) <= 1
+            assert layout.sparse or not cut or max(widths) == max(piece.length for row in cut for piece in row)
+            assert layout.sparse or layout.masked or all(len(row) == 1 for row in cut)
+    loads = [sum(piece.length for cut in share for row in cut for piece in row) for share in plan]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_short_pieces_fill_the_rows_of_long_ones_only_where_that_is_cheaper() -> None:
+    pieces = [Piece(g, (0,), length) for g, length in enumerate([10, 6, 4, 3])]
+
+    def widths(layout: Layout) -> list[list[list[int]]]:
+        (cuts,) = plan_microbatches(pieces, 1, 40, layout)
+        return [[[piece.length for piece in row] for row in cut] for cut in cuts]
+
+    assert widths(Layout(masked=True)) == [[[10], [6, 4], [3]]]
+    assert widths(Layout(masked=False)) == [[[10], [6], [4], [3]]]
+    assert widths(Layout(masked=False, sparse=True)) == [[[10, 6, 4, 3]]]
+    # 3 rows of 10 cost 30 + 300 c with a mask, 4 rows 40 + 400 c / 2 without one: more only while c < 0.1
+    assert widths(Layout(masked=True, pair_cost=0.09)) == [[[10], [6, 4], [3]]]
+    assert widths(Layout(masked=True, pair_cost=0.11)) == [[[10], [6], [4], [3]]]
+
+
+def test_a_row_of_two_pieces_by_hand() -> None:
+    groups = tuple(
+        make_group(g, prompt, [make_rollout(answer, [-1.0] * len(answer), 1.0)])
+        for g, (prompt, answer) in enumerate([([5, 6], [11, 12, 13]), ([7, 8, 9], [21, 22])])
+    )
+    batch = Batch(version=0, groups=groups, finished_versions=(0, 0))
+    row = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
+    advantages = [[np.full(3, 0.5, np.float32)], [np.full(2, -0.5, np.float32)]]
+    micro = collate(batch, [row], advantages, torch.device("cpu"))
+    assert micro.tokens.tolist() == [[5, 6, 11, 12, 7, 8, 9, 21]]
+    assert micro.segments is not None
+    assert micro.segments.tolist() == [[[0, 0, 1, 1, 2, 2, 2, 3]], [[0, 0, 0, 0, 2, 2, 2, 2]]]
+    assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert micro.where.tolist() == [1, 2, 3, 6, 7]
+    assert micro.targets.tolist() == [11, 12, 13, 21, 22]
+    assert micro.answers == ((0, 0), (1, 0))
+
+
+def test_a_token_of_the_learners_version_is_comparable_unless_its_group_kept_older_kv() -> None:
+    rollouts = [make_rollout([1, 2, 3], [-1.0, -2.0, -3.0], 1.0), make_rollout([4, 5], [-4.0, -1.0], 0.0)]
+    rollouts[0].versions[:] = [6, 7, 8]
+    rollouts[1].versions[:] = [8, 8]  # its prompt's KV may be of version 6, as its group started then
+    groups = [
+        dataclasses.replace(make_group(i, [5, 6], rollouts, version=6), keeps_kv=keeps_kv)
+        for i, keeps_kv in enumerate((False, True))
+    ]
+    batch = Batch(version=8, groups=tuple(groups), finished_versions=(8, 8))
+    pieces = make_pieces(batch.groups, [(g, a) for g in (0, 1) for a in (0, 1)], 100, 1, DENSE)
+    advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]] * 2
+    micro = collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu"))
+    assert micro.comparable.tolist() == [False, False, True, True, True] + [False] * 5
+    assert micro.old_kv.tolist() == [False] * 5 + [False, False, True, True, True]
+
+
+def test_a_shared_row_by_hand() -> None:
+    first, second = make_rollout([11, 12, 13], [-1.0, -2.0, -3.0], 1.0), make_rollout([21], [-4.0], 0.0)
+    second.versions[:] = 1
+    first.mask[1] = False
+    group = make_group(0, [5, 6, 7], [first, second], version=1)
+    batch = Batch(version=1, groups=(group,), finished_versions=(1,))
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, DENSE)
+    advantages = [[np.array([0.5, 0.6, 0.7], np.float32), np.array([-0.5], np.float32)]]
+    micro = collate(batch, [pieces], advantages, torch.device("cpu"))
+    assert micro.tokens.tolist() == [[5, 6, 7, 11, 12]]
+    assert micro.segments is not None and micro.segments.tolist() == [[[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]]
+    assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 4]]
+    assert micro.where.tolist() == [2, 3, 4, 2]
+    assert micro.targets.tolist() == [11, 12, 13, 21]
+    assert micro.behaviour.tolist() == [-1.0, 0.0, -3.0, -4.0]
+    assert micro.trained.tolist() == [True, False, True, True]
+    assert micro.comparable.tolist() == [False, False, False, True]
+    assert micro.advantages.tolist() == pytest.approx([0.5, 0.6, 0.7, -0.5])
+    assert micro.staleness.tolist() == [1, 1, 1, 0]
+    assert micro.lengths == (3, 1)
+
+
+def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> None:
+    #                         prompt  answers  prompt, answer, padding
+    segments = torch.tensor([[[0, 0, 1, 1, 2, 3, 4, -1]], [[0, 0, 0, 0, 0, 3, 3, -1]]])
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+    mask = attention_mask(segments, torch.float32)
+    assert mask.shape == (1, 1, 8, 8)
+    assert (mask[0, 0] == 0).int().tolist() == expected
+
+
+def test_rows_of_single_answers_need_no_mask_and_an_empty_micro_batch_trains_nothing() -> None:
+    batch = make_batch()
+    pieces = make_pieces(batch.groups, [(0, 0), (1, 0)], 100, 16, DENSE)
+    advantages = [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
+    assert collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu")).segments is None
+    empty = collate(batch, [], [], torch.device("cpu"))
+    assert empty.tokens.shape == (1, 1) and not empty.trained.any()

@@ -1,0 +1,99 @@
+"""What the learner does with tokens that are too old, by late policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config import AlgorithmConfig, StalenessConfig
+from async_rl.errors import StalenessError
+from async_rl.types import Batch
+from learner.algorithms.diagnostics import Tally
+from learner.algorithms.objective import Objective, policy_normaliser
+from learner.check_staleness import apply_bound
+from learner.packing.microbatches import Piece, collate
+from learner.train_step import Updater
+from tests.learner.tiny_batches import make_batch, make_config
+
+MASK = StalenessConfig(max=1, late="mask")
+
+
+def aged_batch() -> Batch:
+    """At version 5; the first answer spans versions 2..5, the second is of version 2 alone, the others of version 5."""
+    batch = make_batch(seed=0, version=5)
+    first, second, *others = batch.groups[0].rollouts
+    spanning = np.sort(np.resize(np.array([2, 4, 5], np.int32), len(first.versions)))
+    rollouts = (
+        replace(first, versions=spanning), replace(second, versions=np.full_like(second.versions, 2)),
+        *(replace(r, versions=np.full_like(r.versions, 5)) for r in others),
+    )
+    rest = [
+        replace(g, rollouts=tuple(replace(r, versions=np.full_like(r.versions, 5)) for r in g.rollouts))
+        for g in batch.groups[1:]
+    ]
+    return replace(batch, groups=(replace(batch.groups[0], rollouts=rollouts), *rest))
+
+
+def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
+    batch = aged_batch()
+    masked, metrics = apply_bound(batch, 5, MASK)
+    first, second, *others = masked.groups[0].rollouts
+    before = batch.groups[0].rollouts
+    assert first.mask.tolist() == (before[0].mask & (first.versions >= 4)).tolist()
+    assert not second.mask.any()
+    assert all(np.array_equal(r.mask, b.mask) for r, b in zip(others, before[2:], strict=True))
+    values = {metric.key: metric.value for metric in metrics}
+    assert values["staleness/before_mask_max"] == 3
+    assert 0 < values["staleness/masked_fraction"] < 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path, aggregation: str) -> None:
+    """The gradient at a young token is what it is when nothing is masked, at an old one it is zero."""
+    algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
+    config = make_config(tiny_model_path, algorithm=algorithm)
+    batch = aged_batch()
+    advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
+    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    gradients, trained = [], []
+    for of_batch in (batch, apply_bound(batch, 5, MASK)[0]):
+        rows = [[Piece(g, (i,), 64)] for g, i in pairs]
+        micro = collate(of_batch, rows, advantages, torch.device("cpu"))
+        logprobs = torch.cat([torch.tensor(batch.groups[g].rollouts[i].logprobs) for g, i in pairs]).requires_grad_()
+        losses = Objective(config).losses(micro, logprobs, torch.zeros_like(logprobs), None, Tally(), True)
+        losses.policy.backward()
+        assert logprobs.grad is not None
+        gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))
+        trained.append(micro.trained)
+    whole, masked = gradients
+    young = trained[1]
+    assert 0 < young.sum() < trained[0].sum()
+    torch.testing.assert_close(masked[young], whole[young])
+    assert (whole[trained[0]] != 0).all() and (masked[~young] == 0).all()
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_without_mask_such_a_batch_is_refused(late: str) -> None:
+    with pytest.raises(StalenessError, match="has a token of version 2, but the learner is at version 5"):
+        apply_bound(aged_batch(), 5, StalenessConfig(max=1, late=late))  # type: ignore[arg-type]
+
+
+def test_a_future_token_is_refused_with_mask_too() -> None:
+    with pytest.raises(StalenessError, match="handed out a batch for version 5 to a learner of version 4"):
+        apply_bound(aged_batch(), 4, MASK)
+    with pytest.raises(StalenessError, match="has a token of version 5, but the learner is at version 4"):
+        apply_bound(replace(aged_batch(), version=4), 4, MASK)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward(tiny_model_path: Path) -> None:
+    masked, _ = apply_bound(aged_batch(), 5, MASK)
+    config = make_config(tiny_model_path, staleness=MASK)
+    values = {m.key: m.value for m in Updater(config, torch.device("cpu")).update(masked)}
+    assert values["staleness/max"] <= 1
+    assert values["batch/rollouts"] == 12 and np.isfinite(values["policy/loss"])

@@ -1,0 +1,276 @@
+"""A learner that resumes goes on as if nothing had been: weights, optimizers, random numbers, account."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent import futures
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from async_rl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    CriticConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
+from async_rl.storage.checkpoints import Cut, checkpoint_folder, list_checkpoints, read_cut
+from learner.checkpointing import Checkpointer
+from learner.eval_schedule import Evaluations
+from learner.train_step import Updater
+from learner.trainer import Learner
+from tests.learner.fakes import FakePublisher
+from tests.learner.test_trainer import open_learner, pushed_bytes
+from tests.learner.tiny_batches import make_batch, make_config
+
+CPU = torch.device("cpu")
+
+
+def whole(updater: Updater) -> dict[str, torch.Tensor]:
+    """Every trained weight and moment, gathered."""
+    tensors = Checkpointer(updater.config, updater.networks, CPU)._tensors(None)
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
+
+
+def cut_at(checkpointer: Checkpointer, version: int) -> Cut:
+    return Cut(
+        version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
+        consumed=[[]], buffer={},
+    )
+
+
+def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:
+    """`steps` updates from the checkpoint in `folder` on, or from the start and saving one there."""
+    updater = Updater(config, CPU)
+    checkpointer = Checkpointer(config, updater.networks, CPU)
+    first = 0
+    if folder and save_at < 0:
+        first = checkpointer.load(folder).version
+    for version in range(first, first + steps):
+        if folder and version == save_at:
+            checkpointer.save(folder, cut_at(checkpointer, version))
+        updater.update(make_batch(seed=version, version=version))
+    checkpointer.close()
+    return updater
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "critic that warms up": {
+        "algorithm": AlgorithmConfig(advantage="gae"), "critic": CriticConfig(lr=1e-3, warmup_steps=3),
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_from_a_checkpoint_as_without_the_interruption(
+    case: str, tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    config = make_config(tiny_model_path, **CASES[case])
+    uninterrupted = whole(train(config, 4, tmp_path / "step_2", save_at=2))
+    torch.manual_seed(99)
+    resumed = whole(train(config, 2, tmp_path / "step_2"))
+    assert set(resumed) == set(uninterrupted)
+    for name, tensor in resumed.items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+
+
+def test_adapters_with_dropout_go_on_and_the_frozen_weights_are_not_saved(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    lora = LoraConfig(rank=2, dropout=0.3)
+    config = make_config(tiny_model_path, model=ModelConfig(path=str(tiny_model_path), lora=lora))
+    uninterrupted = whole(train(config, 4, tmp_path / "step_2", save_at=2))
+    torch.manual_seed(99)  # dropout draws: the checkpoint must bring its random state
+    resumed = whole(train(config, 2, tmp_path / "step_2"))
+    assert all("lora" in name for name in resumed)
+    for name, tensor in resumed.items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+
+
+def test_what_is_written_is_the_state_at_the_call_though_training_goes_on(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    config = make_config(tiny_model_path)
+    updater = Updater(config, CPU)
+    checkpointer = Checkpointer(config, updater.networks, CPU)
+    before = whole(updater)
+    checkpointer.save(tmp_path / "checkpoints" / "step_0", cut_at(checkpointer, 0))
+    updater.update(make_batch())
+    checkpointer.close()
+    assert not torch.equal(whole(updater)["policy.lm.model.norm.weight"], before["policy.lm.model.norm.weight"])
+    again = Updater(config, CPU)
+    Checkpointer(config, again.networks, CPU).load(tmp_path / "checkpoints" / "step_0")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(again).items())
+    assert list(list_checkpoints(tmp_path)) == [0]
+    assert not (tmp_path / "checkpoints" / "step_0.partial").exists()
+
+
+def test_a_checkpoint_of_other_networks_is_refused(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:
+    train(make_config(tiny_model_path), 1, tmp_path / "step_0", save_at=0)
+    with pytest.raises(ConfigError, match=r"holds policy, this configuration trains critic and policy"):
+        train(make_config(tiny_model_path, **CASES["critic that warms up"]), 1, tmp_path / "step_0")
+    lora = ModelConfig(path=str(tiny_model_path), lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"can't be loaded into the networks of this configuration: .*lora"):
+        train(make_config(tiny_model_path, model=lora), 1, tmp_path / "step_0")
+
+
+def _train_rank(rank: int, ranks: int, store: str, model: str, folder: str, save_at: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    updater = train(make_config(Path(model)), steps, Path(folder), save_at)
+    tensors = whole(updater)
+    if rank == 0:
+        torch.save(tensors, f"{store}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(ranks: int, store: Path, model: Path, folder: Path, save_at: int, steps: int) -> dict[str, torch.Tensor]:
+    arguments = (ranks, str(store), str(model), str(folder), save_at, steps)
+    mp.start_processes(_train_rank, arguments, nprocs=ranks, start_method="spawn")
+    tensors: dict[str, torch.Tensor] = torch.load(f"{store}.pt", weights_only=True)
+    return tensors
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_resumes_to_the_same_weights(
+    before: int, after: int, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    uninterrupted = run_ranks(before, tmp_path / "a", tiny_model_path, tmp_path / "step_2", save_at=2, steps=4)
+    resumed = run_ranks(after, tmp_path / "b", tiny_model_path, tmp_path / "step_2", save_at=-1, steps=2)
+    assert read_cut(tmp_path / "step_2").ranks == before
+    for name, tensor in resumed.items():
+        torch.testing.assert_close(tensor, uninterrupted[name], atol=2e-5, rtol=0)
+
+
+def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    every = {"checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False)}
+    list(open_learner(tiny_model_path, run=RunConfig(name="a", steps=5, dir=str(tmp_path)), **every).run())
+    weights = publisher.weights
+    assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
+    cut = read_cut(checkpoint_folder(tmp_path / "a", 2))
+    assert (cut.version, cut.lineage, cut.consumed) == (2, 0, [[[0, 5]]])
+
+    publisher.calls.clear()
+    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
+    run = RunConfig(name="a", steps=5, dir=str(tmp_path), resume=str(checkpoint_folder(tmp_path / "a", 2)))
+    learner = open_learner(tiny_model_path, run=run, **every)
+    assert learner._client is not None
+    learner._client.calls = publisher.calls  # type: ignore[attr-defined]
+    reports = list(learner.run())
+    assert [(report.step, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
+    assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
+    assert read_cut(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
+    assert read_cut(checkpoint_folder(tmp_path / "a", 5)).consumed == [[[0, 14]]]
+
+
+def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=50, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=0)
+    )
+    reports = []
+    for report in learner.run():
+        reports.append(report)
+        if report.step == 2:
+            learner.stop()
+    assert [report.step for report in reports] == [1, 2, 2]
+    assert reports[-1].note == f"stopped at version 2, checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_2'}"
+    assert list(list_checkpoints(tmp_path / "run")) == [2]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(checkpoint_s=0.05))
+    checkpointer = Checkpointer(config, {}, CPU)
+    checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
+    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.checkpoint_s\) .*step_3"):
+        checkpointer.wait()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason_at_the_next_step(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    updater = Updater(make_config(tiny_model_path), CPU)
+    checkpointer = Checkpointer(updater.config, updater.networks, CPU)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    checkpointer.save(tmp_path / "checkpoints" / "step_3", cut_at(checkpointer, 3))
+    assert checkpointer._running
+    futures.wait([checkpointer._running], 60)
+    with pytest.raises(AsyncRLError) as caught:
+        checkpointer.check()
+    text = str(caught.value)
+    assert f"checkpoint {tmp_path}/checkpoints/step_3 can't be written: [Errno 28] No space left on device." in text
+    assert text.endswith(f"async-rl train --resume {tmp_path}")
+    assert "Traceback" not in text
+
+
+def test_a_checkpoint_whose_folder_cannot_get_its_name_is_named_too(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    checkpointer = Checkpointer(make_config(tiny_model_path), {}, CPU)
+    checkpointer._running, checkpointer._target = Future(), tmp_path / "checkpoints" / "step_3"
+    checkpointer.check()  # still being written
+    checkpointer._running.set_exception(PermissionError(13, "Permission denied"))
+    with pytest.raises(AsyncRLError, match=r"step_3 can't be written: .*Permission denied\. Free some space"):
+        checkpointer.close()
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])
+def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_short(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,
+    every: int, due: list[int],
+) -> None:
+    kept: dict[str, Any] = {
+        "checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False),
+        "eval": EvalConfig(every_steps=every, pin_version=every == 2),
+    }
+
+    def asked(learner: Learner) -> list[int]:
+        found = []
+        for report in learner.run():
+            if report.eval_due:
+                found.append(report.step)
+                learner.evaluations.ended()
+        return found
+
+    run = RunConfig(name="a", steps=7, dir=str(tmp_path))
+    assert asked(open_learner(tiny_model_path, run=run, **kept)) == due
+    resumed = dataclasses.replace(run, resume=str(checkpoint_folder(tmp_path / "a", 4)))
+    assert asked(open_learner(tiny_model_path, run=resumed, **kept)) == [version for version in due if version >= 4]
+
+
+def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
+    evaluations = Evaluations(make_config(
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(eval_s=0.05)
+    ))
+    evaluations.wait()
+    assert not evaluations.served(1)
+    evaluations.wait()
+    assert evaluations.served(2)
+    with pytest.raises(WaitTimeoutError, match=r"held its push back .* evaluation of version 2.*eval\.pin_version"):
+        evaluations.wait()
+    evaluations.ended()
+    evaluations.wait()

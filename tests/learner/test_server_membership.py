@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from async_rl.config import Limit
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from learner.server_membership import ServerList
+from tests.learner.fakes import until_someone_waits
+
+
+def joining(servers: ServerList, results: list[object], url: str = "http://new") -> threading.Thread:
+    def join() -> None:
+        try:
+            servers.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
+            results.append("current")
+        except WeightSyncError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    until_someone_waits(servers)
+    return thread
+
+
+def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
+    thread = joining(servers, results)
+    servers.apply(live)
+    assert live == {"rollout/0": "http://a", "rollout/1": "http://new"}
+    assert not results
+    servers.pushed(live, ())
+    thread.join()
+    assert results == ["current"]
+    assert not servers.someone_waits()
+
+
+def test_a_server_that_dies_in_its_first_push_is_told_lost() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    thread = joining(servers, results)
+    servers.apply(live)
+    del live["rollout/1"]
+    servers.pushed(live, ("rollout/1",))
+    thread.join()
+    assert results == ["rollout/1 died before it had the learner's current weights"]
+
+
+def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
+    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    servers.apply(live)
+    thread = joining(servers, results)
+    servers.pushed(live, ())
+    assert not results
+    assert servers.someone_waits()
+    servers.apply(live)
+    servers.pushed(live, ())
+    thread.join()
+
+
+def test_a_server_that_left_gets_no_push() -> None:
+    servers, live = ServerList(), {"rollout/0": "http://a", "rollout/1": "http://b"}
+    servers.leave("rollout/0")
+    servers.apply(live)
+    assert live == {"rollout/1": "http://b"}
+
+
+def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_in_its_place() -> None:
+    servers, results, live = ServerList(), list[object](), dict[str, str]()
+    first = joining(servers, results, "http://first")
+    servers.leave("rollout/1")
+    first.join()
+    second = joining(servers, results)
+    servers.apply(live)
+    servers.pushed(live, ())
+    second.join()
+    assert results == ["rollout/1 died before it had the learner's current weights", "current"]
+
+
+def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:
+    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.batch_s\)"):
+        ServerList().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))

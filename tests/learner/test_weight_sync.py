@@ -1,0 +1,115 @@
+"""Pushes in turn and out of turn, with a publisher that only writes down what it got."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
+from async_rl.telemetry.metrics import reduce_metrics
+from learner.trainer import Learner
+from tests.learner.fakes import FakeClient, FakePublisher, until_someone_waits
+from tests.learner.test_trainer import open_learner, pushed_bytes
+
+
+def joining(learner: Learner) -> threading.Thread:
+    """A server that has come back waits for weights."""
+    limit = learner.config.timeouts.limit("batch_s")
+    thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", limit))
+    thread.start()
+    until_someone_waits(learner.servers)
+    return thread
+
+
+def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(every_steps=2, verify=False),
+    )
+    back = joining(learner)
+    reports = list(learner.run())
+    back.join()
+    assert [number for name, number in publisher.calls if name == "push"] == [0, 2, 3]
+    assert [pushed_bytes(report) for report in reports] == [[7.0], [7.0], [7.0]]
+    assert [[span.pool for span in report.spans].count("rollout/0") for report in reports] == [1, 1, 1]
+    assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
+
+
+def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
+    )
+    back = joining(learner)
+    publisher.dies_next = "rollout/0"
+    reports = learner.run()
+    early = next(reports)
+    back.join()
+    assert (early.step, early.metrics, early.lost) == (0, (), (("rollout/0", "http://x"),))
+    assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
+    publisher.dies_next = "rollout/1"
+    publisher.servers["rollout/2"] = "http://y"
+    assert [(report.step, report.lost) for report in reports] == [(1, (("rollout/1", "http://new"),)), (2, ())]
+
+
+def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admission_for_it(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=4, dir=str(tmp_path)), eval=EvalConfig(every_steps=1, pin_version=True),
+        weight_sync=WeightSyncConfig(every_steps=2, on_update="drain", verify=False),
+    )
+    assert isinstance(learner._client, FakeClient)
+    calls = learner._client.calls = publisher.calls
+
+    def end_the_evaluation() -> None:
+        calls.append(("evaluated", -1))
+        learner.evaluations.ended()
+
+    reports = []
+    for report in learner.run():
+        reports.append(report)
+        if len(reports) == 3:  # the evaluation of version 2 still runs
+            back = joining(learner)
+            threading.Timer(0.3, end_the_evaluation).start()
+        if len(reports) == 4:  # that of version 3
+            end_the_evaluation()
+    back.join()
+    assert [(r.step, r.eval_due) for r in reports] == [(1, False), (2, True), (3, False), (3, True), (4, False)]
+    at = calls.index(("trained", 3))
+    held, *rest = calls[at + 1 : at + 5]
+    assert (held, rest) == (("evaluated", -1), [("await_push", 3), ("push", 3), ("served", 3)])
+    values = reduce_metrics(reports[-1].metrics)
+    assert {"time/held_by_eval_s", "time/drain_s"} <= values.keys()
+
+
+def test_a_first_push_that_reaches_nobody_leaves_verification_to_the_next(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)))
+    publisher.dies_next = "rollout/0"
+    reports = learner.run()
+    next(reports)
+    assert not publisher.verified
+    back = joining(learner)
+    list(reports)
+    back.join()
+    assert len(publisher.verified) == 1
+
+
+def test_verification_compares_the_logprobs_of_the_pushed_weights(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    list(open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path))).run())
+    ((tokens, logprobs),) = publisher.verified
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    expected = lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import WireError
+from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, Limits, decode_group, encode_group
+from async_rl.types import Rollout, RolloutGroup, Slot
+from tests.buffer.factories import make_group, make_rollout
+
+LIMITS = Limits(group_size=2, max_prompt_tokens=16, max_response_tokens=32)
+SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
+
+
+def assert_same(a: RolloutGroup, b: RolloutGroup) -> None:
+    for field in dataclasses.fields(RolloutGroup):
+        if field.name not in ("prompt_tokens", "rollouts"):
+            assert getattr(a, field.name) == getattr(b, field.name), field.name
+    np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
+    assert len(a.rollouts) == len(b.rollouts)
+    for left, right in zip(a.rollouts, b.rollouts, strict=True):
+        for field in dataclasses.fields(Rollout):
+            x, y = getattr(left, field.name), getattr(right, field.name)
+            np.testing.assert_array_equal(x, y)
+            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 32), min_size=2, max_size=2),
+    reward=st.floats(-1e6, 1e6),
+    seed=st.integers(0, 2**32 - 1),
+    worker=st.text(max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float, seed: int, worker: str) -> None:
+    rng = np.random.default_rng(seed)
+    rollouts = tuple(
+        Rollout(
+            tokens=rng.integers(0, 2**31 - 1, n, dtype=np.int32),
+            logprobs=-rng.exponential(size=n).astype(np.float32),
+            versions=np.sort(rng.integers(3, 9, n)).astype(np.int32),
+            mask=rng.random(n) < 0.5,
+            reward=reward,
+            finish_reason="length",
+        )
+        for n in lengths
+    )
+    group = make_group(SLOT, rollouts=rollouts, worker=worker)
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+
+
+def test_the_largest_valid_group_is_within_the_byte_limit() -> None:
+    biggest = make_group(
+        dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
+        prompt_tokens=np.zeros(16, np.int32),
+        rollouts=(make_rollout(32, 3), make_rollout(32, 3)),
+        worker="\N{PILE OF POO}" * 200,
+    )
+    data = encode_group(biggest)
+    assert_same(decode_group(memoryview(data), LIMITS), biggest)
+
+
+def test_decoded_arrays_are_views_that_nobody_can_write_to() -> None:
+    group = decode_group(encode_group(make_group(SLOT)), LIMITS)
+    with pytest.raises(ValueError, match="read-only"):
+        group.rollouts[0].tokens[0] = 1
+
+
+def with_rollout(**changes: Any) -> dict[str, Any]:
+    return {"rollouts": (make_rollout(3, 3), make_rollout(3, 3, **changes))}
+
+
+F, I = np.float32, np.int32  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_id": -1}, "group_id: got -1, allowed an integer in 0.."),
+        ({"start_version": -2}, "start_version: got -2"),
+        ({"prompt_index": -7}, "prompt_index: got -7"),
+        ({"temperature": 0.0}, "temperature: got 0.0, allowed above 0"),
+        ({"temperature": float("nan")}, "temperature: got nan, allowed a finite number"),
+        ({"duration_s": -0.5}, "duration_s: got -0.5"),
+        ({"worker": "w" * 201}, "worker: got 'www"),
+        ({"worker": 5}, "worker: got 5, allowed a string"),
+        ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16"),
+        ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 1..16"),
+        ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed token ids"),
+        ({"rollouts": (make_rollout(3, 3),)}, "lengths: 1 elements, allowed 2"),
+        ({"rollouts": (make_rollout(0, 3), make_rollout(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a rollout"),
+        ({"rollouts": (make_rollout(33, 3), make_rollout(3, 3))}, "lengths: got 33, allowed 1..32 tokens"),
+        (with_rollout(tokens=np.array([1, -1, 2], I)), r"rollouts\[1\].tokens: got -1"),
+        (
+            with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
+            r"mask: got 2, allowed bytes 0 and 1",
+        ),
+        (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rollouts\[1\].logprobs: got 0.5, allowed finite"),
+        (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rollouts\[1\].logprobs: got nan"),
+        (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rollouts\[1\].logprobs: got -inf"),
+        (with_rollout(versions=np.array([2, 3, 3], I)), r"rollouts\[1\].versions: got 2, allowed start_version = 3"),
+        (with_rollout(versions=np.array([3, 5, 4], I)), r"rollouts\[1\].versions: got 4, allowed 5 and up, as the"),
+        (with_rollout(reward=float("inf")), r"rollouts\[1\].reward: got inf"),
+        (with_rollout(finish_reason="abort"), r"rollouts\[1\].finish_reason: got 'abort', allowed stop or length"),
+    ],
+)
+def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        decode_group(encode_group(make_group(SLOT, **changes)), LIMITS)
+
+
+def test_versions_may_fall_from_one_rollout_to_the_next() -> None:
+    group = make_group(SLOT, rollouts=(make_rollout(3, 8), make_rollout(3, 3)))
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+
+
+def test_the_rounding_of_a_certain_token_is_cut_by_its_sender() -> None:
+    rounded, cut = (with_rollout(logprobs=np.array([0, a, -1], F)) for a in (MAX_ROUNDING / 2, 0))
+    assert_same(decode_group(encode_group(make_group(SLOT, **rounded)), LIMITS), make_group(SLOT, **cut))
+
+
+def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> None:
+    for changes, message in (
+        ({"tokens": np.arange(3)}, r"rollouts\[1\].tokens: dtype '<i8', allowed <i4"),
+        ({"logprobs": -np.ones(3)}, r"rollouts\[1\].logprobs: dtype '<f8', allowed <f4"),
+        ({"tokens": np.arange(4, dtype=I)}, r"rollouts\[1\].logprobs: 3 elements, allowed 4 as its tokens"),
+        ({"versions": np.full(2, 3, I)}, r"rollouts\[1\].versions: 2 elements, allowed 3 as its tokens"),
+        ({"mask": np.ones(4, np.bool_)}, r"rollouts\[1\].mask: 4 elements, allowed 3 as its tokens"),
+        ({"tokens": [1, 2, 3]}, r"rollouts\[1\].tokens: got list"),
+    ):
+        with pytest.raises(WireError, match=message):
+            encode_group(make_group(SLOT, **with_rollout(**changes)))
+    with pytest.raises(WireError, match=r"prompt_tokens: got shape \(1, 2\)"):
+        encode_group(make_group(SLOT, prompt_tokens=np.zeros((1, 2), I)))
+
+
+def test_arrays_travel_in_little_endian_order() -> None:
+    big = with_rollout(tokens=np.arange(3, dtype=">i4"), logprobs=np.array([-3, -2, -1], ">f4"))
+    data = encode_group(make_group(SLOT, **big))
+    assert msgpack.unpackb(data)["tokens"][0] == "<i4"
+    assert decode_group(data, LIMITS).rollouts[1].tokens.tolist() == [0, 1, 2]
+    assert decode_group(data, LIMITS).rollouts[1].logprobs.tolist() == [-3, -2, -1]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("tokens", ["<i8", 6, bytes(48)], "tokens: dtype '<i8', allowed <i4"),
+        ("tokens", [["<i4"], 6, bytes(24)], "tokens: dtype a list of 1, allowed <i4"),
+        ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes, allowed 24 as it says"),
+        ("tokens", ["<i4", 6], "tokens: got a list of 2, allowed a list of dtype, number of elements, bytes"),
+        ("tokens", "abc", "tokens: got 'abc', allowed a list of dtype"),
+        ("logprobs", ["<f4", 5, bytes(20)], "logprobs: 5 elements, allowed 6"),
+        ("versions", ["<i4", 7, bytes(28)], "versions: 7 elements, allowed 6"),
+        ("mask", ["|b1", True, b"1"], "mask: True elements, allowed 6"),
+        ("mask", ["|b1", 6, b"\x01\x01\x01\x01\x01\x09"], "mask: got 9, allowed bytes 0 and 1"),
+        ("lengths", ["<i4", 2, np.array([9, 2**31 - 1], I).tobytes()], "lengths: got 2147483647, allowed 1..32"),
+        ("lengths", ["<i4", 2, np.array([2, 3], I).tobytes()], "tokens: 6 elements, allowed 5"),
+        ("finish_reasons", ["stop"], "finish_reasons: got a list of 1, allowed a list of 2..2 items"),
+    ],
+)
+def test_a_foreign_sender_s_column_is_refused_by_name(column: str, value: Any, message: str) -> None:
+    good = msgpack.unpackb(encode_group(make_group(SLOT, rollouts=(make_rollout(3, 3), make_rollout(3, 3)))))
+    with pytest.raises(WireError, match=message):
+        decode_group(msgpack.packb({**good, column: value}), LIMITS)
+
+
+def test_unknown_missing_and_renamed_fields_are_refused() -> None:
+    good = msgpack.unpackb(encode_group(make_group(SLOT)))
+    for change, message in (
+        ({**good, "colour": 1}, "colour: got 'a field', allowed no such field"),
+        ({k: v for k, v in good.items() if k != "worker"}, "worker: missing"),
+        ({**good, "schema": 99}, f"schema: got 99, allowed an integer in {SCHEMA_VERSION}..{SCHEMA_VERSION}"),
+        ({**good, "group_id": True}, "group_id: got True"),
+        ([1], "message: got a list of 1, allowed a map"),
+    ):
+        with pytest.raises(WireError, match=message):
+            decode_group(msgpack.packb(change), LIMITS)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"\xd6\xff\x00\x00\x00\x00"])
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match="message"):
+        decode_group(data, LIMITS)
+
+
+def test_an_oversized_message_is_refused_before_it_is_read() -> None:
+    with pytest.raises(WireError, match=f"group: {10**6} bytes, allowed at most {LIMITS.max_group_bytes}"):
+        decode_group(bytes(10**6), LIMITS)
+
+
+def test_mutated_bytes_decode_or_are_refused_and_nothing_else_happens() -> None:
+    rng = random.Random(0)
+    good = encode_group(make_group(SLOT))
+    refused = 0
+    for _ in range(10_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        try:
+            decode_group(bytes(data), LIMITS)
+        except WireError:
+            refused += 1
+    assert refused > 5000
+
+
+@pytest.mark.parametrize("baseline", [None, 0.0, -1.5])
+def test_the_reward_of_a_greedy_baseline_travels_or_its_absence_does(baseline: float | None) -> None:
+    group = dataclasses.replace(make_group(SLOT), baseline_reward=baseline)
+    assert decode_group(encode_group(group), LIMITS).baseline_reward == baseline
+    with pytest.raises(WireError, match="baseline_reward"):
+        message = {**msgpack.unpackb(encode_group(group)), "baseline_reward": "1"}
+        decode_group(msgpack.packb(message), LIMITS)

@@ -1,0 +1,42 @@
+"""The learner's half of a push, run as a process of its own: one process can't be both ends of a process
+group.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from async_rl.weights import open_publisher
+from async_rl.weights.base import Tolerance
+from tests.rollout_server.engines.hf_cases import config_for, sharp_model
+
+
+def main(transport: str, url: str, folder: str, run_dir: str) -> None:
+    """Pushes the weights of seed 5 as version 3, in several buckets, and verifies them."""
+    config = config_for(Path(folder))
+    background = transport == "background"
+    sync = replace(
+        config.weight_sync, transport="gloo" if background else transport, background=background, bucket_bytes=100_000
+    )
+    config = replace(
+        config, weight_sync=sync,
+        run=replace(config.run, dir=run_dir),
+    )
+    model = sharp_model("tiny-qwen2", 5).eval()
+    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
+    publisher.connect()
+    report = publisher.push(model.named_parameters(), version=3)
+    assert report.num_bytes == sum(p.nbytes for p in model.parameters())
+    tokens = list(range(5, 40))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-4, 1e-4))
+    publisher.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

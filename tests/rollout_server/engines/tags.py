@@ -1,0 +1,94 @@
+"""Are version tags true? Recomputes behaviour logprobs under the weights of every version."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from async_rl.types import FloatArray, IntArray
+from rollout_server.engines.base import Completion
+
+TOLERANCE = 1e-4
+TOLD_APART = 0.05
+"""Logprobs of one segment under another version's weights are at least this far off somewhere."""
+MIN_TOKENS = 5
+"""Of a segment in which other weights are sure to show."""
+
+
+def segments(versions: IntArray) -> list[tuple[int, int, int]]:
+    """(version, first token, end) of each run of equal versions."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(int(versions[a]), a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def from_scratch(model: PreTrainedModel, prompt: IntArray, answer: IntArray, temperature: float) -> FloatArray:
+    """[T] behaviour logprobs of one version's weights, all KV its own."""
+    return _continue(model, DynamicCache(), np.concatenate([prompt, answer[:-1]]), answer, temperature)
+
+
+def over_mixed_kv(
+    models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float,
+    other: int | None = None,
+) -> FloatArray:
+    """[T] what engines compute that keep KV: each segment by its version's weights, on KV of those before it.
+
+    Token i is read, and its KV made, by the forward that samples token i + 1. With `other` every segment is computed
+    by that version's weights instead, still on the KV that its version's would find.
+    """
+    cache, parts = DynamicCache(), []
+    sequence = np.concatenate([prompt, completion.tokens])
+    for version, start, end in segments(completion.versions):
+        first = cache.get_seq_length()
+        fed, answer = sequence[first : len(prompt) + end - 1], completion.tokens[start:end]
+        if other is not None:
+            parts.append(_continue(models[other], _copy(cache), fed, answer, temperature))
+            _continue(models[version], cache, fed, answer, temperature)
+        else:
+            parts.append(_continue(models[version], cache, fed, answer, temperature))
+    return np.concatenate(parts)
+
+
+def check_tags(
+    models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float, *,
+    keeps_kv: bool, tolerance: float = TOLERANCE,
+) -> float:
+    """Asserts that behaviour logprobs are those of the tagged version and of no other. With `keeps_kv` they are
+    compared over mixed KV, else from scratch.
+
+    Returns the mean difference to a recompute from scratch, over tokens sampled after the first update.
+    """
+    fresh = {v: from_scratch(model, prompt, completion.tokens, temperature) for v, model in models.items()}
+    tagged = np.concatenate([fresh[v][a:b] for v, a, b in segments(completion.versions)])
+    later = completion.versions != completion.versions[0]
+    mismatch = np.abs(completion.logprobs - tagged)[later]
+    if keeps_kv:
+        tagged = over_mixed_kv(models, prompt, completion, temperature)
+        fresh = {v: over_mixed_kv(models, prompt, completion, temperature, other=v) for v in models}
+    np.testing.assert_allclose(completion.logprobs, tagged, atol=tolerance, rtol=0)
+    for version, start, end in segments(completion.versions):
+        for other in models:
+            if other != version and end - start >= MIN_TOKENS:
+                error = np.abs(completion.logprobs - fresh[other])[start:end].max()
+                assert error > TOLD_APART, f"tokens {start}..{end} of version {version} could be of {other}: {error}"
+    return float(mismatch.mean()) if later.any() else 0.0
+
+
+def _continue(
+    model: PreTrainedModel, cache: DynamicCache, fed: IntArray, answer: IntArray, temperature: float
+) -> FloatArray:
+    """Feeds tokens, extending the cache; the logprobs of `answer`, which the last of them predict."""
+    with torch.no_grad():
+        output = model(input_ids=torch.from_numpy(fed).long()[None], past_key_values=cache, use_cache=True)
+    logprobs = torch.log_softmax(output.logits[0, -len(answer) :].float() / temperature, dim=-1)
+    return logprobs.gather(1, torch.from_numpy(answer).long()[:, None]).squeeze(1).numpy()
+
+
+def _copy(cache: DynamicCache) -> DynamicCache:
+    copied = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        copied.update(layer.keys.clone(), layer.values.clone(), index)
+    return copied

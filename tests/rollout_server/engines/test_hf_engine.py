@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config import TimeoutsConfig
+from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
+from rollout_server.engines.base import Completion, open_engine
+from rollout_server.engines.hf.engine import HFEngine
+from tests.rollout_server.engines.hf_cases import (
+    TOLERANCE,
+    config_for,
+    recomputed_logprobs,
+    request_for,
+    same_answers,
+    save_sharp_model,
+    sharp_model,
+    with_engine,
+)
+from tests.rollout_server.engines.tags import check_tags
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sharp_model(tmp_path_factory.mktemp("model"))
+
+
+async def answers_of(engine: HFEngine, indices: range, **changes: object) -> list[list[Completion]]:
+    return await asyncio.gather(*(engine.generate(request_for(i, **changes)) for i in indices))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, temperature: float) -> None:
+    config = config_for(save_sharp_model(tmp_path, name))
+    groups = with_engine(config, lambda engine: answers_of(engine, range(12), temperature=temperature))
+    model = sharp_model(name, seed=0).eval()
+    for index, group in enumerate(groups):
+        request = request_for(index, temperature=temperature)
+        for completion in group:
+            np.testing.assert_allclose(
+                completion.logprobs, recomputed_logprobs(model, request, completion), atol=TOLERANCE
+            )
+
+
+def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
+    groups = with_engine(config_for(folder), lambda engine: answers_of(engine, range(40), max_tokens=30))
+    eos = 2  # <eos> of the character tokenizer
+    reasons = set()
+    for completion in (c for group in groups for c in group):
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) <= 30
+        assert eos not in completion.tokens[:-1]
+        assert (completion.finish_reason == "stop") == (completion.tokens[-1] == eos)
+        assert completion.finish_reason == "stop" or len(completion.tokens) == 30
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_tokens_are_drawn_with_the_probabilities_they_are_logged_with(folder: Path) -> None:
+    config = config_for(folder)
+    [group] = with_engine(config, lambda engine: answers_of(engine, range(1), n=4000, max_tokens=1))
+    tokens = np.array([completion.tokens[0] for completion in group])
+    for token in np.unique(tokens)[:5]:
+        p = np.exp(group[int(np.argmax(tokens == token))].logprobs[0])
+        assert abs((tokens == token).mean() - p) < 5 * np.sqrt(p * (1 - p) / 4000)
+
+
+def test_the_same_seed_repeats_exactly_and_another_does_not(folder: Path) -> None:
+    config = config_for(folder)
+    first, again, other = (
+        with_engine(config, lambda engine, seed=seed: answers_of(engine, range(10), seed=seed))
+        for seed in (1, 1, 2)
+    )
+    assert all(map(same_answers, first, again))
+    assert not any(map(same_answers, first, other))
+
+
+def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) -> None:
+    async def alone(engine: HFEngine) -> list[list[Completion]]:
+        return [await engine.generate(request_for(i, max_tokens=30)) for i in range(8)]
+
+    async def staggered(engine: HFEngine) -> list[list[Completion]]:
+        running = []
+        for i in reversed(range(8)):
+            running.append(asyncio.create_task(engine.generate(request_for(i, max_tokens=30))))
+            await asyncio.sleep(0.004)
+        return list(reversed(await asyncio.gather(*running)))
+
+    config = config_for(folder)
+    separately, mixed = with_engine(config, alone), with_engine(config, staggered)
+    for a, b in ((a, b) for x, y in zip(separately, mixed, strict=True) for a, b in zip(x, y, strict=True)):
+        assert np.array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_an_evaluation_beside_training_changes_no_bit_of_the_training_answers(folder: Path) -> None:
+    async def with_evaluation(engine: HFEngine) -> list[list[Completion]]:
+        training = asyncio.create_task(answers_of(engine, range(8), max_tokens=30))
+        for i in range(5):
+            await asyncio.sleep(0.003)
+            await engine.generate(request_for(i, group_id=-1 - i, max_tokens=5))
+        return await training
+
+    config = config_for(folder)
+    plain = with_engine(config, lambda engine: answers_of(engine, range(8), max_tokens=30))
+    assert all(map(same_answers, plain, with_engine(config, with_evaluation)))
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_weights_loaded_in_mid_answer_switch_tags_and_logprobs_at_one_token_boundary(
+    folder: Path, keep_kv: bool
+) -> None:
+    models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
+    request = request_for(3, n=6, max_tokens=400)
+
+    async def update_inside(engine: HFEngine) -> list[Completion]:
+        running = asyncio.create_task(engine.generate(request))
+        for version in (1, 2):
+            for _ in range(8):  # a token or more each
+                await engine.between_tokens(lambda: None)
+            await engine.pause(keep_kv=keep_kv)
+            await engine.load_weights(dict(models[version].named_parameters()), version)
+            engine.resume()
+        return await running
+
+    completions = with_engine(config_for(folder), update_inside)
+    changed = [c for c in completions if c.versions[-1] == 2]
+    assert len({tuple(np.searchsorted(c.versions, [1, 2])) for c in changed}) == 1  # one boundary for all rows
+    for completion in changed:
+        assert set(completion.versions.tolist()) == {0, 1, 2}
+        check_tags(models, request.prompt.tokens, completion, 1.0, keeps_kv=keep_kv)
+
+
+def test_a_new_request_after_an_update_is_all_new_weights(folder: Path) -> None:
+    new = sharp_model("tiny-qwen2", 5).eval()
+
+    async def update_then_ask(engine: HFEngine) -> list[Completion]:
+        await engine.generate(request_for(3))
+        await engine.load_weights(dict(new.named_parameters()), version=7)
+        return await engine.generate(request_for(3))
+
+    for completion in with_engine(config_for(folder), update_then_ask):
+        assert set(completion.versions.tolist()) == {7}
+        expected = recomputed_logprobs(new, request_for(3), completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+
+def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
+    async def pause(engine: HFEngine) -> list[Completion]:
+        await engine.pause(keep_kv=True)
+        running = asyncio.create_task(engine.generate(request_for(0)))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        engine.resume()
+        return await running
+
+    assert len(with_engine(config_for(folder), pause)) == 4
+
+
+def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
+    async def cancel_one(engine: HFEngine) -> list[Completion]:
+        doomed = asyncio.create_task(engine.generate(request_for(0, max_tokens=500)))
+        kept = asyncio.create_task(engine.generate(request_for(1, max_tokens=60)))
+        await engine.between_tokens(lambda: None)
+        doomed.cancel()
+        return await kept
+
+    assert len(with_engine(config_for(folder), cancel_one)) == 4
+
+
+def test_a_prompt_with_an_unknown_token_is_refused_by_number(folder: Path) -> None:
+    request = request_for(0)
+    bad = dataclasses.replace(request.prompt, tokens=np.array([5, 100], dtype=np.int32))
+    with pytest.raises(ValueError, match=r"0\.\.99, got \[5, 100\]"):
+        with_engine(config_for(folder), lambda e: e.generate(dataclasses.replace(request, prompt=bad)))
+
+
+def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: Path) -> None:
+    async def break_it(engine: HFEngine) -> list[object]:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("out of memory, say")
+
+        engine.model.forward = fail
+        at_once = (engine.generate(request_for(i)) for i in range(3))
+        first = await asyncio.gather(*at_once, return_exceptions=True)
+        return [*first, *await asyncio.gather(engine.generate(request_for(4)), return_exceptions=True)]
+
+    for error in with_engine(config_for(folder), break_it):
+        assert isinstance(error, ProcessDiedError)
+        assert "out of memory, say" in str(error)
+
+
+def test_a_wait_for_the_decode_thread_ends_with_its_key(folder: Path) -> None:
+    release = threading.Event()
+
+    async def hold_up(engine: HFEngine) -> None:
+        with pytest.raises(WaitTimeoutError, match=r"a weight request waited 0 s \(timeouts\.push_s\) for hf engine"):
+            await engine.between_tokens(release.wait)
+        with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts\.shutdown_s\) for its decode"):
+            await engine.aclose()
+        release.set()
+
+    timeouts = TimeoutsConfig(push_s=0.2, shutdown_s=0.2)
+    with_engine(dataclasses.replace(config_for(folder), timeouts=timeouts), hold_up)
+
+
+def test_lengths_beyond_the_models_positions_are_refused_at_start(folder: Path, tmp_path: Path) -> None:
+    config = config_for(folder, max_response_tokens=600)  # 512 + 600 > 1024
+
+    async def start() -> None:
+        await open_engine(config, 0, tmp_path).start()
+
+    with pytest.raises(ConfigError, match="at most 1024"):
+        asyncio.run(start())

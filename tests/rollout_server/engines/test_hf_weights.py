@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from rollout_server.engines.hf.engine import HFEngine
+from tests.rollout_server.engines.hf_cases import (
+    config_for,
+    recomputed_logprobs,
+    request_for,
+    save_sharp_model,
+    sharp_model,
+    with_engine,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sharp_model(tmp_path_factory.mktemp("model"))
+
+
+async def post(engine: HFEngine, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as reply:
+        return reply.status, json.loads(await reply.text())
+
+
+def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine], Awaitable[list[float]]]:
+    """Publishes other weights while answers run; returns the largest logprob errors of later answers."""
+
+    async def push(engine: HFEngine) -> list[float]:
+        running = asyncio.create_task(_keep_generating(engine))
+        publisher = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.rollout_server.engines.hf_publisher", transport, engine.url, str(folder),
+            str(run_dir), stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await publisher.communicate()
+        assert publisher.returncode == 0, errors.decode()
+        versions = await running
+        assert any(set(v.tolist()) == {0, 3} for v in versions)
+        assert all(np.all(np.diff(v) >= 0) for v in versions)
+        new = sharp_model("tiny-qwen2", 5).eval()
+        completions = await engine.generate(request_for(4))
+        assert all(set(c.versions.tolist()) == {3} for c in completions)
+        expected = [recomputed_logprobs(new, request_for(4), c) for c in completions]
+        return [float(np.abs(c.logprobs - e).max()) for c, e in zip(completions, expected, strict=True)]
+
+    return push
+
+
+async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
+    """Token versions of answers asked for until one is all new, by callers out of step: some are always half done."""
+
+    async def call(caller: int) -> list[np.ndarray]:
+        versions: list[np.ndarray] = []
+        while not versions or versions[-1][0] == 0:
+            request = request_for(caller, n=6, max_tokens=300 - 70 * caller)
+            versions += [c.versions for c in await engine.generate(request)]
+        return versions
+
+    return [versions for of_one in await asyncio.gather(*map(call, range(4))) for versions in of_one]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk", "background"])
+def test_the_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
+    assert max(with_engine(config_for(folder), push_by(transport, folder, tmp_path))) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("label", "end"), [({"weight_version": "1"}, "/continue_generation"), ({}, "/end_weight_update")]
+)
+def test_a_push_that_breaks_off_leaves_the_old_version_serving(
+    folder: Path, tmp_path: Path, label: dict[str, str], end: str
+) -> None:
+    other = save_sharp_model(tmp_path / "other", seed=9)
+    old = sharp_model("tiny-qwen2", 0).eval()
+
+    async def break_off(engine: HFEngine) -> None:
+        await post(engine, "/begin_weight_update", {})
+        status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), **label})
+        assert status == 200
+        assert (await post(engine, end, {}))[0] == 200  # before the end, or before the bucket that brings the label
+        for completion in await engine.generate(request_for(1)):
+            assert set(completion.versions.tolist()) == {0}
+            expected = recomputed_logprobs(old, request_for(1), completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+    with_engine(config_for(folder), break_off)
+
+
+def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.ones(96)}, partial / "a.safetensors")
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    save_file({"model.norm.weight": torch.ones(95)}, wrong / "a.safetensors")
+
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    save_file({"model.norm.weight": torch.ones(96, dtype=torch.bfloat16)}, narrow / "a.safetensors")
+
+    from_disk = "/update_weights_from_disk"
+
+    async def refused(engine: HFEngine) -> list[tuple[int, str]]:
+        replies = [
+            await post(engine, from_disk, {"model_path": str(partial)}),
+            await post(engine, "/pause_generation", {"mode": "stop"}),
+            await post(engine, "/begin_weight_update", {}),
+            await post(engine, from_disk, {"model_path": str(wrong)}),
+            await post(engine, from_disk, {"model_path": str(narrow)}),
+            await post(engine, from_disk, {"model_path": str(tmp_path)}),
+            await post(engine, from_disk, {"model_path": str(partial), "weight_version": "1"}),
+            await post(engine, "/end_weight_update", {}),
+        ]
+        return [(status, reply["message"]) for status, reply in replies]
+
+    outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(config_for(folder), refused)
+    assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
+    assert mode[0] == 400 and "'stop'" in mode[1]
+    assert begin[0] == 200 and one_tensor[0] == 200
+    assert shape[0] == 400 and "[96], got [95]" in shape[1]
+    assert dtype[0] == 400 and "must be torch.float32, got torch.bfloat16" in dtype[1]
+    assert empty[0] == 400 and "holds no *.safetensors weights" in empty[1]
+    assert whole[0] == 400 and "lacks" in whole[1]
+
+
+def test_a_push_is_ended_once_however_often_that_is_said(folder: Path, tmp_path: Path) -> None:
+    other = save_sharp_model(tmp_path / "other", seed=9)
+
+    async def end_twice(engine: HFEngine) -> list[int]:
+        await post(engine, "/begin_weight_update", {})
+        await post(engine, "/update_weights_from_disk", {"model_path": str(other), "weight_version": "1"})
+        replies = await asyncio.gather(*(post(engine, "/end_weight_update", {}) for _ in range(2)))
+        assert engine.version == 1
+        return sorted(status for status, _ in replies)
+
+    assert with_engine(config_for(folder), end_twice) == [200, 400]
+
+
+def test_ready_answers(folder: Path) -> None:
+    async def ready(engine: HFEngine) -> int:
+        async with aiohttp.ClientSession() as session, session.get(engine.url + "/ready") as reply:
+            return reply.status
+
+    assert with_engine(config_for(folder), ready) == 200

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_server.engines.sglang import import_stubs as shims
+from rollout_server.engines.sglang.import_stubs import Absent, MissingKernelError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def absent_package() -> Iterator[str]:
+    """A package that is on no machine, with a stand-in for the time of the test."""
+    finders = list(sys.meta_path)
+    name = "no_such_kernels"
+    assert shims.install((name,)) == (name,)
+    yield name
+    sys.meta_path[:] = finders
+    for module in [m for m in sys.modules if m.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+def test_code_that_only_mentions_an_absent_package_can_be_imported(absent_package: str) -> None:
+    module = importlib.import_module(f"{absent_package}.ops.deep")
+
+    class Derived(module.Base):  # type: ignore[name-defined, misc]
+        def method(self, x: module.Type | None = module.MODE.fast) -> None:  # type: ignore[name-defined]
+            pass
+
+    assert not isinstance(3, module.Type)
+    assert Derived()
+
+
+def test_calling_into_an_absent_package_names_the_function_and_the_package(absent_package: str) -> None:
+    module = importlib.import_module(absent_package)
+    with pytest.raises(MissingKernelError, match=r"no_such_kernels\.ops\.rms_norm was called, but no_such"):
+        module.ops.rms_norm(1, 2)
+
+
+def test_a_package_that_can_be_imported_is_left_alone() -> None:
+    before = list(sys.meta_path)
+    assert shims.install(("numpy", "json")) == ()
+    assert sys.meta_path == before
+
+
+def test_a_package_that_is_there_but_cannot_be_loaded_gets_a_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_kernels.py").write_text("raise OSError('libcuda.so.1: cannot open shared object')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    assert shims.install(("broken_kernels",)) == ("broken_kernels",)
+
+
+def in_server_process(code: str) -> str:
+    """What the code prints in a fresh process with the shims of the launcher."""
+    code = f"from rollout_server import shims\nmissing = shims.install()\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
+def test_a_triton_kernel_can_be_defined_but_neither_launched_nor_called() -> None:
+    printed = in_server_process(
+        """
+import triton, triton.language as tl
+from triton.language.extra import libdevice
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 4}, num_warps=2)], key=["n"])
+@triton.heuristics({"EVEN": lambda args: True})
+@triton.jit(do_not_specialize=["n"])
+def add_kernel(x, n, BLOCK: tl.constexpr = tl.constexpr(4)):
+    tl.store(x, tl.load(x) + 1)
+
+for use in (lambda: add_kernel[(1,)](0, 4), lambda: add_kernel(0, 4), lambda: libdevice.exp(0)):
+    try:
+        use()
+    except shims.MissingKernelError as error:
+        print(error)
+print(triton.cdiv(7, 2), triton.next_power_of_2(5))
+try:
+    import triton.knobs
+except ImportError:
+    print("knobs refused")
+from torch.utils._triton import has_triton
+print(has_triton())
+"""
+    )
+    lines = printed.splitlines()
+    assert len(lines) == 6
+    assert all(line.startswith("triton.jit(__main__.add_kernel) was called") for line in lines[:2])
+    assert lines[2].startswith("triton.language.extra.libdevice.exp was called")
+    assert lines[3:] == ["4 8", "knobs refused", "False"]
+
+
+ON_A_GPU = """
+import importlib, os, re, sys, types
+import torch
+
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
+    major=9, minor=0, name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, warp_size=32
+)
+from rollout_server.engines.sglang import import_stubs as shims
+
+print(*shims.install())
+shims._WITH_FALLBACK = re.compile("triton.knobs|flashinfer.norm")  # all of sgl_kernel's modules are there
+shims.install(("triton", "sgl_kernel"))  # in place of the real ones, which a GPU host has
+os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
+def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
+    """No GPU is needed for it: torch is made to say that there is one."""
+    modules = (
+        "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.model_executor.model_runner",
+        "srt.models.qwen2", "srt.models.llama", "srt.layers.attention.triton_backend", "benchmark.serving",
+    )  # fmt: skip
+    command = [sys.executable, "-c", ON_A_GPU, *(f"sglang.{module}" for module in modules)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) >= {"flashinfer"}
+
+
+def test_stand_ins_stay_in_the_server() -> None:
+    """Importing the engine must not make other code believe that a package is there."""
+    code = "import sys; was = list(sys.meta_path); import rollout_server.{}; assert sys.meta_path == was"
+    for module in ("sglang_engine", "launch", "server"):
+        subprocess.run([sys.executable, "-c", code.format(module)], cwd=ROOT, check=True)
+
+
+def test_absent_names_have_no_special_methods() -> None:
+    value: Any = Absent("package.thing")
+    assert not hasattr(value, "__torch_function__")
+    with pytest.raises(MissingKernelError):
+        value[1]

@@ -1,0 +1,71 @@
+"""Whoever kills the parent, however early: nothing of the server is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from rollout_server.engines.base import open_engine
+from tests.conftest import sglang_config
+
+async def main():
+    engine = open_engine(sglang_config(Path(sys.argv[1])), 0, Path(sys.argv[2]))
+    await engine.start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def running_in(sessions: set[int]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("moment", ["while SGLang imports", "while its children import", "while it serves"])
+def test_nothing_is_left_after_sigkill_of_the_parent(
+    moment: str, model_folder: Path, tmp_path: Path
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model_folder), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
+        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    family = psutil.Process(parent.pid)
+    try:
+        if moment == "while it serves":
+            assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        # The server; and behind it scheduler, detokenizer and Python's resource tracker.
+        count = 1 if moment == "while SGLang imports" else 4
+        assert wait_until(lambda: len(family.children(recursive=True)) >= count, 60)
+        sessions = {os.getsid(child.pid) for child in family.children(recursive=True)}
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert os.getsid(0) not in sessions
+    assert wait_until(lambda: not running_in(sessions), 20), running_in(sessions)

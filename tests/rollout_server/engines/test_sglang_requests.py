@@ -1,0 +1,253 @@
+"""The pure parts of the SGLang engine: flags, requests, replies."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import (
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutConfig,
+    StalenessConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
+from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.engines.sglang.engine import (
+    Answer,
+    extend_answer,
+    primer_body,
+    request_body,
+    sampling_seed,
+    token_versions,
+)
+from rollout_server.engines.sglang.sglang_process import ServerProcess, command_line, free_port, server_flags
+from tests.rollout_server.engines.hf_cases import request_for
+
+MODEL = SimpleNamespace(
+    max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=96,
+)
+
+
+def config(**rollout: Any) -> Config:
+    return Config(
+        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/x", max_prompt_tokens=100),
+        rollout=RolloutConfig(group_size=4, **({"max_response_tokens": 50} | rollout)),
+        learner=LearnerConfig(prompts_per_step=8), eval=EvalConfig(size=10, samples=2),
+    )
+
+
+def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
+    return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    whole = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-1.5, 7, None], [-2.0, 8, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    return {"output_ids": [7, 8], "meta_info": whole | meta}
+
+
+def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
+    # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation, of 100 + 50 tokens each
+    assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 150
+
+
+def test_the_kv_cache_takes_a_quarter_of_the_free_memory_at_most_and_one_rollout_at_least() -> None:
+    # a token takes 2 * 2 layers * 2 heads * 24 wide * 4 bytes = 768
+    assert flags(config(), free_memory_bytes=768 * 4 * 1000)["max-total-tokens"] == 1000
+    assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8
+
+
+def test_on_a_gpu_the_memory_fraction_rules_and_weights_are_bfloat16() -> None:
+    chosen = flags(config(mem_fraction=0.4), on_gpu=True)
+    assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
+    assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
+
+
+@pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
+def test_a_gpu_server_that_is_to_compute_float32_does_so_in_full(
+    dtype: str, computes_float32: bool, tmp_path: Path
+) -> None:
+    typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]
+    chosen = flags(typed, on_gpu=True)
+    server = ServerProcess("rollout/0", chosen, 1, tmp_path / "log", typed)
+    assert ("TRITON_F32_DEFAULT" in server._environment) == computes_float32
+    assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
+    own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
+    assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"
+
+
+@pytest.mark.parametrize(("bound", "in_turns"), [(0, True), (1, False)])
+def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bound: int, in_turns: bool) -> None:
+    shared = dataclasses.replace(
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=bound)
+    )
+    assert flags(shared, on_gpu=True).get("enable-memory-saver", False) == in_turns
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_a_server_that_is_paused_in_place_has_read_every_token_it_has_sampled(on_update: str, on_gpu: bool) -> None:
+    pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
+    assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
+
+
+def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"must be at most 1024.*got 1100"):
+        flags(config(max_response_tokens=1000))
+
+
+def test_users_flags_win_but_for_those_the_pipeline_relies_on() -> None:
+    chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
+    assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
+    with pytest.raises(ConfigError, match=r"got \{'port': 30000\}\. async-rl sets these: leave port out"):
+        config(server_args={"port": 30000})
+
+
+def test_a_server_finds_the_programs_of_its_environment_also_where_nobody_has_activated_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    server = ServerProcess("rollout/0", flags(config()), 1, tmp_path / "log", config())
+    assert server._environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+def test_flags_become_words_of_the_command_line() -> None:
+    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
+    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
+    takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("cu13/lib/libcudart.so.13", "cu13/lib/libcublas.so.13", "cudnn/lib/libcudnn.so.9"):
+        file = tmp_path / "nvidia" / library
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    shared = dataclasses.replace(
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if takes_turns else 1)
+    )
+    server = ServerProcess("rollout/0", flags(shared, on_gpu=True), 1, tmp_path / "log", shared)
+    expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if takes_turns else "/mine"
+    assert server._environment["LD_LIBRARY_PATH"] == expected
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
+        pass
+
+
+def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
+    answer = before or Answer()
+    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5])
+    return answer
+
+
+def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
+    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [Answer()] * 3, [2, 5], "8.1.")
+    expected = {"temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
+    full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert len(body["sampling_params"]) == 3
+    assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
+    assert body["return_logprob"] and body["extra_key"] == "8.1."
+
+
+def test_answers_of_a_group_have_seeds_of_their_own_which_an_abort_leaves_as_they_are() -> None:
+    request = request_for(3)
+    seeds = [sampling_seed(request, sample) for sample in range(64)]
+    assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling_seed(dataclasses.replace(request, seed=2), 0) != seeds[0] != sampling_seed(request_for(4), 0)
+    body = request_body(request, [Answer(seed=5), Answer(tokens=[7], seed=9)], [], "k")
+    assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [5, 9]
+
+
+def test_no_request_id_begins_with_another() -> None:
+    """SGLang aborts all requests whose id begins with the one it is told."""
+    request = request_for(0)
+    keys = [f"{group}.{attempt}." for group in (1, 11) for attempt in (0, 1, 10, 11)]
+    bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [Answer()] * 12, [], k))]
+    ids = [rid for body in bodies for rid in body["rid"]]
+    assert len(ids) == 8 * 13
+    assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
+
+
+def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
+    completion = extended(answer()).completion()
+    assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
+    assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
+    assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
+
+
+def test_what_a_push_aborted_is_asked_for_again_after_the_answer_so_far() -> None:
+    request = request_for(0, max_tokens=4)
+    begun = extended(answer(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
+    assert begun.finish_reason == ""
+    body = request_body(request, [begun], [2, 5], "k")
+    assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
+    assert body["sampling_params"][0]["max_new_tokens"] == 2
+    newer = [{"version": "6", "start": 0, "end": 2}]
+    whole = extended(answer(weight_versions=newer), begun, max_tokens=4)
+    assert (whole.tokens, whole.versions) == ([7, 8, 7, 8], [3, 4, 6, 6])
+    assert whole.logprobs == [-1.5, -2.0, -1.5, -2.0] and whole.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("last", "max_tokens", "reason"), [(5, 9, "stop"), (8, 2, "length"), (8, 3, "")])
+def test_an_abort_that_comes_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
+    reply = answer(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
+    assert extended(reply, max_tokens=max_tokens).finish_reason == reason
+
+
+def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() -> None:
+    meta = {"finish_reason": {"type": "abort"}, "weight_versions": [{"version": "3", "start": 0, "end": 0}]}
+    assert extended({"output_ids": [], "meta_info": meta}) == Answer()
+
+
+@pytest.mark.parametrize(
+    "finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}]
+)
+def test_an_answer_the_model_did_not_finish_is_an_error(finish: dict[str, Any]) -> None:
+    with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
+        extended(answer(finish_reason=finish))
+
+
+@pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
+def test_a_reply_without_a_number_for_each_token_is_an_error(logprobs: list[Any]) -> None:
+    with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
+        extended(answer(output_token_logprobs=logprobs))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None, [], [{"version": "default", "start": 0, "end": 3}], [{"version": "1", "start": 0, "end": 2}],
+        [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}],
+    ],
+)
+def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> None:
+    with pytest.raises(AsyncRLError, match="cover 3 tokens with whole-number versions"):
+        token_versions(spans, 3)
+
+
+def test_importing_the_engine_imports_no_sglang() -> None:
+    code = "import sys, rollout_server.sglang_engine; assert not {'torch', 'sglang'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

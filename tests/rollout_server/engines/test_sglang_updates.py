@@ -1,0 +1,217 @@
+"""What becomes of answers of a real SGLang server when weights change, or nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+import torch
+from transformers import PreTrainedModel
+
+from async_rl.config import Config, PlacementConfig, WeightSyncConfig
+from async_rl.weights import open_publisher
+from async_rl.weights.base import Tolerance
+from rollout_server.engines.base import Completion
+from tests.conftest import EngineInThread, sglang_config
+from tests.rollout_server.engines.hf_cases import request_for, sharp_model
+from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
+from tests.rollout_server.engines.tags import check_tags
+from tests.rollout_server.exported import train_and_export
+
+pytestmark = pytest.mark.e2e
+
+TEMPERATURE = 0.3
+"""Cold: answers rarely come to an end."""
+VERSIONS = itertools.count(10)
+MODELS: dict[int, PreTrainedModel] = {}
+"""What the server was given, by version."""
+
+
+def push(config: Config, url: str) -> int:
+    """Makes the server serve a new version, very different from all others. Where learner and server take turns, it is
+    the learner's turn before.
+    """
+    version = next(VERSIONS)
+    model = MODELS[version] = sharp_model("tiny-qwen2", 100 + version).eval()
+    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
+    publisher.connect()
+    if config.takes_turns:
+        publisher.make_room()
+    publisher.push(model.named_parameters(), version)
+    tokens = list(range(5, 30))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-3, 1e-3))
+    publisher.close()
+    return version
+
+
+def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> Config:
+    return dataclasses.replace(
+        server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk", bucket_bytes=100_000),  # type: ignore
+    )
+
+
+@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `drain` only an evaluation's answers run on while weights change."""
+    server, url = sglang_server, sglang_server.engine.url
+    config = pushing_over_disk(server, on_update, tmp_path)
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    request = request_for(6, n=8, max_tokens=300, temperature=TEMPERATURE)
+    first = push(config, url)
+
+    async def generate_over_two_updates() -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        for _ in range(2):
+            for _ in range(3 if on_update == "abort" else 1):  # then the group runs, which may have to ask anew first
+                await server.engine.generate(request_for(7))
+            await asyncio.to_thread(push, config, url)
+        return await running
+
+    answers = server.run(generate_over_two_updates())
+    models = {version: MODELS[version] for version in range(first, first + 3)}
+    spanning = [a for a in answers if len(set(a.versions.tolist())) == 3]
+    assert len(spanning) >= 2
+    assert all((np.diff(a.versions) >= 0).all() for a in answers)
+    keeps_kv = on_update == "in_place"
+    mismatches = [
+        check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]
+    ]
+    assert (max(mismatches) > 0.01) == keeps_kv  # what a recompute from scratch makes of them
+
+    # The same prompt again: its KV cache must be of the newest version too.
+    (last,) = generate(server, request)
+    assert {v for a in last for v in a.versions.tolist()} == {first + 2}
+    for answer in last:
+        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_older_weights(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = sglang_server, sglang_server.engine.url
+    config = pushing_over_disk(server, on_update, tmp_path)
+    request = request_for(9, n=4, max_tokens=20, temperature=TEMPERATURE)
+    first, post = push(config, url), server.engine._post
+
+    async def post_and_push(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+        replies = await post(body, group_id)
+        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is there, no answer has begun
+            await asyncio.to_thread(push, config, url)
+        return replies
+
+    monkeypatch.setattr(server.engine, "_post", post_and_push)
+    (answers,) = generate(server, request)
+    assert {v for a in answers for v in a.versions.tolist()} == {first + 1}
+    assert largest_error(MODELS[first + 1], [request], [answers]) < TOLERANCE
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_weights_in_shared_memory_arrive_whole_under_running_answers_also_after_the_learners_turn(
+    sglang_server: EngineInThread, colocated: bool
+) -> None:
+    """The code path of cuda_ipc, with host memory in place of a GPU's; releasing memory means nothing to this server,
+    but it checks that nothing runs then.
+    """
+    server, url = sglang_server, sglang_server.engine.url
+    config = dataclasses.replace(
+        server.config, weight_sync=WeightSyncConfig(transport="cuda_ipc", bucket_bytes=100_000),
+        placement=PlacementConfig(colocated=colocated),
+    )
+    assert config.takes_turns == colocated
+    request = request_for(8, n=8, max_tokens=300, temperature=TEMPERATURE)
+    first = push(config, url)
+
+    async def generate_over_an_update() -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        await server.engine.generate(request_for(7))  # the group runs once this is answered
+        await asyncio.to_thread(push, config, url)
+        return await running
+
+    answers = server.run(generate_over_an_update())
+    models = {version: MODELS[version] for version in (first, first + 1)}
+    spanning = [a for a in answers if len(set(a.versions.tolist())) == 2]
+    assert len(spanning) >= 2
+    for answer in spanning[:4]:
+        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=not colocated)
+
+
+def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
+    sglang_server: EngineInThread, model_folder: Path, tmp_path: Path, one_rank: None
+) -> None:
+    train_and_export(model_folder, tmp_path, rank=2)
+    update_in_place(sglang_server.engine.url, tmp_path / "out", next(VERSIONS))
+    check_logprobs(sglang_server, tmp_path / "out", model_folder)
+
+
+@pytest.mark.nightly
+def test_a_server_starts_from_an_exported_checkpoint(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
+    train_and_export(model_folder, tmp_path, rank=0)
+    server = EngineInThread(sglang_config(tmp_path / "out"), tmp_path)
+    server.run(server.engine.start())
+    try:
+        check_logprobs(server, tmp_path / "out", model_folder)
+    finally:
+        server.close()
+
+
+def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None:
+    groups = [request_for(i, max_tokens=10) for i in range(4)]
+    answers = generate(server, *groups)
+    assert largest_error(load_model(exported), groups, answers) < TOLERANCE
+    assert largest_error(load_model(before), groups, answers) > 10 * TOLERANCE  # training has moved them
+
+
+def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:
+    engine = sglang_server.engine
+
+    def unfinished() -> int:
+        loads = requests.get(f"{engine.url}/v1/loads", timeout=30).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    async def cancel_one() -> list[Completion]:
+        kept, doomed = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
+        while await asyncio.to_thread(unfinished) <= 9:
+            assert not (kept.done() or doomed.done())
+        await post("pause_generation", mode="retract")  # nothing ends by itself now
+        doomed.cancel()
+        await asyncio.wait([doomed])
+        await engine._given_up.join()
+        await post("continue_generation")
+        while await asyncio.to_thread(unfinished) > 9:  # it counts anew with the first tokens after the pause
+            assert not kept.done()
+        return await kept
+
+    async def post(path: str, **body: str) -> None:
+        await asyncio.to_thread(requests.post, f"{engine.url}/{path}", json=body, timeout=30)
+
+    assert len(sglang_server.run(cancel_one())) == 9
+
+
+def test_a_paused_server_leaves_its_cores_to_others(sglang_server: EngineInThread) -> None:
+    url = sglang_server.engine.url
+    served_on = int(url.rpartition(":")[2])
+    server = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
+    processes = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+
+    def cpu_s() -> float:
+        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+    requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=30)
+    before_s = cpu_s()
+    time.sleep(1.0)
+    assert cpu_s() - before_s < 0.5  # one that looks for messages all the time takes a whole core
+    requests.post(f"{url}/continue_generation", json={}, timeout=30)

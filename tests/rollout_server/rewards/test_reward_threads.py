@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from async_rl.errors import RewardError, WaitTimeoutError
+from rollout_server.rewards.reward_threads import RewardThreads
+
+NUM_THREADS = 4
+
+
+def run(calls: list, timeout_s: float = 10.0, num_threads: int = NUM_THREADS) -> list[float]:
+    with closing(RewardThreads(timeout_s, num_threads)) as threads:
+        return asyncio.run(threads.run(calls))
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Until it is set, a call hangs that waits for it."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_rewards_come_back_in_order_as_floats() -> None:
+    assert run([lambda: 1, lambda: 0.5, lambda: True]) == [1.0, 0.5, 1.0]
+
+
+def test_a_raising_call_is_named_by_its_error() -> None:
+    with pytest.raises(RewardError, match="ZeroDivisionError: division by zero"):
+        run([lambda: 1.0, lambda: 1 / 0])
+
+
+def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
+    line = _raise.__code__.co_firstlineno + 1
+    with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_rewards_threads\.py:{line}$"):
+        run([_raise])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
+def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(RewardError, match=str(value)):
+        run([lambda: value])
+
+
+def test_a_call_that_exits_fails_its_group() -> None:
+    with pytest.raises(RewardError, match="SystemExit: 3"):
+        run([lambda: 1.0, partial(sys.exit, 3)])
+
+
+def test_a_call_that_hangs_fails_its_own_group_only(release: threading.Event) -> None:
+    async def hang_beside_others() -> list[object]:
+        with closing(RewardThreads(0.2, NUM_THREADS)) as threads:
+            hanging = [threads.run([lambda: 1.0, release.wait]) for _ in range(NUM_THREADS + 3)]
+            results = await asyncio.gather(*hanging, threads.run([lambda: 2.0]), return_exceptions=True)
+            return [*results, await threads.run([lambda: 3.0])]
+
+    *hung, beside, after = asyncio.run(hang_beside_others())
+    assert all(isinstance(error, RewardError) and "timeouts.reward_s = 0.2" in str(error) for error in hung)
+    assert (beside, after) == ([2.0], [3.0])
+
+
+@pytest.mark.parametrize("num_cancelled", [1, NUM_THREADS, 3 * NUM_THREADS])
+@pytest.mark.filterwarnings("ignore:the reward function took longer")
+def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.Event, num_cancelled: int) -> None:
+    before = set(threading.enumerate())
+
+    async def cancel_hanging() -> list[float]:
+        with closing(RewardThreads(0.2, NUM_THREADS)) as threads:
+            await cancelled([threads.run([release.wait]) for _ in range(num_cancelled)])
+            rewards = await asyncio.wait_for(threads.run([lambda: 2.0] * 8), 5)
+            release.set()
+            return rewards
+
+    assert asyncio.run(cancel_hanging()) == [2.0] * 8
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()  # those replaced have ended as well
+
+
+def test_a_hanging_reward_of_a_cancelled_group_is_told_in_the_log(release: threading.Event) -> None:
+    async def cancel_hanging() -> None:
+        with closing(RewardThreads(0.1, 1)) as threads:
+            await cancelled([threads.run([release.wait])])
+            await threads.run([lambda: 2.0])
+
+    with pytest.warns(UserWarning, match=r"longer than timeouts\.reward_s = 0\.1 s .* given up meanwhile"):
+        asyncio.run(cancel_hanging())
+
+
+def test_a_cancelled_group_begins_on_no_further_answer(release: threading.Event) -> None:
+    begun: list[int] = []
+
+    def begin(number: int) -> float:
+        begun.append(number)
+        release.wait()
+        return 1.0
+
+    async def cancel_queued() -> list[float]:
+        with closing(RewardThreads(10, 1)) as threads:
+            await cancelled([threads.run([partial(begin, 3 * group + i) for i in range(3)]) for group in range(2)])
+            release.set()
+            return await threads.run([lambda: 2.0])
+
+    assert asyncio.run(cancel_queued()) == [2.0]
+    assert begun == [0]
+
+
+def test_the_answers_of_a_group_are_scored_at_the_same_time() -> None:
+    together = threading.Barrier(NUM_THREADS, timeout=5)
+    assert run([lambda: together.wait() >= 0] * NUM_THREADS) == [1.0] * NUM_THREADS
+
+
+def test_the_timeout_is_for_one_call_without_its_wait_for_a_thread() -> None:
+    async def queue_up() -> list[list[float]]:
+        with closing(RewardThreads(0.4, 1)) as threads:
+            return await asyncio.gather(*(threads.run([partial(_slow, 0.15)] * 2) for _ in range(3)))
+
+    assert asyncio.run(queue_up()) == [[1.0] * 2] * 3
+
+
+def test_the_limit_of_a_group_is_twice_what_all_before_it_may_take(release: threading.Event) -> None:
+    async def limits() -> list[float]:
+        with closing(RewardThreads(10, 2)) as threads:
+            empty = threads.limit_s(8)
+            queued = [asyncio.ensure_future(threads.run([release.wait] * 5)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            behind = threads.limit_s(8)
+            release.set()
+            await asyncio.gather(*queued)
+            return [empty, behind]
+
+    # 8 calls of 10 s in 2 threads, after the two that may run: 5 rounds. With 8 calls in the queue before them: 9.
+    assert asyncio.run(limits()) == [100, 180]
+
+
+def test_answers_that_no_thread_takes_end_with_who_waited_on_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+
+    async def wait_in_vain() -> None:
+        threads = RewardThreads(0.05, 2)
+        first = asyncio.ensure_future(threads.run([lambda: 1.0] * 4))
+        await asyncio.sleep(0)
+        with pytest.raises(WaitTimeoutError, match=r"3 answers waited 0\.5 s for the 2 reward threads, behind 4 o"):
+            await threads.run([lambda: 1.0] * 3)
+        with pytest.raises(WaitTimeoutError, match=r"4 answers .* behind 0 others that may take .* 0\.05 s each"):
+            await first
+
+    asyncio.run(wait_in_vain())
+
+
+async def cancelled(runs: list) -> None:
+    """Begins with them and cancels them."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise() -> float:
+    return {}["unit"]  # type: ignore[no-any-return]
+
+
+def _slow(seconds: float) -> float:
+    time.sleep(seconds)
+    return 1.0

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.errors import ConfigError, RewardError
+from async_rl.types import Prompt
+from rollout_server.rewards import math_checker
+from rollout_server.rewards.base import gsm8k, math_verify, num_threads, open_reward, rule_for_source
+from rollout_server.tasks.base import Question
+
+CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible"),
+    [
+        ("48 / 2 = 24\n48 + 24 = 72\n#### 72", 1, 1),
+        ("#### 72", 1, 1),
+        ("####72", 1, 1),
+        ("#### 72.0", 1, 1),
+        ("#### 072", 1, 1),
+        ("#### 7\nno, #### 72", 1, 1),  # the last marked number counts
+        ("#### 72\nno, #### 7", 0, 0),
+        ("The answer is 72.", 0, 1),  # not marked
+        ("The answer is 72. I am 90 % sure", 0, 0),
+        ("#### seventy-two", 0, 0),
+        ("#### 72 apples and 3 pears", 1, 0),
+        ("#### $72", 0, 1),
+        ("#### -72", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_gsm8k_rule(response: str, strict: int, flexible: int) -> None:
+    assert gsm8k(response, "72") == strict
+    assert gsm8k(response, "72", flexible=True) == flexible
+
+
+def test_gsm8k_ignores_thousands_separators_and_knows_negative_numbers_and_decimals() -> None:
+    assert gsm8k("#### 1,234,567", "1234567") == 1
+    assert gsm8k("#### 1234567", "1,234,567") == 1
+    assert gsm8k("#### -3", "-3") == 1
+    assert gsm8k("#### 3.50", "3.5") == 1
+    assert gsm8k("#### 3.5", "3") == 0
+
+
+def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
+    answer = "#### 72"
+    assert gsm8k(answer + "x" * (300 - len(answer)), "72") == 1
+    assert gsm8k(answer + "x" * (301 - len(answer)), "72") == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so it is $\\boxed{0.5}$", "\\frac12", 1),
+        ("#### 42", "42", 1),
+        ("The result is $x = 43$.", "42", 0),
+        ("$\\boxed{\\{1, 2\\}}$", "\\{2, 1\\}", 1),
+        ("I do not know", "42", 0),
+        ("$\\boxed{", "42", 0),
+    ],
+)
+def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
+    assert math_verify(response, answer) == reward
+
+
+def test_math_verify_works_from_several_threads_at_once() -> None:
+    wrong = []
+
+    def check(n: int) -> None:
+        if math_verify(f"$\\boxed{{{n}}}$", str(n)) != 1 or math_verify(f"$\\boxed{{{n}}}$", str(n + 1)) != 0:
+            wrong.append(n)
+
+    threads = [threading.Thread(target=check, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_the_next_one_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.rewards.math_checker.CHECK_TIMEOUT_S", 1.0)
+    # Evaluated, this holds the interpreter lock for hours.
+    assert math_verify("$\\boxed{9^{9^{9}}}$", "3") == 0
+    assert math_verify("$\\boxed{9}$", "9") == 1
+
+
+def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        return child
+
+    checker = math_checker.MathChecker()
+    with monkeypatch.context() as patch:
+        patch.setattr(math_checker, "_start", start)
+        patch.setattr(math_checker, "ANSWER_TIMEOUT_S", 0.2)
+        with pytest.raises(RewardError, match=r"math-verify process \d+ did not answer for 0 s"):
+            checker.is_equal("1", "1")
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert checker.is_equal("$\\boxed{9}$", "9")  # another takes its place
+
+
+def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker = math_checker.MathChecker()
+    for _ in range(math_checker.num_children()):
+        checker._idle.get()
+    monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
+    with pytest.raises(RewardError, match=r"waited 0 s for one of the \d+ math-verify processes"):
+        checker.is_equal("1", "1")
+
+
+@pytest.mark.parametrize(("cores", "children"), [(1, 2), (2, 2), (12, 12), (128, 32)])
+def test_there_is_a_math_verify_process_for_each_core_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, cores: int, children: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert math_checker.num_children() == children
+
+
+@pytest.mark.parametrize("name", ["", "gsm8k", "math_verify", "my_rewards:score"])
+def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
+    config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+    assert num_threads(config) == (32 if ":" in name else math_checker.num_children())
+
+
+def test_the_source_of_a_row_picks_the_rule() -> None:
+    assert rule_for_source("openai/gsm8k") is gsm8k
+    for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "aime_2024", "amc23", "math_dapo"):
+        assert rule_for_source(source) is math_verify
+    with pytest.raises(ConfigError, match=r"'codeforces'.*gsm8k, gsm8k_flexible, math_verify"):
+        rule_for_source("codeforces")
+
+
+def prompt_about(answer: str) -> Prompt:
+    question = Question(
+        messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"},
+        source="mine",
+    )
+    tokens = np.array([5], dtype=np.int32)
+    return Prompt(index=0, tokens=tokens, text="<q>How many?", reference=question, source="mine")
+
+
+def test_a_rule_is_named_in_the_config() -> None:
+    def reward(name: str) -> float:
+        config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+        return open_reward(config, None)(prompt_about("3"), "It is 3")
+
+    assert reward("gsm8k") == 0
+    assert reward("gsm8k_flexible") == 1
+
+
+def test_a_custom_function_gets_prompt_text_response_reference_and_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
+    (tmp_path / "my_rewards.py").write_text(code)
+    monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
+    config = replace(CONFIG, task=replace(CONFIG.task, reward="my_rewards:score"))
+    assert open_reward(config, None)(prompt_about("3"), "It is 3") == 0.25
+    expected = ("<q>How many?", "It is 3", "3", {"unit": "kg", "data_source": "mine"})
+    assert sys.modules["my_rewards"].seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", "Did you mean gsm8k"),
+        ("no_such_module_here:fn", "No module named 'no_such_module_here'"),
+        ("json:no_such_function", r"json.__init__\.py defines no no_such_function"),
+        (":fn", "package.module:function, got ':fn'"),
+        (".x:fn", "package.module:function, got '.x:fn'"),
+        ("json:__name__", "not a function but str"),
+    ],
+)
+def test_a_reward_that_can_not_be_found_is_a_clear_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=name)), None)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(:\n", r"SyntaxError: invalid syntax \(broken_0\.py, line 1\)"),
+        ("\nscore = undefined\n", r"NameError: name 'undefined' is not defined, at .*broken_1\.py:2"),
+        ("int('x')\n", r"ValueError: invalid literal for int.*, at .*broken_2\.py:1"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3, at .*broken_3\.py:2"),
+    ],
+)
+def test_a_reward_module_that_raises_is_named_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    module = "broken_" + re.findall(r"broken_(\d)", message)[0]
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
+        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from async_rl.config import Config, EvalConfig, ModelConfig, TaskConfig
+from async_rl.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.rewards.base import gsm8k, open_reward
+from rollout_server.tasks.base import Task, open_task
+from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
+
+TOKENIZER = character_tokenizer()
+GSM8K = Path("/work/shared/data/gsm8k")
+
+
+def row_of(i: int, **changes: Any) -> dict[str, Any]:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {i} + 1?"},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"index": i},
+    }
+    return {**row, **changes}
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) -> tuple[Config, Task]:
+    config = Config(
+        model=ModelConfig(path="m"), task=TaskConfig(path=str(path), eval_path=eval_path, **task),
+        eval=EvalConfig(size=eval_size),
+    )
+    return config, open_task(config, TOKENIZER)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suffix: str) -> None:
+    config, task = opened(written(tmp_path / f"rows{suffix}", [row_of(i) for i in range(10)]))
+    reward = open_reward(config, task)
+    assert task.num_prompts == 10
+    prompts = [task.prompt(i) for i in range(10)]
+    assert sorted(p.text for p in prompts) == sorted(f"Be brief.\nWhat is {i} + 1?<sep>" for i in range(10))
+    assert prompts != [task.prompt(i) for i in range(10, 20)]  # the next epoch, in another order
+    for prompt in prompts:
+        answer = prompt.reference.answer
+        assert prompt.text == f"Be brief.\nWhat is {int(answer) - 1} + 1?<sep>"
+        assert prompt.reference.extra == {"index": int(answer) - 1}
+        assert (reward(prompt, f"#### {answer}"), reward(prompt, f"It is {answer}")) == (1, 0)
+
+
+def test_the_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
+    train = written(tmp_path / "a.jsonl", [row_of(i) for i in range(5)])
+    held_out = written(tmp_path / "b.jsonl", [row_of(i) for i in range(5, 9)])
+    _, task = opened(train, eval_path=str(held_out), eval_size=3)
+    assert [p.reference.answer for p in task.eval_prompts(3)] == ["6", "7", "8"]
+
+
+def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"task\.eval_path is not set"):
+        _, task = opened(written(tmp_path / "a.jsonl", [row_of(0)]), eval_size=3)
+    assert task.eval_prompts(3) == []
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix: str) -> None:
+    path = written(tmp_path / f"rows{suffix}", [{"question": "?", "answer": "!", "prompt": "?"}])
+    with pytest.raises(ConfigError, match="lacks data_source, reward_model; found: question, answer, prompt"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "What?"}, "row 1: prompt must be a list of {role, content} messages, got What?"),
+        ({"prompt": []}, "row 1: prompt must be"),
+        ({"reward_model": {"style": "rule"}}, "row 1: reward_model must be"),
+        ({"extra_info": '{"index": 1}'}, "row 1: extra_info must be a mapping, got text: '{\"index\": 1}'. Parse"),
+        ({"extra_info": [1, 2]}, r"row 1: extra_info must be a mapping, got list: '\[1, 2\]'"),
+        ({"data_source": "poems"}, "no reward rule belongs to data_source 'poems'"),
+    ],
+)
+def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened(written(tmp_path / "rows.jsonl", [row_of(0), row_of(1, **changes)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "{broken\n", "line 1: not JSON"),
+        ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
+        ("a.jsonl", "", "nothing left to use.*has 0 rows"),
+        ("a.parquet", "no parquet", "can't be read as Parquet"),
+        ("a.csv", "x", "must end in .parquet or .jsonl"),
+    ],
+)
+def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path / name)
+
+
+SEPARATORS = "one\u2028two\u2029three\u0085four"
+"""Not line feeds, though str.splitlines cuts at them."""
+
+
+def test_a_jsonl_line_ends_at_a_line_feed_only(tmp_path: Path) -> None:
+    row = row_of(0, prompt=[{"role": "user", "content": SEPARATORS}])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8")
+    _, task = opened(tmp_path / "rows.jsonl")
+    assert [message["content"] for message in task.train_question(0).messages] == [SEPARATORS]
+
+    item = {"question": SEPARATORS, "answer": "#### 1"}
+    (tmp_path / "in.jsonl").write_text(json.dumps(item, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 1
+
+
+def test_a_jsonl_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    row, item = row_of(0), {"question": "Be brief.", "answer": "#### 1"}
+    for content, read in (
+        (row, opened), (item, lambda path: prepare_gsm8k(path, tmp_path / "out.jsonl")),
+    ):
+        good = json.dumps(content).encode()
+        (tmp_path / "rows.jsonl").write_bytes(good + b"\n" + good.replace(b"brief", b"br\xe8f") + b"\n")
+        with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: must be UTF-8, got b'\\xe8f"):
+            read(tmp_path / "rows.jsonl")
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        opened(tmp_path / "nowhere.parquet")
+
+
+def test_long_prompts_are_skipped_and_counted_refused_or_leave_nothing(tmp_path: Path) -> None:
+    long = row_of(1, prompt=[{"role": "user", "content": "x" * 100}])
+    path = written(tmp_path / "rows.jsonl", [row_of(0), long, row_of(2)])
+    _, task = opened(path, max_prompt_tokens=60)
+    assert (task.num_prompts, task.skipped_long) == (2, 1)
+    with pytest.raises(ConfigError, match=r"has 101 tokens, task\.max_prompt_tokens allows 60"):
+        opened(path, max_prompt_tokens=60, long_prompts="refuse")
+    with pytest.raises(ConfigError, match=r"3 rows, all longer than task\.max_prompt_tokens = 10"):
+        opened(path, max_prompt_tokens=10)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"the original GSM8K files are not in {GSM8K}")
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_every_reference_solution_of_gsm8k_scores_1(tmp_path: Path, name: str) -> None:
+    source = GSM8K / f"{name}.jsonl"
+    count = prepare_gsm8k(source, tmp_path / "gsm8k.parquet")
+    assert count == {"train": 7473, "test": 1319}[name]
+    _, task = opened(tmp_path / "gsm8k.parquet", max_prompt_tokens=2000)
+    assert (task.num_prompts, task.skipped_long) == (count, 0)
+    questions = [task.train_question(i) for i in range(count)]
+    originals = [json.loads(line) for line in source.read_text().splitlines()]
+    assert all(task.verify(q, o["answer"]) == 1 for q, o in zip(questions, originals, strict=True))
+    assert all(gsm8k(q.solution, q.answer, flexible=True) == 1 for q in questions)
+    assert not any(task.verify(q, o["answer"] + "1") for q, o in zip(questions, originals, strict=True))
+
+
+def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
+    item = {"question": "How many?", "answer": "1000 + 234 = <<1000+234=1234>>1234\n#### 1,234"}
+    (tmp_path / "in.jsonl").write_text(json.dumps(item) + "\n")
+    assert prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl") == 1
+    _, task = opened(tmp_path / "new" / "out.jsonl")
+    question = task.train_question(0)
+    assert question.messages[0]["content"].startswith("How many?\n")
+    assert (question.answer, question.solution) == ("1234", item["answer"])
+    [(_, answer)] = task.sft_pairs(1)
+    assert TOKENIZER.decode(answer, skip_special_tokens=True) == item["answer"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "?"}', "line 1: must be a JSON object with question and answer"),
+        ("nonsense", "line 1: must be"),
+        ('{"question": "?", "answer": 42}', "line 1: must be a JSON object with question and answer, both text"),
+        ('{"question": "?", "answer": "42"}', "has no `#### number`"),
+        ("", "is empty"),
+    ],
+)
+def test_prepare_names_the_line_it_can_not_use(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(line)
+    with pytest.raises(ConfigError, match=message):
+        prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "out.parquet")

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from async_rl.config import Config, EvalConfig, ModelConfig, RunConfig, TaskConfig
+from async_rl.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.tasks.base import Task, open_task
+
+TOKENIZER = character_tokenizer()
+
+
+def config_of(name: str = "spell_backward", *, seed: int = 0, eval_size: int = 50, **task: Any) -> Config:
+    return Config(
+        model=ModelConfig(path="m"), task=TaskConfig(name=f"reasoning_gym/{name}", **{"size": 100, **task}),
+        run=RunConfig(seed=seed), eval=EvalConfig(size=eval_size),
+    )
+
+
+def texts(task: Task, indices: range) -> list[str]:
+    return [task.prompt(i).text for i in indices]
+
+
+def test_the_same_index_is_the_same_prompt_in_every_process_and_order_of_asking() -> None:
+    first, second = (open_task(config_of(), TOKENIZER) for _ in range(2))
+    forward = texts(first, range(250))
+    backward = [second.prompt(i).text for i in reversed(range(250))]
+    assert forward == backward[::-1]
+    prompt = first.prompt(7)
+    assert TOKENIZER.decode(prompt.tokens) == prompt.text
+    assert prompt.index == 7 and prompt.source == "reasoning_gym/spell_backward"
+
+
+def test_every_epoch_holds_each_question_once_in_an_order_of_its_own() -> None:
+    task = open_task(config_of(), TOKENIZER)
+    epochs = [texts(task, range(100 * e, 100 * e + 100)) for e in range(3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_another_seed_trains_on_other_questions_and_holds_out_the_same() -> None:
+    one, other = (open_task(config_of(seed=seed), TOKENIZER) for seed in (0, 1))
+    assert texts(one, range(100)) != texts(other, range(100))
+    assert [p.text for p in one.eval_prompts(50)] == [p.text for p in other.eval_prompts(50)]
+
+
+def test_training_and_held_out_questions_are_disjoint_where_chance_would_overlap_them() -> None:
+    # 1-digit sums of two terms: 200 different questions, so 1000 random ones hit each of 50 held-out ones.
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = open_task(config_of("chain_sum", params=params, size=1000), TOKENIZER)
+    held_out = {p.text for p in task.eval_prompts(50)}
+    trained = set(texts(task, range(1000)))
+    assert len(held_out) == 50
+    assert not held_out & trained
+    assert len(trained) > 100
+
+
+def test_a_smaller_held_out_set_is_the_beginning_of_a_larger_one() -> None:
+    small, large = (open_task(config_of(eval_size=n), TOKENIZER).eval_prompts(n) for n in (20, 50))
+    assert [p.text for p in small] == [p.text for p in large[:20]]
+
+
+def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = open_task(config_of("chain_sum", params=params, eval_size=300), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"only 200 different questions.*eval.size to at most 50"):
+        task.eval_prompts(300)
+
+
+def test_a_held_out_set_far_beyond_what_there_is_is_refused_after_few_draws() -> None:
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = open_task(config_of("chain_sum", params=params, eval_size=1_000_000), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"only 200 different questions of at most \d+ tokens in \d{4} draws"):
+        task.eval_prompts(1_000_000)
+
+
+NONSENSE = ("", "abc", "1", "-1", "9" * 30, "1/0", "[[1]]", "[1, 2]", "{}", '{"a": 1}', "None", "zzz 7 [", "\0")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # numpy's, from within a scorer
+def test_every_dataset_gives_a_number_to_any_answer() -> None:
+    for name in sorted(set(DATASETS) - {"composite"}):
+        task = open_task(config_of(name, eval_size=0, size=1, max_prompt_tokens=16_000), TOKENIZER)
+        question = task.train_question(0)
+        for answer in NONSENSE:
+            assert 0 <= task.verify(question, answer) <= 1, (name, answer)
+        assert question.answer is None or task.verify(question, question.answer) == 1, name
+
+
+def composite(*datasets: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "composite", "params": {"datasets": list(datasets)}}
+
+
+def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_own() -> None:
+    parts = [{"name": "gcd", "weight": 3, "config": {"max_numbers": 2}}, {"name": "spell_backward"}]
+    task = open_task(config_of(**composite(*parts)), TOKENIZER)
+    questions = [task.prompt(i).reference for i in range(100)]
+    drawn = Counter(question.extra["source_dataset"] for question in questions)
+    assert set(drawn) == {"gcd", "spell_backward"} and drawn["gcd"] > drawn["spell_backward"]
+    assert {task.verify(question, question.answer) for question in questions} == {1.0}
+    assert {question.source for question in questions} == {"reasoning_gym/composite"}
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "number_sorting", "letter_counting", "gcd"])
+def test_the_own_verifier_gives_1_to_the_reference_and_less_to_nonsense(name: str) -> None:
+    task = open_task(config_of(name, size=20), TOKENIZER)
+    for prompt in map(task.prompt, range(20)):
+        question = prompt.reference
+        assert task.verify(question, question.answer) == 1
+        assert task.verify(question, f" {question.answer}\n") == 1
+        assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.answer}</answer>.") == 1
+        assert task.verify(question, "zzz") < 1
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"name": "spell_backwards"}, "no dataset 'spell_backwards'. Did you mean spell_backward"),
+        ({"name": "chain_sum", "params": {"max_term": 3}}, "no parameter 'max_term'. Did you mean max_terms"),
+        ({"name": "chain_sum", "params": {"seed": 3}}, "use run.seed"),
+        ({"name": "chain_sum", "params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        ({"name": "chain_sum", "params": {"min_terms": "many"}}, "do not suit reasoning_gym/chain_sum"),
+        ({"name": "composite"}, r"must be a list of \{name, weight, config\}; .* got None"),
+        (composite({"weight": 2}), r"must be a list of \{name, weight, config\}; .* got \{'weight': 2\} in it"),
+        (composite({"name": "gdc"}), "no dataset 'gdc'. Did you mean gcd"),
+        (composite({"name": "gcd", "config": {"seed": 1}}), "use run.seed"),
+        (composite({"name": "gcd", "weight": "much"}), "do not suit reasoning_gym/composite"),
+        (composite({"name": "gcd"}, {"name": "gcd"}), "Duplicate dataset names"),
+        (composite({"name": "composite"}), "a composite can't be part of a composite"),
+    ],
+)
+def test_a_wrong_name_or_parameter_is_one_clear_error(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_task(config_of(**task), TOKENIZER)
+
+
+def test_long_prompts_are_replaced_and_counted() -> None:
+    # The question has 49 characters before the word, the template adds <sep>: 55 tokens fit up to 5 letters.
+    task = open_task(config_of(max_prompt_tokens=55), TOKENIZER)
+    prompts = [task.prompt(i) for i in range(100)]
+    assert max(len(p.tokens) for p in prompts) == 55
+    assert task.skipped_long > 100  # most words have 6 to 10 letters
+    assert max(len(p.tokens) for p in task.eval_prompts(50)) <= 55
+
+
+def test_a_long_prompt_is_refused_when_config_says_so() -> None:
+    task = open_task(config_of(max_prompt_tokens=55, long_prompts="refuse"), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens allows 55"):
+        [task.prompt(i) for i in range(100)]
+
+
+def test_no_prompt_short_enough_is_an_error() -> None:
+    task = open_task(config_of(max_prompt_tokens=20, eval_size=0), TOKENIZER)
+    with pytest.raises(ConfigError, match="nothing left to train on"):
+        task.prompt(0)
+
+
+def test_without_a_chat_template_the_messages_contents_are_the_prompt() -> None:
+    plain = character_tokenizer()
+    plain.chat_template = None
+    prompt = open_task(config_of(), plain).prompt(0)
+    assert prompt.text == prompt.reference.messages[0]["content"]
+    assert open_task(config_of(), TOKENIZER).prompt(0).text == prompt.text + "<sep>"
+
+
+def test_sft_pairs_are_the_training_prompts_with_their_answers_and_the_eos_token() -> None:
+    task = open_task(config_of(), TOKENIZER)
+    for i, (prompt, answer) in enumerate(task.sft_pairs(5)):
+        assert np.array_equal(prompt, task.prompt(i).tokens)
+        assert answer[-1] == TOKENIZER.eos_token_id
+        assert TOKENIZER.decode(answer[:-1]) == task.prompt(i).reference.answer
+
+
+def test_a_task_without_reference_answers_can_not_warm_start() -> None:
+    task = open_task(config_of("rubiks_cube", max_prompt_tokens=4000, eval_size=0), TOKENIZER)
+    with pytest.raises(ConfigError, match="no reference answer"):
+        task.sft_pairs(1)
+
+
+def test_the_seed_of_the_order_differs_from_epoch_to_epoch_and_run_to_run() -> None:
+    config = config_of()
+    one = open_task(config, TOKENIZER)
+    again = open_task(replace(config, run=replace(config.run, steps=7)), TOKENIZER)
+    assert texts(one, range(20)) == texts(again, range(20))

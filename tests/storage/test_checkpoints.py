@@ -1,0 +1,147 @@
+"""Which checkpoints are there, which is taken, which go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import CheckpointConfig, Config, EvalConfig, ModelConfig, TaskConfig
+from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import (
+    FORMAT,
+    Cut,
+    checkpoint_folder,
+    find_checkpoint,
+    lineage_of,
+    list_checkpoints,
+    prune,
+    read_cut,
+    run_dir_of,
+    set_aside_later,
+    to_remove,
+    write_cut,
+)
+
+
+def make_cut(version: int, **changes: Any) -> Cut:
+    fields: dict[str, Any] = {
+        "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
+        "kl_coef": 0.1, "consumed": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
+    }
+    return Cut(**fields | changes)
+
+
+def save(run_dir: Path, *versions: int) -> None:
+    for version in versions:
+        folder = checkpoint_folder(run_dir, version)
+        folder.mkdir(parents=True)
+        write_cut(folder, make_cut(version))
+
+
+def test_a_cut_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    assert read_cut(checkpoint_folder(tmp_path, 7)) == make_cut(7)
+
+
+def test_a_run_is_resumed_from_its_newest_whole_checkpoint_or_the_one_named(tmp_path: Path) -> None:
+    save(tmp_path, 20, 100, 3)
+    (tmp_path / "checkpoints" / "step_200.partial").mkdir()
+    (tmp_path / "checkpoints" / "step_300").mkdir()
+    assert list(list_checkpoints(tmp_path)) == [3, 20, 100]
+    assert find_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 100)
+    assert find_checkpoint(tmp_path / "checkpoints" / "step_20") == checkpoint_folder(tmp_path, 20)
+
+
+@pytest.mark.parametrize(
+    ("where", "path"), [("checkpoints", "step_7"), ("checkpoints", ".."), ("checkpoints/step_7", "."), ("", ".")]
+)
+def test_a_checkpoint_named_from_within_its_run_directory_is_found_with_the_runs_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, path: str
+) -> None:
+    save(tmp_path / "x", 7)
+    monkeypatch.chdir(tmp_path / "x" / where)
+    assert find_checkpoint(path) == checkpoint_folder(tmp_path / "x", 7)
+    assert run_dir_of(find_checkpoint(path)).name == "x"
+
+
+@pytest.mark.parametrize(("path", "hint"), [("none", "no such folder"), ("", "checkpoint.every_steps")])
+def test_nothing_to_resume_from_is_refused(tmp_path: Path, path: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        find_checkpoint(tmp_path / path)
+
+
+def test_a_cut_of_another_version_of_the_program_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    file = checkpoint_folder(tmp_path, 7) / "cut.json"
+    for other in ({"format": 0}, {"format": FORMAT + 1}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | other))
+        with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got .: another version of async-rl"):
+            read_cut(file.parent)
+    file.write_text('{"version": 7}')
+    with pytest.raises(ConfigError, match="got None: another version of async-rl"):
+        read_cut(file.parent)
+
+
+def test_the_fields_of_a_cut_are_those_of_its_format() -> None:
+    """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
+    fields = {1: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
+    assert sorted(field.name for field in dataclasses.fields(Cut)) == fields[FORMAT]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "values", "removed"),
+    [
+        (2, 0, {}, [1, 2, 3]),
+        (9, 0, {}, []),
+        (1, 1, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}, [1, 2, 4]),  # of equal ones the newer
+        (1, 2, {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.1, 5: 0.2}, [3, 4]),
+        (1, 1, {1: 0.5, 2: 0.4}, [2, 4]),  # 3 is the next to be measured
+        (2, 1, {1: 0.5, 2: 0.4}, [2]),
+        (1, 1, {}, [2, 3, 4]),
+    ],
+)
+def test_the_last_and_the_best_are_kept(
+    keep_last: int, keep_best: int, values: dict[int, float], removed: list[int]
+) -> None:
+    config = CheckpointConfig(keep_last=keep_last, keep_best=keep_best)
+    assert to_remove([1, 2, 3, 4, 5], config, values) == removed
+
+
+def test_pruning_removes_folders(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    prune(tmp_path, CheckpointConfig(keep_last=1), {})
+    assert list(list_checkpoints(tmp_path)) == [3]
+
+
+def test_a_resume_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "checkpoints" / "step_4.partial").mkdir()
+    set_aside_later(checkpoint_folder(tmp_path, 2), version=2, lineage=0)
+    assert list(list_checkpoints(tmp_path)) == [1, 2]
+    assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
+
+
+def test_the_number_of_resumes_is_that_of_the_configs_set_aside(tmp_path: Path) -> None:
+    assert lineage_of(tmp_path) == 0
+    for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
+        (tmp_path / name).touch()
+    assert lineage_of(tmp_path) == 11
+
+
+def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:
+    def config(every_steps: int, evals: int, metric: str = "eval/accuracy") -> Config:
+        return Config(
+            model=ModelConfig(path="x"), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=1, best_metric=metric),
+            eval=EvalConfig(every_steps=evals),
+        )
+
+    config(40, 20)
+    config(40, 30, "reward/mean")
+    for every_steps, evals in ((40, 30), (40, 0), (20, 40)):
+        with pytest.raises(ConfigError, match=r"a multiple of eval\.every_steps"):
+            config(every_steps, evals)

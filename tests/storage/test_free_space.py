@@ -1,0 +1,169 @@
+"""Room for a run is foreseen, and a disk that is full after all is one error."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from async_rl import pipeline
+from async_rl.cli import main
+from async_rl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    TaskConfig,
+    WeightSyncConfig,
+)
+from async_rl.errors import ConfigError
+from async_rl.storage import free_space as disk
+from async_rl.storage.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.storage.free_space import check_disk, full_disk_named
+from async_rl.storage.run_dir import new_run_dir
+from tests.tiny_folder import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return folder
+
+
+def config(run_dir: Path, model: Path) -> Config:
+    return Config(
+        model=ModelConfig(path=str(model)),
+        task=TaskConfig(name="reasoning_gym/spell_backward"),
+        run=RunConfig(dir=str(run_dir)),
+    )
+
+
+def needed_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The least free space that `check_disk` accepts, by halving."""
+    refused, accepted = 0, 2**40
+    while accepted - refused > 1:
+        middle = (refused + accepted) // 2
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda path, free=middle: SimpleNamespace(free=free))
+        try:
+            check_disk(config)
+        except ConfigError:
+            refused = middle
+        else:
+            accepted = middle
+    return accepted
+
+
+def test_room_is_wanted_for_the_result_and_for_all_checkpoints_that_exist_at_once(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = load_file(good / "model.safetensors")
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    model_bytes = (good / "model.safetensors").stat().st_size
+    fixed = 2**30 + 3 * model_bytes  # the result, and two folders if auto becomes disk
+
+    def checkpoints(steps: int = 100, advantage: str = "grpo", **checkpoint: int) -> float:
+        """In parameters, of 12 bytes each."""
+        changed = replace(
+            config(tmp_path, good), run=RunConfig(dir=str(tmp_path), steps=steps),
+            checkpoint=CheckpointConfig(**checkpoint), algorithm=AlgorithmConfig(advantage=advantage),
+        )
+        return (needed_bytes(changed, monkeypatch) - fixed) / 12
+
+    assert checkpoints(every_steps=10) == 3 * parameters  # keep_last 2, and the one that is being written
+    assert checkpoints(every_steps=10, keep_last=4) == 5 * parameters
+    assert checkpoints(every_steps=60) == 2 * parameters  # of steps 60 and 100
+    assert checkpoints(every_steps=0) == 0
+    assert checkpoints(every_steps=100, advantage="gae") == 2 * parameters  # policy and critic
+    lora = replace(config(tmp_path, good), model=ModelConfig(path=str(good), lora=LoraConfig(rank=1)))
+    adapters = (needed_bytes(lora, monkeypatch) - fixed) / 12
+    assert adapters == sum(sum(tensor.shape) for tensor in weights.values() if tensor.ndim == 2) < parameters / 4
+    needed = {
+        name: needed_bytes(replace(config(tmp_path, good), weight_sync=WeightSyncConfig(transport=name)), monkeypatch)
+        for name in ("auto", "disk", "gloo")
+    }
+    assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
+
+
+def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = replace(config(tmp_path, good), checkpoint=CheckpointConfig(every_steps=10))
+    for step in (10, 20):
+        folder = checkpoint_folder(fresh.run_dir, step)
+        folder.mkdir(parents=True)
+        write_cut(
+            folder, Cut(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        )
+    for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 is kept aside
+        resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))
+        saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
+        assert saved == there * 12 * sum(t.numel() for t in load_file(good / "model.safetensors").values())
+
+
+def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_disk(config(tmp_path / "not" / "yet", good))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
+        check_disk(config(tmp_path / "not" / "yet", good))
+
+
+def test_weights_that_are_cut_short_are_refused(good: Path, tmp_path: Path) -> None:
+    whole = (good / "model.safetensors").read_bytes()
+    for content in (whole[:100], b"", b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
+            check_disk(config(tmp_path / "runs", tmp_path))
+
+
+def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"run\.dir must be a folder or not exist .*/(file|link) is no folder"):
+            check_disk(config(run_dir, good))
+
+
+def test_a_run_dir_that_can_not_be_created_is_refused(good: Path, tmp_path: Path) -> None:
+    too_long = replace(config(tmp_path, good), run=RunConfig(dir=str(tmp_path), name="x" * 300))
+    with pytest.raises(ConfigError, match=r"run\.dir, run\.name: .*xxx can't be created: File name too long"):
+        new_run_dir(too_long)
+
+
+def test_a_run_dir_without_permission_is_refused(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ConfigError, match="no permission to write in"):
+        check_disk(config(tmp_path / "runs", good))
+
+
+def test_a_disk_that_is_full_in_mid_run_is_one_error_that_names_the_run_directory(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_to_a_full_disk(config: Config, interrupts: object) -> None:
+        with open("/dev/full", "w") as file:
+            file.write("metrics")
+
+    monkeypatch.setattr(pipeline, "_run", write_to_a_full_disk)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({
+        "model": {"path": str(good)}, "task": {"name": "reasoning_gym/spell_backward"}, "eval": {"size": 0},
+    }))  # fmt: skip
+    assert main(["train", str(tmp_path / "c.yaml"), f"run.dir={tmp_path}"]) == 1
+    error = capsys.readouterr().err
+    assert f"async-rl: error: a disk is full: {tmp_path}/run can't be written (No space" in error
+    assert f"--resume {tmp_path}/run" in error
+
+
+def test_another_failure_to_write_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), full_disk_named(tmp_path):
+        (tmp_path / "none" / "file").write_text("")

@@ -1,0 +1,121 @@
+"""A model folder that can't work is refused before anything starts, with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import check_model_folder, end_tokens, load_tokenizer
+from learner.models.tiny_model import character_tokenizer, tiny_model
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("tiny-qwen2", seed=0).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit_json(name: str, **changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        content.update(changes)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return edit
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
+    check_model_folder(good, longest_tokens=1024)
+    tokenizer = load_tokenizer(good)
+    assert tokenizer.decode(tokenizer.encode("ab c", add_special_tokens=False)) == "ab c"
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (remove("config.json"), "no config.json. Found: chat_template.jinja"),
+        (write("config.json", "{"), "config.json is not valid JSON"),
+        (
+            edit_json("config.json", architectures=["BertForMaskedLM"]),
+            "a model ForCausalLM or LMHeadModel, got BertForMaskedLM",
+        ),
+        (write("config.json", "[]"), "config.json must be a JSON object, got []"),
+        (
+            edit_json("config.json", max_position_embeddings="many"),
+            "max_position_embeddings must be an integer or null, got 'many'",
+        ),
+        (edit_json("config.json", max_position_embeddings=None), "field 'max_position_embeddings'"),  # of a Qwen2
+        (remove("model.safetensors"), "holds no *.safetensors weights"),
+        (
+            write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'),
+            "part-2.safetensors",
+        ),
+        (write("model.safetensors.index.json", "[]"), "is not a safetensors index"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer"),
+        (write("tokenizer.json", "{}"), "can't be loaded"),
+        (edit_json("config.json", vocab_size=50), "the model's vocab_size is 50"),
+        (edit_json("tokenizer_config.json", eos_token=None), "has no end-of-text token"),
+    ],
+)
+def test_a_broken_folder_is_named_with_what_is_wrong(
+    good: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(good, folder)
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        check_model_folder(folder)
+    assert part in str(caught.value)
+
+
+def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be at most 1024, the positions of the model .* got 1025"):
+        check_model_folder(good, longest_tokens=1025)
+
+
+def test_a_model_that_does_not_say_how_many_positions_it_has_is_not_refused(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "model")
+    content = json.loads((good / "config.json").read_text())
+    del content["max_position_embeddings"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "text_config": None}))
+    check_model_folder(tmp_path / "model", longest_tokens=10_000)
+
+
+def test_the_tokens_that_end_an_answer_are_those_of_every_file_that_names_some(good: Path, tmp_path: Path) -> None:
+    assert end_tokens(good) == [2]  # <eos> of the character tokenizer
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    edit_json("generation_config.json", eos_token_id=[5, 3])(folder)
+    assert end_tokens(folder) == [2, 3, 5]
+    (folder / "generation_config.json").unlink()
+    nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "eos_token_id": 9}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert end_tokens(folder) == [2, 9]
+
+
+def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
+        check_model_folder(tmp_path / "runs" / "sft" / "model")
+    with pytest.raises(
+        ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"
+    ):
+        check_model_folder("Qwen/Qwen2.5-0.5B")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.errors import ConfigError
+from async_rl.telemetry.status import STALE_S, Status, format_status, write_status
+
+
+def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = time.time()
+    statuses = [
+        Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", waits_on="buffer",
+               since_s=now_s - 75, limit_s=1800),
+        Status(process="rollout/0", host="10.0.0.2", doing="generates 3 groups", since_s=now_s),
+    ]
+    write_status(tmp_path, statuses, "running")
+    assert main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}, 0 s ago: running"
+    assert lines[2].split() == ["learner/0", "10.0.0.1", "waits", "for", "a", "batch", "buffer", "75", "s", "1800", "s"]
+    assert lines[3].split() == ["rollout/0", "10.0.0.2", "generates", "3", "groups", "-", "0", "s", "-"]
+
+
+def test_a_driver_that_writes_no_more_is_told(tmp_path: Path) -> None:
+    write_status(tmp_path, [], "running")
+    told = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(told | {"time_s": told["time_s"] - STALE_S - 1}))
+    assert "The driver writes no more" in format_status(tmp_path)
+    write_status(tmp_path, [], "ended: learner/0 died")
+    assert "writes no more" not in format_status(tmp_path)
+
+
+def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"status\.json"):
+        format_status(tmp_path)

@@ -1,0 +1,146 @@
+"""Shares of a pool's time are exact."""
+
+from __future__ import annotations
+
+import math
+import threading
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.telemetry.timeline import PRIORITY, STATES, Sample, Span, State, Timeline, Usage, state_changes
+
+POOL = "learner/0"
+times = st.floats(0, 100, allow_nan=False)
+spans_of_a_pool = st.lists(st.builds(Span, st.just(POOL), st.sampled_from(STATES), times, times), max_size=30)
+
+
+def shares(spans: list[Span], pool: str, start_s: float, end_s: float) -> dict[State, float]:
+    empty = Span(pool, "other", start_s, start_s)  # a pool without any is not known
+    return Usage().add([*spans, empty], (), start_s, end_s).shares()[pool]
+
+
+def test_every_state_has_a_priority() -> None:
+    assert sorted(PRIORITY) == sorted(STATES)
+
+
+def test_shares_of_a_hand_made_day() -> None:
+    spans = [
+        Span(POOL, "wait_data", 0, 4),
+        Span(POOL, "busy", 4, 8),
+        Span(POOL, "sync", 7, 9),  # one second of the busy span was really a pause
+        Span("learner/1", "busy", 0, 10),
+    ]
+    expected = dict.fromkeys(STATES, 0.0) | {"wait_data": 0.4, "busy": 0.3, "sync": 0.2, "other": 0.1}
+    assert shares(spans, POOL, 0, 10) == expected
+
+
+def test_spans_that_reach_over_the_window_count_only_inside_it() -> None:
+    spans = [Span(POOL, "busy", -5, 1), Span(POOL, "eval", 3, 50)]
+    result = shares(spans, POOL, 0, 4)
+    assert (result["busy"], result["other"], result["eval"]) == (0.25, 0.5, 0.25)
+
+
+def test_an_empty_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="end after it starts"):
+        Usage().add([], [], 3, 3)
+
+
+@given(spans_of_a_pool, st.tuples(times, times).filter(lambda window: window[0] < window[1]))
+def test_shares_add_up_to_one_and_none_is_negative(spans: list[Span], window: tuple[float, float]) -> None:
+    result = shares(spans, POOL, *window)
+    assert math.fsum(result.values()) == pytest.approx(1.0, abs=1e-12)
+    assert all(share >= 0 for share in result.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from(STATES), st.integers(0, 20), st.integers(0, 20)), max_size=15))
+def test_shares_equal_a_count_of_seconds(rows: list[tuple[str, int, int]]) -> None:
+    spans = [Span(POOL, state, start, end) for state, start, end in rows]  # type: ignore[arg-type]
+    counted = dict.fromkeys(STATES, 0)
+    for second in range(20):
+        running = [state for state, start, end in rows if start <= second < end]
+        counted[min(running, key=PRIORITY.index) if running else "other"] += 1  # type: ignore[arg-type, index]
+    assert shares(spans, POOL, 0, 20) == pytest.approx({state: n / 20 for state, n in counted.items()})
+
+
+@given(spans_of_a_pool, st.lists(times, min_size=2, max_size=6, unique=True))
+def test_a_window_added_in_parts_is_used_as_the_whole_of_it_is(spans: list[Span], edges: list[float]) -> None:
+    edges.sort()
+    samples = [Sample(POOL, "gpu", span.start_s, 0.5) for span in spans]
+    parts, whole = Usage(), Usage().add(spans, samples, edges[0], edges[-1])
+    for start_s, end_s in pairwise(edges):
+        parts.add([s for s in spans if s.end_s > start_s and s.start_s < end_s], samples, start_s, end_s)
+    assert parts.shares() == {pool: whole.shares()[pool] for pool in parts.shares()}
+    assert parts.metrics().get("gpu/learner") == whole.metrics().get("gpu/learner")
+
+
+def test_utilisation_is_the_mean_over_pools_and_total_counts_each_pool_once() -> None:
+    spans = [
+        Span("learner/0", "busy", 0, 5),
+        Span("rollout/0", "busy", 0, 10),
+        Span("rollout/1", "busy", 0, 6),
+        Span("rollout/1", "wait_weights", 6, 10),
+        Span("rollout/2", "busy", -9, -8),  # idle in the window, but a pool all the same
+    ]
+    values = Usage().add(spans, (), 0, 10).metrics()
+    assert values["utilisation/learner"] == pytest.approx(0.5)
+    assert values["utilisation/rollout"] == pytest.approx(1.6 / 3)
+    assert values["utilisation/rollout/wait_weights"] == pytest.approx(0.4 / 3)
+    assert values["utilisation/total"] == pytest.approx(2.1 / 4)
+    for kind in ("learner", "rollout"):
+        of_kind = [
+            v for k, v in values.items() if k == f"utilisation/{kind}" or k.startswith(f"utilisation/{kind}/")
+        ]
+        assert math.fsum(of_kind) == pytest.approx(1.0)
+
+
+def test_a_span_is_recorded_also_when_its_body_raises_and_is_handed_out_once() -> None:
+    timeline = Timeline(POOL)
+    with pytest.raises(KeyError), timeline.span("busy", "step"):
+        raise KeyError
+    (span,) = timeline.drain()
+    assert (span.pool, span.state, span.name) == (POOL, "busy", "step")
+    assert span.end_s >= span.start_s
+    assert timeline.drain() == ()
+
+
+def test_a_clock_set_back_makes_an_empty_span() -> None:
+    timeline = Timeline(POOL)
+    timeline.add("busy", 10.0, 9.0)
+    assert timeline.drain() == (Span(POOL, "busy", 10.0, 10.0),)
+
+
+def test_no_span_is_lost_between_threads() -> None:
+    timeline = Timeline(POOL)
+    drained: list[Span] = []
+
+    def work() -> None:
+        for i in range(500):
+            timeline.add("busy", i, i + 1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        drained += timeline.drain()
+    drained += timeline.drain()
+    assert len(drained) == 2000
+
+
+def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
+    samples = [
+        Sample("rollout/0", "occupancy", 1.0, 0.5),
+        Sample("rollout/1", "occupancy", 2.0, 1.0),
+        Sample("rollout/1", "occupancy", 10.0, 0.0),  # the window's end is outside
+        Sample("learner/0", "gpu", 3.0, 0.9),
+    ]
+    assert Usage().add((), samples, 0, 10).metrics() == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
+
+
+def test_a_pool_s_states_follow_each_other_without_gap_or_overlap() -> None:
+    spans = [Span(POOL, "busy", 0, 3), Span(POOL, "sync", 2, 5), Span(POOL, "busy", 6, 9)]
+    assert list(state_changes(spans, 1, 8)) == [
+        ("busy", 1, 2), ("sync", 2, 3), ("sync", 3, 5), ("other", 5, 6), ("busy", 6, 8)
+    ]  # fmt: skip

@@ -1,0 +1,116 @@
+"""A push in buckets, over gloo to a real receiver: what it holds in memory, and what it does at the same time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.weights.broadcast import BroadcastPublisher
+from benchmarks.weight_receiver import ReceiverProcess
+
+CPU = torch.device("cpu")
+MB = 2**20
+CONFIG = Config(
+    model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), rollout=RolloutConfig(engine="hf"),
+    weight_sync=WeightSyncConfig(bucket_bytes=4 * MB), timeouts=TimeoutsConfig(push_s=20.0, join_s=20.0),
+)
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[ReceiverProcess]:
+    """Of 32 tensors of 1 MB each: eight buckets."""
+    with ReceiverProcess(num_tensors=32, config=CONFIG) as receiver:
+        yield receiver
+
+
+def gathered(receiver: ReceiverProcess, value: float) -> Iterator[tuple[str, Tensor]]:
+    """Each made when it is asked for, as a gather of a sharded parameter is."""
+    for name in receiver.names:
+        yield name, torch.full((512, 512), value)
+
+
+def test_two_buckets_and_the_tensor_being_gathered_are_all_that_a_push_holds(receiver: ReceiverProcess) -> None:
+    publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher.connect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        report = publisher.push(gathered(receiver, 2.0), 1)
+    publisher.close()
+    assert report.num_bytes == 32 * MB
+    assert receiver.checksum() == 2.0 * 32 * MB / 4
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peak_bytes = max(itertools.accumulate(size for _, size in changes))
+    # 2 buckets of 4 MB; of the gathered tensors the one that is copied, and the one before it until it is replaced.
+    assert 8 * MB <= peak_bytes <= 10 * MB + 2**16
+
+
+def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverProcess) -> None:
+    next_began = [threading.Event() for _ in range(9)]
+
+    class Watched(BroadcastPublisher):
+        num_sent = 0
+
+        def _broadcast(self, data: Tensor) -> None:
+            self.num_sent += 1
+            assert next_began[self.num_sent].wait(10)  # would wait for ever if the gather waited for the broadcast
+            super()._broadcast(data)
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(gathered(receiver, 3.0)):
+            next_began[number // 4].set()
+            yield item
+        next_began[8].set()
+
+    publisher = Watched(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher.push(watched(), 2)
+    publisher.close()
+    assert publisher.num_sent == 8
+    assert receiver.checksum() == 3.0 * 32 * MB / 4
+
+
+def test_in_the_background_the_servers_are_stopped_only_when_they_have_everything(receiver: ReceiverProcess) -> None:
+    config = replace(CONFIG, weight_sync=replace(CONFIG.weight_sync, background=True))
+    asked: list[str] = []
+
+    class Watched(BroadcastPublisher):
+        def call_servers(self, path, body, what):  # type: ignore[no-untyped-def]
+            asked.append(path)
+            return super().call_servers(path, body, what)
+
+        def _broadcast(self, data: Tensor) -> None:
+            asked.append("bucket")
+            super()._broadcast(data)
+
+    publisher = Watched(config, [receiver.url], 0, CPU, backend="gloo")
+    report = publisher.push(gathered(receiver, 4.0), 3)
+    publisher.close()
+    assert asked == [
+        "/begin_weight_update", *["bucket"] * 8, "/pause_generation", "/end_weight_update", "/continue_generation"
+    ]
+    assert receiver.version() == 3
+    assert receiver.checksum() == 4.0 * 32 * MB / 4
+    assert 0 < report.pause_s < report.seconds
+
+
+def test_a_push_that_breaks_off_writes_over_no_weights_in_use(receiver: ReceiverProcess) -> None:
+    publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+
+    def breaking_off() -> Iterator[tuple[str, Tensor]]:
+        yield from itertools.islice(gathered(receiver, -1.0), 20)
+        raise ArithmeticError
+
+    for version in range(4, 8):  # buffers of replaced weights are used again
+        publisher.push(gathered(receiver, float(version)), version)
+        with pytest.raises(ArithmeticError):
+            publisher.push(breaking_off(), version + 1)
+        assert receiver.version() == version
+        assert receiver.checksum() == version * 32 * MB / 4
+    publisher.close()

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from async_rl.storage.model_folder import weight_files
+from async_rl.weights.safetensors_io import write_weights
+from tests.tiny_folder import save_tiny_model
+
+
+def test_weights_within_the_limit_are_one_file_in_the_type_asked_for(tmp_path: Path) -> None:
+    assert write_weights([("a", torch.ones(3)), ("b", torch.ones(2, 2))], tmp_path, torch.bfloat16, 14) == 14
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert {name: (tensor.dtype, list(tensor.shape)) for name, tensor in loaded.items()} == {
+        "a": (torch.bfloat16, [3]), "b": (torch.bfloat16, [2, 2]),
+    }
+
+
+def test_more_is_cut_into_shards_in_order_and_a_tensor_beyond_the_limit_is_one_of_its_own(tmp_path: Path) -> None:
+    tensors = [(name, torch.ones(size)) for name, size in zip("abcdef", (2, 3, 4, 1, 9, 1), strict=True)]
+    assert write_weights(iter(tensors), tmp_path, torch.float32, 20) == 80
+    assert [sorted(load_file(file)) for file in weight_files(tmp_path)] == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 80}
+
+
+def test_transformers_loads_the_shards_of_a_model(tmp_path: Path) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for file in weight_files(tmp_path / "model"):
+        file.unlink()
+    write_weights(model.named_parameters(), tmp_path / "model", torch.float32, 100_000)
+    assert len(weight_files(tmp_path / "model")) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_no_more_than_a_shard_of_gathered_tensors_is_alive(tmp_path: Path) -> None:
+    alive: set[int] = set()
+    most = 0
+
+    def gather() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for number in range(20):
+            data = np.full(4, number, np.float32)
+            alive.add(number)
+            weakref.finalize(data, alive.discard, number)  # with the last tensor on it
+            tensor = torch.from_numpy(data)
+            del data
+            most = max(most, len(alive))
+            yield f"w{number}", tensor
+            del tensor
+
+    write_weights(gather(), tmp_path, torch.float32, 4 * 16)
+    assert 4 <= most <= 4 + 1  # and the one that did not fit
+    assert len(weight_files(tmp_path)) == 5

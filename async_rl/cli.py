@@ -181,7 +181,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _buffer(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
-    from async_rl.driver.signals import Interrupts
+    from async_rl.driver.signals import StopSignals
     from async_rl.storage.run_dir import open_buffer_dir
     from buffer.standalone import serve_alone
 
@@ -189,7 +189,7 @@ def _buffer(args: argparse.Namespace) -> int:
     check(0 < args.every_s <= longest_s, "--every-s", args.every_s, f"above 0, at most {longest_s:.0f}")
     defaults = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none", "run.name=buffer"]
     config = load_config(args.config, [*defaults, *args.overrides])
-    with Interrupts(), open_buffer_dir(config):
+    with StopSignals(), open_buffer_dir(config):
         counters = serve_alone(config, partial(print, flush=True), args.every_s)
     print("ended in order: " + "  ".join(f"{key} {value:.0f}" for key, value in counters.items() if value))
     return 0
@@ -221,7 +221,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     from async_rl.config.loading import load_config
-    from async_rl.driver.signals import Interrupts
+    from async_rl.driver.signals import StopSignals
     from rollout_server.eval_command import evaluate_model
 
     of_its_run = args.model.parent / "config.yaml"
@@ -230,7 +230,7 @@ def _eval(args: argparse.Namespace) -> int:
             raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {args.model}: there is no such folder")
         raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")
     config = load_config(args.config or of_its_run, [*args.overrides, f"model.path={args.model}"])
-    with Interrupts():
+    with StopSignals():
         values = evaluate_model(config)
     width = max(map(len, values))
     print("".join(f"{key:<{width}}  {value:10.4g}\n" for key, value in values.items() if key != "eval/version"), end="")

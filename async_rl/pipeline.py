@@ -30,17 +30,17 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
-from async_rl.driver.placement import explain, open_ray, reserve, settle
+from async_rl.driver.placement import explain, open_ray, reserve, resolve_placement
 from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
-from async_rl.driver.signals import Interrupts
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import open_run_dir
-from async_rl.telemetry.plot_learning_curve import draw_learning_curve
+from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 
 if TYPE_CHECKING:
-    from async_rl.driver.actor_group import ProcessGroup
+    from async_rl.driver.actor_group import ActorGroup
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -54,27 +54,27 @@ def run(config: Config) -> dict[str, Any]:
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to go on.
     """
     check_inputs(config)
-    with Interrupts() as interrupts, open_run_dir(config) as config, full_disk_named(config.run_dir):
+    with StopSignals() as interrupts, open_run_dir(config) as config, full_disk_named(config.run_dir):
         summary = _run(config, interrupts)
     if interrupts.requested:
         raise KeyboardInterrupt(f"go on with: async-rl train --resume {config.run_dir}")
     return summary
 
 
-def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
+def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
     run_dir = config.run_dir
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
         interrupts.install()
         log.logger.note(f"run directory: {run_dir}")
         for caution in cautions(config):
             log.logger.note(f"caution: {caution}")
-        from async_rl.driver.actor_group import ProcessGroup
+        from async_rl.driver.actor_group import ActorGroup
         from async_rl.driver.supervisor import Supervisor
 
         reservation = reserve(config)
         log.logger.note(f"placed: {reservation}")
-        config = settle(config, reservation)
-        processes = ProcessGroup(run_dir, reservation)
+        config = resolve_placement(config, reservation)
+        processes = ActorGroup(run_dir, reservation)
         supervisor = Supervisor(config, processes, log)
         try:
             buffer_address = _start(config, processes, log)
@@ -94,26 +94,26 @@ def _run(config: Config, interrupts: Interrupts) -> dict[str, Any]:
             processes.stop(0 if interrupts.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    draw_learning_curve(run_dir)
+    plot_learning_curve(run_dir)
     return summary
 
 
-def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
+def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other.
 
     Returns the buffer's address.
     """
-    from async_rl.driver.actors import BufferProcess, LearnerProcess, RolloutProcess, learner_threads
+    from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
 
     timeouts = config.timeouts
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
-    buffer = processes.start("buffer", BufferProcess, config, max_concurrency=4)
+    buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
     rollouts = {
-        f"rollout/{i}": processes.start(f"rollout/{i}", RolloutProcess, config, i) for i in range(servers)
+        f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)
     }
     learners = {
-        f"learner/{r}": processes.start(f"learner/{r}", LearnerProcess, config, r, threads=learner_threads(config))
+        f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
     # First, as it is quick: what is wrong in `network` is known before a server has loaded its model.
@@ -136,7 +136,7 @@ def _start(config: Config, processes: ProcessGroup, log: RunLog) -> str:
     return str(address)
 
 
-def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, version: int) -> None:
+def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:
     if config.eval.size == 0:
         return
     report = processes.gather(
@@ -146,7 +146,7 @@ def _evaluate(config: Config, processes: ProcessGroup, log: RunLog, name: str, v
     log.add_eval(report)
 
 
-def _evaluate_trained(config: Config, processes: ProcessGroup, log: RunLog, servers: list[str]) -> None:
+def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
     """On the first of `servers` that lives to its end. The model is saved: without any, only this number is missing."""
     if config.eval.size == 0:
         return
@@ -165,7 +165,7 @@ def _evaluate_trained(config: Config, processes: ProcessGroup, log: RunLog, serv
 
 
 def _revive_buffer(
-    config: Config, processes: ProcessGroup, log: RunLog, address: str, death: ProcessKilledError
+    config: Config, processes: ActorGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
     """Another buffer takes the place of the one that died, with its journal and at its address.
 
@@ -175,18 +175,18 @@ def _revive_buffer(
     Raises:
         ProcessKilledError: `death`, if there is no journal.
     """
-    from async_rl.driver.actors import BufferProcess
+    from async_rl.driver.actors import BufferActor
 
     if not config.buffer.journal:
         raise death
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
-    buffer = processes.start("buffer", BufferProcess, config, port, max_concurrency=4)
+    buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
     processes.gather({"buffer": buffer.start.remote()}, config.timeouts.limit("join_s"), "the new start")
 
 
 def _close_buffer(
-    config: Config, processes: ProcessGroup, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]
+    config: Config, processes: ActorGroup, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]
 ) -> dict[str, float]:
     """End the rollout workers, then the buffer, which checks that every admitted group is accounted for, also
     those of a worker that died since training ended.
@@ -205,7 +205,7 @@ def _close_buffer(
         return _final_account(config, processes)
 
 
-def _final_account(config: Config, processes: ProcessGroup) -> dict[str, float]:
+def _final_account(config: Config, processes: ActorGroup) -> dict[str, float]:
     buffer = processes.actors["buffer"]
     processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.limit("shutdown_s"), "the end")
     counters: dict[str, float] = processes.gather(

@@ -119,7 +119,7 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
     return Load(groups * config.rollout.group_size, tokens, seconds)
 
 
-SGLANG_BENCH = """from rollout_server import shims; shims.install()
+SGLANG_BENCH = """from rollout_server.engines.sglang import import_stubs; import_stubs.install()
 from sglang.benchmark.serving import cli_main; cli_main()"""
 
 

@@ -36,8 +36,8 @@ from benchmarks.marked_command import MarkedCommand, wait_until
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix.json"
 VICTIMS = {
-    "server": "sglang::scheduler", "worker": "ray::RolloutProcess", "learner": "ray::LearnerProcess",
-    "silent": "ray::RolloutProcess", "buffer": "ray::BufferProcess",
+    "server": "sglang::scheduler", "worker": "ray::RolloutActor", "learner": "ray::LearnerActor",
+    "silent": "ray::RolloutActor", "buffer": "ray::BufferActor",
 }
 KINDS = ("server", "worker", "silent", "buffer", "learner", "driver")
 AGAIN = "is back, with the weights"

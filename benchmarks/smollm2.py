@@ -28,9 +28,9 @@ def make_folder(wheel: Path, target: Path) -> None:
     """
     import torch
 
-    from rollout_server.engines.sglang import import_stubs as shims
+    from rollout_server.engines.sglang import import_stubs
 
-    shims.install()  # transformers looks for torchvision, which may be built for another torch
+    import_stubs.install()  # transformers looks for torchvision, which may be built for another torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.config import Config
-from async_rl.driver.signals import Interrupts
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError
 from benchmarks.cells import (
     SEED,
@@ -131,7 +131,7 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     _write_plan(sweep, machine)
     limit = sweep.max_cells or len(cells)
     warm = WarmServer(configs.values(), sweep.folder / "logs")
-    with Interrupts(), _display(progress) as show, contextlib.closing(warm):
+    with StopSignals(), _display(progress) as show, contextlib.closing(warm):
         for cell in progress.pending[:limit]:
             shutil.rmtree(cell.folder, ignore_errors=True)  # a run cut short; what is finished is not pending
             progress.running, progress.share, progress.since_s = cell.name, 0.0, time.monotonic()

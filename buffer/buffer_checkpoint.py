@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.storage.checkpoints import Cut
+from async_rl.storage.checkpoints import TrainingState
 from buffer.staleness import Rules, exact_start_version, kept_at, last_batch
 from buffer.store_rows import Row
 from buffer.store_state import StoreState
 
 
-def cut_of(state: StoreState) -> dict[str, Any]:
+def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
     """Plain values: the scalars (prompt cursor, counts) and the groups that no batch has held yet."""
     live = [row for row in state.rows() if row.is_fresh]
     return {
@@ -26,7 +26,7 @@ def cut_of(state: StoreState) -> dict[str, Any]:
     }
 
 
-def go_on_from(cut: Cut, state: StoreState, rules: Rules, past: Mapping[int, Row]) -> None:
+def go_on_from(cut: TrainingState, state: StoreState, rules: Rules, past: Mapping[int, Row]) -> None:
     """Into an empty state: as it was at the cut.
 
     A group with a token of a version after the cut's is dropped as `future_version`, as its weights are gone; one that

@@ -17,11 +17,11 @@ import zmq
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.messages.codec import Limits, check_group
-from async_rl.storage.checkpoints import Cut, resumed_cut
+from async_rl.storage.checkpoints import TrainingState, resumed_training_state
 from buffer.buffer_checkpoint import go_on_from
 from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
 from buffer.protocol.operations import Operations
-from buffer.protocol.socket import Door
+from buffer.protocol.socket import BufferSocket
 from buffer.protocol.wire import receive, view
 from buffer.staleness import Rules
 from buffer.store import Store
@@ -47,7 +47,7 @@ class BufferServer:
         self._shutdown_s = config.timeouts.shutdown_s
         # First: who has the port is alone with the journal, also where the buffer before is slow to die.
         # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
-        self._door = Door(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
+        self._door = BufferSocket(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
         self.address = self._door.address
         self._journal = _open_journal(config)
         found = self._journal.load() if self._journal else None
@@ -59,7 +59,7 @@ class BufferServer:
             rows, scalars = found
             state.restore(rows, scalars)
             self._operations.go_on(scalars["refused"], scalars["restarts"] + 1)
-        elif cut := resumed_cut(config):
+        elif cut := resumed_training_state(config):
             self._go_on_from(cut, config.run_dir)
         self._lock = threading.Lock()
         self._serving = threading.Lock()
@@ -119,7 +119,7 @@ class BufferServer:
                 self._journal.close()
             return self._operations.counters()
 
-    def _go_on_from(self, cut: Cut, run_dir: Path) -> None:
+    def _go_on_from(self, cut: TrainingState, run_dir: Path) -> None:
         past, described = {}, {}
         ids = [group_id for group_id, *_ in cut.buffer["live"]]
         past_file = run_dir / PAST_FILE_NAME.format(lineage=cut.lineage)

@@ -21,7 +21,7 @@ class Mean:
 
 
 @dataclass(slots=True)
-class Fates:
+class OutcomeStats:
     """Lengths and rewards of the groups that met one fate, over the whole run."""
 
     response_tokens: Mean = field(default_factory=Mean)
@@ -46,11 +46,11 @@ class Fates:
         return [[mean.total, mean.count] for mean in (self.response_tokens, self.reward, self.duration_s)]
 
     @classmethod
-    def restored(cls, scalars: Sequence[Sequence[float]]) -> Fates:
+    def restored(cls, scalars: Sequence[Sequence[float]]) -> OutcomeStats:
         return cls(*(Mean(total, int(count)) for total, count in scalars))
 
 
-class Account:
+class GroupAccounting:
     """Counts since the start of the run: admitted = trained at least once + dropped + what the store still has.
 
     A requeued prompt's group is among the dropped; its next group is admitted anew.
@@ -63,8 +63,8 @@ class Account:
         self.requeued = 0
         self.dropped: Counter[DropReason] = Counter()
         self.last_failure = ""
-        self._fates: dict[DropReason | Literal["trained"], Fates] = {
-            "trained": Fates(), "late": Fates(), "zero_variance": Fates(), "future_version": Fates(),
+        self._fates: dict[DropReason | Literal["trained"], OutcomeStats] = {
+            outcome: OutcomeStats() for outcome in ("trained", "late", "zero_variance", "future_version")
         }
 
     def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
@@ -104,4 +104,4 @@ class Account:
         self.admitted, self.trained, self.uses = (scalars[key] for key in ("admitted", "trained", "uses"))
         self.requeued = scalars["num_requeued"]
         self.dropped = Counter({cast(DropReason, reason): n for reason, n in scalars["dropped"].items()})
-        self._fates = {name: Fates.restored(scalars["fates"][name]) for name in self._fates}
+        self._fates = {name: OutcomeStats.restored(scalars["fates"][name]) for name in self._fates}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
-from buffer.store_account import Account
+from buffer.store_account import GroupAccounting
 from buffer.store_rows import DropReason, Row, State
 
 
@@ -33,7 +33,7 @@ class StoreState:
     """Prompts to grant before fresh ones."""
     unserved: Counter[int] = field(default_factory=Counter)
     """[version] fresh groups trained to yield it: they hold their slots until it is served."""
-    account: Account = field(default_factory=Account)
+    account: GroupAccounting = field(default_factory=GroupAccounting)
     running: dict[int, Row] = field(default_factory=dict)
     finished: dict[int, Row] = field(default_factory=dict)
     held: dict[int, Row] = field(default_factory=dict)

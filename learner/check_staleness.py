@@ -13,7 +13,7 @@ from async_rl.types import Batch, Rollout, RolloutGroup
 from buffer.staleness import young_enough
 
 
-def apply_bound(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
+def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
     """What of `batch` may be trained on at `version`; with `staleness.late: mask` the rest of it is masked.
 
     The metrics say how old rollouts were before that; staleness/mean and max are of what is trained on.

@@ -1,4 +1,4 @@
-"""The learner's state on disk, written beside training: torch.distributed.checkpoint (DCP) and `Cut`.
+"""The learner's state on disk, written beside training: torch.distributed.checkpoint (DCP) and `TrainingState`.
 
     save     every rank copies its shards to host memory (training waits for that), then a thread writes them
     whole    the folder gets its name when all ranks have written theirs: a crash leaves nothing half
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import Cut, read_cut, run_dir_of, write_cut
+from async_rl.storage.checkpoints import TrainingState, read_training_state, run_dir_of, write_training_state
 from learner.optimizer import Optimizer
 
 
@@ -63,7 +63,7 @@ class Checkpointer:
         self.write_s = 0.0
         """How long the last whole checkpoint took from its start, most of it beside training."""
 
-    def save(self, target: Path, cut: Cut) -> None:
+    def save(self, target: Path, cut: TrainingState) -> None:
         """Start a checkpoint that becomes whole as folder `target`; returns once training may go on.
 
         Raises:
@@ -118,13 +118,13 @@ class Checkpointer:
         if self._running is not None and self._running.done():
             self.wait()
 
-    def load(self, folder: Path) -> Cut:
+    def load(self, folder: Path) -> TrainingState:
         """Networks, optimizers and this rank's random state as they were; a new rank goes on with its own.
 
         Raises:
             ConfigError: the checkpoint is of other networks.
         """
-        cut = read_cut(folder)
+        cut = read_training_state(folder)
         if set(cut.networks) != set(self._networks):
             raise ConfigError(
                 f"{folder} holds {' and '.join(sorted(cut.networks))}, this configuration trains "
@@ -145,20 +145,20 @@ class Checkpointer:
         return cut
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """`Cut.networks`."""
+        """`TrainingState.networks`."""
         return {name: network.optimizer.counts() for name, network in self._networks.items()}
 
     def close(self) -> None:
         self.wait()
         self._stager.close()
 
-    def _finish(self, done: Future[Any], partial: Path, target: Path, cut: Cut, start_s: float) -> None:
+    def _finish(self, done: Future[Any], partial: Path, target: Path, cut: TrainingState, start_s: float) -> None:
         """In DCP's thread: rank 0 makes the checkpoint whole."""
         assert self._running is not None
         try:
             done.result()  # there already: this is its callback
             if dist.get_rank() == 0:
-                write_cut(partial, cut)
+                write_training_state(partial, cut)
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
             self.write_s = time.monotonic() - start_s

@@ -8,7 +8,7 @@ from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError
 
 
-class Evaluations:
+class EvalSchedule:
     """Told by the learner of every version that all servers serve, and by the driver, from another thread, of ends."""
 
     def __init__(self, config: Config) -> None:

@@ -8,7 +8,7 @@ from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 
 
-class ServerList:
+class ServerMembership:
     """Changes to the publisher's servers, to be applied between two pushes."""
 
     def __init__(self) -> None:

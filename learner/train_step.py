@@ -23,7 +23,7 @@ from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
 from async_rl.weights.base import serving_dtype
 from learner.algorithms.diagnostics import (
-    Tally,
+    MetricAccumulator,
     batch_metrics,
     explained_variance,
     median_trained_tokens,
@@ -101,7 +101,7 @@ class Updater:
         moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         minibatches = self._plan(batch)
         self._remember_step_start(minibatches)
-        tally = Tally()
+        tally = MetricAccumulator()
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         steps, stops = self._step_all(minibatches, tally, moves_policy, decay)
         totals = tally.reduce()
@@ -113,7 +113,7 @@ class Updater:
         return metrics + stops
 
     def _step_all(
-        self, minibatches: Sequence[MiniBatch], tally: Tally, moves_policy: bool, decay: float
+        self, minibatches: Sequence[MiniBatch], tally: MetricAccumulator, moves_policy: bool, decay: float
     ) -> tuple[dict[str, list[OptimizerStep]], list[Metric]]:
         """The optimizer steps of a batch, unless it is too far off or the policy has moved enough.
 
@@ -220,7 +220,7 @@ class Updater:
             self.objective.prepare(minibatch.micro_batches)
 
     def _accumulate(
-        self, minibatch: MiniBatch, tally: Tally, moves_policy: bool, is_first_epoch: bool
+        self, minibatch: MiniBatch, tally: MetricAccumulator, moves_policy: bool, is_first_epoch: bool
     ) -> tuple[Tensor, Tensor]:
         """Gradients of one optimizer step; returns this rank's part of (policy loss, critic loss)."""
         policy_loss = torch.zeros((), device=self.device)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from async_rl.errors import StalenessError
 
 
-class Consumed:
+class TrainedGroupLedger:
     """Group ids by number of uses, as ranges.
 
     Between two ranges there is a group that was not used so often: dropped, live, or retired before. So there is at

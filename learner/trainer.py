@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from async_rl.config import Config
 from async_rl.errors import NothingToLearnError
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, lineage_of
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.telemetry.metrics import Metric, Report
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
@@ -22,15 +22,15 @@ from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
-from learner.check_staleness import apply_bound
+from learner.check_staleness import check_staleness
 from learner.checkpointing import Checkpointer
-from learner.eval_schedule import Evaluations
+from learner.eval_schedule import EvalSchedule
 from learner.models.policy import save_policy
 from learner.ranks import broadcast_frames, init_distributed
-from learner.server_membership import ServerList
+from learner.server_membership import ServerMembership
 from learner.train_step import Updater
-from learner.trained_groups import Consumed
-from learner.weight_sync import Pushes
+from learner.trained_groups import TrainedGroupLedger
+from learner.weight_sync import WeightSync
 
 WEIGHTS_WANTED = [b"weights wanted"]
 """In place of a batch's frames."""
@@ -60,16 +60,16 @@ class Learner:
         self._timeline = Timeline(f"learner/{rank}")
         self._gpus = GpuSampler(f"learner/{rank}")
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
-        self.servers = ServerList()
+        self.servers = ServerMembership()
         """How the driver, from another thread, tells of servers that died or came back; heeded on rank 0."""
-        self.evaluations = Evaluations(config)
+        self.evaluations = EvalSchedule(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
-        self._pushes = Pushes(config, self._updater, self._publisher, self.servers)
+        self._pushes = WeightSync(config, self._updater, self._publisher, self.servers)
         self._alarms = Alarms(rules_for(self._pushes.dtype))
         self._end = ""
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
-        self._consumed = Consumed(config.buffer.max_uses)
+        self._consumed = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._saved_version = 0
         self._served_version = 0
@@ -109,7 +109,7 @@ class Learner:
                 self._make_room()
             taken_s = time.time()
             with self._timeline.span("busy", "update"):
-                batch, metrics = apply_bound(batch, self.version, self.config.staleness)
+                batch, metrics = check_staleness(batch, self.version, self.config.staleness)
                 self._consumed.add(group.group_id for group in batch.groups)
                 metrics += self._updater.update(batch)
             self.version += 1
@@ -162,7 +162,7 @@ class Learner:
         self.version = self._saved_version = cut.version
         self.evaluations.resume(cut.version)
         self._updater.objective.kl_coef = cut.kl_coef
-        self._consumed = Consumed(self.config.buffer.max_uses, cut.consumed)
+        self._consumed = TrainedGroupLedger(self.config.buffer.max_uses, cut.consumed)
 
     def status(self) -> Status:
         """What this rank does now; from any thread."""
@@ -246,7 +246,7 @@ class Learner:
         """Start to write learner and buffer as they are now, between two batches; training waits for the copy only."""
         start_s = time.time()
         with self._timeline.span("checkpoint", "copy"):
-            cut = Cut(
+            cut = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
                 consumed=self._consumed.ranges(), buffer=self._client.cut(self.version) if self._client else {},

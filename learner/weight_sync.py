@@ -12,7 +12,7 @@ from async_rl.types import Batch
 from async_rl.weights import WeightPublisher
 from async_rl.weights.base import Tolerance, serving_dtype
 from learner.models.policy import full_parameters
-from learner.server_membership import ServerList
+from learner.server_membership import ServerMembership
 from learner.train_step import Updater
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
@@ -21,14 +21,14 @@ says little, their mean tells other weights apart."""
 VERIFY_TOKENS = 32
 
 
-class Pushes:
+class WeightSync:
     """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and knows what a push took.
 
     Args:
         servers: who died or came back, to be heeded by the next push.
     """
 
-    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerList) -> None:
+    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
         self._updater = updater
         self._publisher = publisher
         self._servers = servers

@@ -15,7 +15,7 @@ from async_rl.telemetry.metrics import Metric, Report
 from async_rl.types import IntArray, Prompt
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.tasks.base import Task
-from rollout_server.worker_stats import Activity
+from rollout_server.worker_stats import WorkerStats
 
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as accurate; verifiers also give partial credit."""
@@ -28,7 +28,7 @@ Answers = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[f
 class Evaluation:
     """Runs the held-out set at the training temperature."""
 
-    def __init__(self, config: Config, answers: Answers, task: Task, activity: Activity) -> None:
+    def __init__(self, config: Config, answers: Answers, task: Task, activity: WorkerStats) -> None:
         self._config = config
         self._answers = answers
         self._task = task

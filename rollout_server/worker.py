@@ -33,7 +33,7 @@ from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
-from rollout_server.worker_stats import Activity
+from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
 _GREEDY_TEMPERATURE = 1e-4
@@ -58,7 +58,7 @@ class Worker:
         self._tokenizer = tokenizer
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
-        self._activity = Activity(self._name)
+        self._activity = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)
         self._counts: Counter[str] = Counter()

@@ -22,7 +22,7 @@ class _Wait:
     limit_s: float
 
 
-class Activity:
+class WorkerStats:
     """`busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`: a worker without a
     group waits for admission, which opens with the next served weights.
     """

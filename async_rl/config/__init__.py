@@ -20,7 +20,7 @@ from async_rl.config.algorithm import (
     MasksConfig,
 )
 from async_rl.config.check import check_finite
-from async_rl.config.cross_section import check_combinations
+from async_rl.config.cross_section import check_cross_section
 from async_rl.config.data import (
     BufferConfig,
     EvalConfig,
@@ -107,7 +107,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_finite(self)
-        check_combinations(self)
+        check_cross_section(self)
 
     @property
     def run_dir(self) -> Path:

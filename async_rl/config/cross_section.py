@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from async_rl.config import Config
 
 
-def check_combinations(config: Config) -> None:
+def check_cross_section(config: Config) -> None:
     """
     Raises:
         ConfigError: two settings do not work together; gives the reason and the alternative.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
-from async_rl.driver.preflight import InputCheck, input_checks
+from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 
@@ -91,7 +91,8 @@ def _sglang(engine: str) -> Check:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
     if engine == "hf":
         return Check("sglang", "ok", f"{version}, not used: rollout.engine=hf")
-    code = "from rollout_server import shims; shims.install(); import sglang.srt.entrypoints.http_server"
+    code = "from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
+    code += "; import sglang.srt.entrypoints.http_server"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=SGLANG_IMPORT_TIMEOUT_S
@@ -178,7 +179,7 @@ def _free_disk(folder: Path) -> Check:
     return Check("disk", "ok", found)
 
 
-def _examine_inputs(inputs: Sequence[InputCheck]) -> list[Check]:
+def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
     """The message of what fails has the cure in it."""
     checks: dict[str, Check] = {}
     for each in inputs:

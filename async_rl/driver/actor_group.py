@@ -25,7 +25,7 @@ DUMP_TIMEOUT_S = 2.0
 STATUS_INTERVAL_S = 5.0
 
 
-class ProcessGroup:
+class ActorGroup:
     """All actors of a run by name. Any call that fails names the process and shows its log."""
 
     def __init__(self, run_dir: Path, reservation: Reservation) -> None:

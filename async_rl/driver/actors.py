@@ -26,7 +26,7 @@ from async_rl.telemetry.metrics import Report
 from async_rl.telemetry.status import Status
 
 
-class BufferProcess:
+class BufferActor:
     """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others.
 
     Args:
@@ -72,7 +72,7 @@ class BufferProcess:
         return self._server.close()
 
 
-class RolloutProcess:
+class RolloutActor:
     """One rollout server with its worker."""
 
     def __init__(self, folder: str, config: Config, index: int) -> None:
@@ -132,11 +132,11 @@ class RolloutProcess:
 
 
 def learner_threads(config: Config) -> dict[str, int]:
-    """By concurrency group of LearnerProcess: all servers may wait for weights at once, and no other call for them."""
+    """By concurrency group of LearnerActor: all servers may wait for weights at once, and no other call for them."""
     return {"control": 8, "join": config.placement.rollout.servers}
 
 
-class LearnerProcess:
+class LearnerActor:
     """One learner rank. The control calls run beside `run`, in threads of their own."""
 
     def __init__(self, folder: str, config: Config, rank: int) -> None:

@@ -2,7 +2,7 @@
 
     reserve(config)    a placement group, STRICT_SPREAD over the hosts
     explain(config)    the same without Ray's part, beforehand (`--dry-run`)
-    settle(...)        what only the placement could decide
+    resolve_placement(...)        what only the placement could decide
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def ray_bundles(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> tuple[list[B
     return [part for part, _ in parts], resources, strategy
 
 
-def settle(config: Config, reservation: Reservation) -> Config:
+def resolve_placement(config: Config, reservation: Reservation) -> Config:
     """The config with what only the placement could decide: the transport that `auto` stands for, keys for the run.
 
     gloo on CPU; NCCL where learner ranks and servers have GPUs of their own, as it refuses two ranks on one device.

@@ -23,7 +23,7 @@ MODEL, TASK = "model and tokenizer", "task"
 
 
 @dataclass(frozen=True, slots=True)
-class InputCheck:
+class PreflightCheck:
     """One thing that can be wrong."""
 
     what: str
@@ -43,44 +43,46 @@ def check_inputs(config: Config) -> None:
         each.run()
 
 
-def input_checks(config: Config) -> list[InputCheck]:
+def input_checks(config: Config) -> list[PreflightCheck]:
     """One that `needs` another comes behind it."""
     from rollout_server.rewards.base import open_reward
     from rollout_server.tasks.base import open_task
 
     model, reward = config.model.path, config.task.reward
     task = cache(lambda: open_task(config, load_tokenizer(model)))
-    checks = [InputCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
+    checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     for key, path in role_folders(config).items():
-        checks.append(InputCheck(key, path, partial(check_role_folder, key, path)))
-    checks.append(InputCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
+        checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
+    checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         host = config.network.host
-        checks.append(InputCheck("network.host", host, lambda: interface_of(host)))
+        checks.append(PreflightCheck("network.host", host, lambda: interface_of(host)))
     if runs_here(config):
         checks += _checks_of_this_host(config)
     return [
         *checks,
         # A generated task finds only with a prompt that its template fails or that it can't give eval.size questions.
-        InputCheck(TASK, config.task.path or config.task.name, lambda: task().prompt(0), MODEL, everywhere=True),
-        InputCheck("reward", reward or "the task's own", lambda: open_reward(config, task()), TASK, everywhere=True),
+        PreflightCheck(TASK, config.task.path or config.task.name, lambda: task().prompt(0), MODEL, everywhere=True),
+        PreflightCheck(
+            "reward", reward or "the task's own", lambda: open_reward(config, task()), TASK, everywhere=True
+        ),
     ]
 
 
-def _checks_of_this_host(config: Config) -> list[InputCheck]:
+def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     from buffer.protocol.keys import check_keys
 
     placement, keys = config.placement, config.network.keys
     processes = f"{placement.learner.ranks} learner rank(s), {placement.rollout.servers} rollout server(s)"
     checks = [
-        InputCheck("placement", processes, lambda: _check_placement(config)),
-        InputCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
-        InputCheck("model.attn_implementation", config.model.attn_implementation, lambda: _check_attention(config)),
+        PreflightCheck("placement", processes, lambda: _check_placement(config)),
+        PreflightCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
+        PreflightCheck("model.attn_implementation", config.model.attn_implementation, lambda: _check_attention(config)),
     ]
     if keys:
-        checks.append(InputCheck("network.keys", keys, lambda: check_keys(keys)))
+        checks.append(PreflightCheck("network.keys", keys, lambda: check_keys(keys)))
     if placement.pin_cpus:
-        checks.append(InputCheck("placement.pin_cpus", "true", lambda: _check_cores(config)))
+        checks.append(PreflightCheck("placement.pin_cpus", "true", lambda: _check_cores(config)))
     return checks
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.storage.checkpoints import lineage_of, prune, resumed_cut
+from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.metrics import Metric, MetricsLogger, Report, read_metrics, reduce_metrics
-from async_rl.telemetry.plot_timeline import draw_lanes
+from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import Sample, Span, Usage
 
 Values = dict[str, float]
@@ -51,7 +51,7 @@ class RunLog:
         self._measured: Counter[str] = Counter()
         """How many of them measured it."""
         self._resumes = 0
-        if cut := resumed_cut(config):
+        if cut := resumed_training_state(config):
             self.version, self._resumes = cut.version, lineage_of(self.run_dir)
             self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
         self._usage = Usage()
@@ -204,7 +204,7 @@ class RunLog:
             self._write_trace(float("inf"))
             busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
             ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
-            draw_lanes(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
+            plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
         """What the run came to; a value that was not measured is left out or None."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Interrupts:
+class StopSignals:
     """While it is open, both signals raise KeyboardInterrupt in the main thread, as Ctrl-C does without it.
 
     Within `deferred` the first one only sets `requested`. From the second on, `at_once` is set; the third and later
@@ -24,7 +24,7 @@ class Interrupts:
     def at_once(self) -> bool:
         return self._count > 1
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> StopSignals:
         self._before = self.install()
         return self
 

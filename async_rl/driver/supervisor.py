@@ -25,11 +25,11 @@ from typing import Any
 import ray
 
 from async_rl.config import Config
-from async_rl.driver.actor_group import ProcessGroup
-from async_rl.driver.actors import RolloutProcess
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.actors import RolloutActor
 from async_rl.driver.run_log import RunLog
-from async_rl.driver.signals import Interrupts
-from async_rl.driver.watchdog import WATCH_INTERVAL_S, Watch
+from async_rl.driver.signals import StopSignals
+from async_rl.driver.watchdog import WATCH_INTERVAL_S, Watchdog
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.metrics import Report
 
@@ -44,7 +44,7 @@ class Supervisor:
         processes: may still be empty; before `train` all of them are started and introduced to each other.
     """
 
-    def __init__(self, config: Config, processes: ProcessGroup, log: RunLog) -> None:
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
         self._config = config
         self._processes = processes
         self._log = log
@@ -60,10 +60,10 @@ class Supervisor:
         self._deaths: Counter[str] = Counter()
         self._urls: dict[str, str] = {}
         """Of the servers that were started again."""
-        self.watch = Watch(config, processes)
+        self.watch = Watchdog(config, processes)
 
     def train(
-        self, buffer_address: str, revive_buffer: Callable[[ProcessKilledError], None], interrupts: Interrupts
+        self, buffer_address: str, revive_buffer: Callable[[ProcessKilledError], None], interrupts: StopSignals
     ) -> None:
         """Returns when every learner rank has finished and every step is logged.
 
@@ -261,7 +261,7 @@ class Supervisor:
 
     def _restart(self, name: str, num_groups: int) -> None:
         self._log.logger.note(f"{name}: {num_groups} running groups go to others")
-        actor = self._processes.start(name, RolloutProcess, self._config, int(name.partition("/")[2]))
+        actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
         self.watch.begin(name)
         self._expect(name, actor.start.remote(), partial(self._connect, name))
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from async_rl.config import Config
-from async_rl.driver.actor_group import ProcessGroup
+from async_rl.driver.actor_group import ActorGroup
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.telemetry.status import Status, write_status
 
@@ -19,10 +19,10 @@ ANSWER_S = 0.3
 """For which the driver waits until all have said what they do; who takes longer is heard at the next turn."""
 
 
-class Watch:
+class Watchdog:
     """What each process said last, and when; written to status.json for `async-rl status`."""
 
-    def __init__(self, config: Config, processes: ProcessGroup) -> None:
+    def __init__(self, config: Config, processes: ActorGroup) -> None:
         self._config = config
         self._processes = processes
         self._statuses: dict[str, Status] = {}

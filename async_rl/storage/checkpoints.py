@@ -2,7 +2,7 @@
 
     run_dir/checkpoints/step_40/    has this name only once it is whole
         *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
-        cut.json                    `Cut`: everything else that the learner and the buffer go on from
+        cut.json                    `TrainingState`: everything else that the learner and the buffer go on from
 
 learner/checkpointing.py writes and reads the tensors.
 """
@@ -24,14 +24,14 @@ from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
 FORMAT = 1
-"""Of a checkpoint: one more with each change of what `Cut`, the buffer's part of it or the tensors are."""
+"""Of a checkpoint: one more with each change of what `TrainingState`, the buffer's part of it or the tensors are."""
 _CUT_FILE = "cut.json"
 _NAME = re.compile(r"step_(\d+)")
 _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class TrainingState:
     """Learner and buffer at one moment: `version` batches are trained, the next one is not chosen."""
 
     version: int
@@ -99,11 +99,11 @@ def run_dir_of(checkpoint: Path) -> Path:
     return checkpoint.parents[1]
 
 
-def write_cut(folder: Path, cut: Cut) -> None:
+def write_training_state(folder: Path, cut: TrainingState) -> None:
     (folder / _CUT_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(cut)}) + "\n")
 
 
-def read_cut(folder: Path) -> Cut:
+def read_training_state(folder: Path) -> TrainingState:
     """
     Raises:
         ConfigError: written by another version of this program.
@@ -114,12 +114,12 @@ def read_cut(folder: Path) -> Cut:
             f"{folder / _CUT_FILE} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
             "Resume with that one, or begin a new run with model.path at what its `async-rl export` makes of it"
         )
-    return Cut(**fields)
+    return TrainingState(**fields)
 
 
-def resumed_cut(config: Config) -> Cut | None:
+def resumed_training_state(config: Config) -> TrainingState | None:
     """Where this run goes on from; None: it starts anew."""
-    return read_cut(Path(config.run.resume)) if config.run.resume else None
+    return read_training_state(Path(config.run.resume)) if config.run.resume else None
 
 
 def set_aside_later(checkpoint: Path, version: int, lineage: int) -> None:

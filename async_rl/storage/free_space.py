@@ -14,7 +14,7 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_cut, run_dir_of
+from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.model_folder import weight_files
 
 RUN_BYTES = 2**30
@@ -83,7 +83,7 @@ def _num_checkpoints(config: Config) -> int:
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
     checkpoint = find_checkpoint(config.run.resume)
-    version = read_cut(checkpoint).version  # later ones are kept aside, and do not make room
+    version = read_training_state(checkpoint).version  # later ones are kept aside, and do not make room
     there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
     return max(1, keep + 1 - len(there))
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import Cut, find_checkpoint, lineage_of, read_cut, run_dir_of, set_aside_later
+from async_rl.storage.checkpoints import (
+    TrainingState,
+    find_checkpoint,
+    lineage_of,
+    read_training_state,
+    run_dir_of,
+    set_aside_later,
+)
 
 _LOCK_FILE = ".lock"
 
@@ -34,7 +41,7 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         cut = None
     else:
         checkpoint = find_checkpoint(config.run.resume)
-        cut, run_dir = read_cut(checkpoint), run_dir_of(checkpoint)
+        cut, run_dir = read_training_state(checkpoint), run_dir_of(checkpoint)
         if cut.version >= config.run.steps:
             raise ConfigError(
                 f"run.steps must be above {cut.version}, the version of {checkpoint}, got {config.run.steps}. "
@@ -131,7 +138,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _take_up(config: Config, cut: Cut) -> None:
+def _take_up(config: Config, cut: TrainingState) -> None:
     """Make the directory that of a run which has come to the cut; what came after it is kept beside, out of use.
 
     Each resume sets aside under a number of its own, so that none replaces what another one kept.

@@ -19,7 +19,7 @@ Series = tuple[list[float], list[float]]
 Records = list[dict[str, float | None]]
 
 
-def draw_learning_curve(run_dir: str | Path) -> Path | None:
+def plot_learning_curve(run_dir: str | Path) -> Path | None:
     """Writes `run_dir/learning_curve.png` and returns its path, or None if the run measured nothing to draw.
 
     Reward and held-out accuracy on top, staleness and the utilisation of both pools below, over the step.

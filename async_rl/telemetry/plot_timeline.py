@@ -16,7 +16,7 @@ STATE_COLORS: dict[State, str] = {
 STEPS_SHOWN = 10
 
 
-def draw_lanes(
+def plot_timeline(
     spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
 ) -> Path | None:
     """Draws the middle STEPS_SHOWN learner steps of a run, with each pool's busy share of the whole run beside

@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import GroupColumns
-from async_rl.storage.checkpoints import Cut
+from async_rl.storage.checkpoints import TrainingState
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
 from buffer.protocol.wire import view
 from buffer.store_rows import Outcome, Row
@@ -114,7 +114,7 @@ class Journal:
         self._scalars = json.loads(found[0])
         return rows, self._scalars
 
-    def take_over(self, past: Path, cut: Cut) -> None:
+    def take_over(self, past: Path, cut: TrainingState) -> None:
         """Into a new journal, what the one at `past` knows of the groups whose fate was settled at the cut.
 
         So the tables tell of the whole run, resumed or not. What came after the cut never was. Files of payloads are

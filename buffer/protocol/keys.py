@@ -22,7 +22,7 @@ DOMAIN = "buffer"
 """ZMQ asks no authenticator about a socket without a domain."""
 
 
-class Doorkeeper:
+class CurveAuthenticator:
     """Decides at the handshake, in a thread of its own, who may connect to a socket with keys."""
 
     def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
@@ -75,13 +75,13 @@ def check_keys(folder: str) -> None:
         _load(Path(folder) / name)
 
 
-def lock(socket: zmq.Socket[bytes], folder: str) -> Doorkeeper | None:
+def lock(socket: zmq.Socket[bytes], folder: str) -> CurveAuthenticator | None:
     """From now on only clients with the keys of this folder get in; none is needed if it is empty.
 
     Raises:
         ConfigError: see `_load`.
     """
-    return Doorkeeper(socket, Path(folder)) if folder else None
+    return CurveAuthenticator(socket, Path(folder)) if folder else None
 
 
 def show_keys(socket: zmq.Socket[Any], folder: str) -> None:

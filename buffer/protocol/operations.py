@@ -26,7 +26,7 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import GroupColumns, Limits, check_group
 from async_rl.messages.message_reader import Fields
 from async_rl.types import Slot
-from buffer.buffer_checkpoint import cut_of
+from buffer.buffer_checkpoint import buffer_checkpoint
 from buffer.protocol.wire import (
     MAX_ANSWERED,
     MAX_CAUSE_CHARS,
@@ -184,7 +184,7 @@ class Operations:
                 self.store.served(fields.integer("version", 0))
             case "cut":
                 self.store.check_takeable(fields.integer("version", 0))
-                result = cut_of(self.store.state)
+                result = buffer_checkpoint(self.store.state)
         self._answer(identity, request, result)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:

@@ -8,7 +8,7 @@ import zmq
 
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
-from buffer.protocol.keys import Doorkeeper, lock
+from buffer.protocol.keys import CurveAuthenticator, lock
 
 BIND_S = 10.0
 """How long a port may take to become free: where the buffer before this one was silent, Ray ends it only after 5 s."""
@@ -16,7 +16,7 @@ FREE_PORTS = (61000, 65536)
 """Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
 
 
-class Door:
+class BufferSocket:
     """
     Raises:
         ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
@@ -24,7 +24,7 @@ class Door:
 
     def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
         self._context = zmq.Context()
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: CurveAuthenticator | None = None
         self.router = self._context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.router.setsockopt(zmq.SNDHWM, 0)

@@ -22,7 +22,7 @@ BUCKETS = 11
 """Staleness 0..9, and 10 or more."""
 
 
-class Tally:
+class MetricAccumulator:
     """Sums and maxima by name, kept on the device until `reduce` adds up all micro-batches of all ranks.
 
     A value is a scalar or a vector; every rank must use the same names and sizes.
@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_offpolicy(
-    tally: Tally,
+    tally: MetricAccumulator,
     proximal: Tensor,  # [N]
     behaviour: Tensor,  # [N]
     trained: Tensor,  # [N] bool
@@ -102,7 +102,7 @@ def tally_offpolicy(
 
 
 def tally_old_kv(
-    tally: Tally,
+    tally: MetricAccumulator,
     proximal: Tensor,  # [N]
     behaviour: Tensor,  # [N]
     old_kv: Tensor,  # [N] bool: trained, sampled by the weights being trained, from KV of older ones
@@ -113,7 +113,7 @@ def tally_old_kv(
 
 
 def tally_policy(
-    tally: Tally,
+    tally: MetricAccumulator,
     logprobs: Tensor,  # [N]
     proximal: Tensor,  # [N]
     entropy: Tensor,  # [N]
@@ -193,7 +193,7 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
 
 
 def tally_critic(
-    tally: Tally,
+    tally: MetricAccumulator,
     values: Tensor,  # [N]
     returns: Tensor,  # [N]
     trained: Tensor,  # [N] bool

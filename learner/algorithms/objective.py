@@ -32,7 +32,14 @@ from learner.algorithms.corrections import (
     log_ratios,
     m2po_limit,
 )
-from learner.algorithms.diagnostics import Tally, Totals, tally_critic, tally_offpolicy, tally_old_kv, tally_policy
+from learner.algorithms.diagnostics import (
+    MetricAccumulator,
+    Totals,
+    tally_critic,
+    tally_offpolicy,
+    tally_old_kv,
+    tally_policy,
+)
 from learner.algorithms.losses import (
     PolicyLoss,
     cispo_loss,
@@ -146,7 +153,7 @@ class Objective:
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
         values: Tensor | None,  # [N] of the critic, with gradient; None: there is no critic
-        tally: Tally,
+        tally: MetricAccumulator,
         is_first_epoch: bool,
     ) -> Losses:
         """The losses of a micro-batch; adds its statistics to `tally`."""
@@ -270,7 +277,7 @@ class Objective:
             loss = loss / tokens.clamp(min=1)[answers.index]
         return loss.sum()
 
-    def _tally_extras(self, tally: Tally, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
+    def _tally_extras(self, tally: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
         tally.add(extra_tokens=micro.trained.sum())
         if self.needs_reference:
             assert micro.reference is not None

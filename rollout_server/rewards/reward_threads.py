@@ -26,7 +26,7 @@ class _Group:
         """Once it is done, as a call failed or nobody waits any more, no further call begins."""
         self._rewards: dict[int, float] = {}
 
-    def settle(self, index: int, outcome: float | RewardError) -> None:
+    def resolve_placement(self, index: int, outcome: float | RewardError) -> None:
         """Of one call, from any thread."""
         if isinstance(outcome, RewardError):
             self._deliver_soon(outcome)
@@ -118,7 +118,7 @@ class RewardThreads:
             group, index = call
             if group.outcome.cancelled():
                 warnings.warn(f"{error}; its group was given up meanwhile", stacklevel=2)
-            group.settle(index, RewardError(error))
+            group.resolve_placement(index, RewardError(error))
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -129,7 +129,7 @@ class RewardThreads:
             outcome = _outcome(group.calls[index])
             if self._begun_s.pop(call, None) is None:
                 return  # it was overdue: another thread has taken this one's place
-            group.settle(index, outcome)
+            group.resolve_placement(index, outcome)
 
 
 def _outcome(call: Callable[[], float]) -> float | RewardError:

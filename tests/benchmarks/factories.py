@@ -13,7 +13,7 @@ from async_rl.config.loading import dump_config
 from async_rl.telemetry.timeline import STATES
 from benchmarks.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from benchmarks.simulate import Workload, simulate
-from buffer.store_account import Account
+from buffer.store_account import GroupAccounting
 from buffer.store_rows import Outcome, Row
 
 WORKLOAD = Workload(
@@ -56,7 +56,7 @@ def make_sweep(
 
 def buffer_counts(trained: int) -> dict[str, float]:
     """As the buffer says them: every dropped group was late, one of them after it had come, the others on the way."""
-    account, now_s = Account(), 100.0
+    account, now_s = GroupAccounting(), 100.0
     row = Row(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
     short, long = (
         Outcome(newest_version=0, response_tokens=tokens, reward=0.5, equal_rewards=False, duration_s=tokens / 60)

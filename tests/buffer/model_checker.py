@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from async_rl.storage.checkpoints import Cut
-from buffer.buffer_checkpoint import cut_of, go_on_from
+from async_rl.storage.checkpoints import TrainingState
+from buffer.buffer_checkpoint import buffer_checkpoint, go_on_from
 from buffer.journal.journal import Journal, arrived, payload_folder
 from buffer.journal.payload_files import Place, read_payload
 from buffer.staleness import Rules
@@ -49,7 +49,7 @@ class Onlooker:
         self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
         self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
         self.drops: Counter[str] = Counter()
-        self.cuts: dict[int, tuple[Cut, tuple[Any, ...], Path | None]] = {}
+        self.cuts: dict[int, tuple[TrainingState, tuple[Any, ...], Path | None]] = {}
         self.journal = self.open_journal()
         self.store = Store(rules, StoreState(record=self.write_down))
         self.store.served(0)
@@ -160,8 +160,10 @@ class Onlooker:
 
     def save(self) -> None:
         """A checkpoint: what the buffer gives for it, and what the onlooker himself has to remember with it."""
-        plain = json.loads(json.dumps(cut_of(self.store.state)))
-        cut = Cut(version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain)
+        plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
+        cut = TrainingState(
+            version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain
+        )
         known = copy.deepcopy((self.starts, self.workers, self.uses, self.drops, self.first_version))
         self.cuts[self.version] = cut, known, self.journal_file if self.files else None
 

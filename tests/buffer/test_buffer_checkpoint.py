@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.storage.checkpoints import Cut
-from buffer.buffer_checkpoint import cut_of, go_on_from
+from async_rl.storage.checkpoints import TrainingState
+from buffer.buffer_checkpoint import buffer_checkpoint, go_on_from
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Row
@@ -19,10 +19,10 @@ from tests.buffer.factories import make_outcome, plain_rules
 RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 
 
-def checkpoint(store: Store) -> Cut:
-    return Cut(
+def checkpoint(store: Store) -> TrainingState:
+    return TrainingState(
         version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
-        buffer=cut_of(store.state),
+        buffer=buffer_checkpoint(store.state),
     )
 
 
@@ -41,7 +41,7 @@ def train_batches(store: Store, number: int) -> list[int]:
     return prompts
 
 
-def resumed_state(cut: Cut, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
+def resumed_state(cut: TrainingState, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
     state = StoreState()
     go_on_from(cut, state, rules, past or {})
     return state

@@ -14,7 +14,7 @@ import pytest
 from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
@@ -61,7 +61,8 @@ def run_past_its_checkpoint(config: Config) -> Config:
         learner.close()
     folder = checkpoint_folder(config.run_dir, 1)
     folder.mkdir(parents=True)
-    write_cut(folder, Cut(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain))
+    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain)
+    write_training_state(folder, state)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
 
 
@@ -123,7 +124,7 @@ def test_groups_of_before_a_resume_with_other_sizes_are_exported_too(tmp_path: P
 
 
 def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None:
-    cut = Cut(
+    cut = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )
@@ -139,7 +140,7 @@ def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None
 
 
 def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:
-    cut = Cut(
+    cut = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )

@@ -23,11 +23,11 @@ from async_rl.config import (
     TaskConfig,
     TimeoutsConfig,
 )
-from async_rl.driver.actor_group import ProcessGroup
+from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import learner_threads
 from async_rl.driver.placement import Reservation
 from async_rl.driver.run_log import RunLog
-from async_rl.driver.signals import Interrupts
+from async_rl.driver.signals import StopSignals
 from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import AsyncRLError, ProcessKilledError
 from async_rl.telemetry.metrics import Metric, Report
@@ -167,7 +167,7 @@ class Watched:
         for name in ("learner-0", "learner-1", "rollout-0"):
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         self.log = RunLog(self.config)
-        self.processes = ProcessGroup(self.config.run_dir, cast(Reservation, Anywhere()))
+        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, Anywhere()))
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
         for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
             for index in range(count):
@@ -186,7 +186,7 @@ class Watched:
             raise death
 
         supervisor = Supervisor(self.config, self.processes, self.log)
-        supervisor.train("tcp://buffer", revive or fail, Interrupts())
+        supervisor.train("tcp://buffer", revive or fail, StopSignals())
         return supervisor
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
-from async_rl.driver.actor_group import ProcessGroup
-from async_rl.driver.actors import BufferProcess
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.actors import BufferActor
 from async_rl.driver.placement import Reservation
 from async_rl.errors import (
     AsyncRLError,
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
+def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGroup]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r").mkdir()
-    processes = ProcessGroup(tmp_path / "r", cast(Reservation, Anywhere()))
+    processes = ActorGroup(tmp_path / "r", cast(Reservation, Anywhere()))
     yield processes
     processes.stop(1.0)
 
@@ -50,13 +50,13 @@ def config_of(tmp_path: Path, network: NetworkConfig | None = None) -> Config:
     )
 
 
-def call(processes: ProcessGroup, name: str, cls: type, *args: Any) -> Any:
+def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
     actor = processes.start(name, cls, *args, max_concurrency=4)
     return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.join_s"), "the start")[name]
 
 
 def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
-    group: ProcessGroup, tmp_path: Path, taken_port: int
+    group: ActorGroup, tmp_path: Path, taken_port: int
 ) -> None:
     (tmp_path / "broken").mkdir()
     for name in ("client.key", "server.key_secret"):
@@ -67,7 +67,7 @@ def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
         (NetworkConfig(keys=str(tmp_path / "broken")), r"network\.keys: .*broken/client\.key"),
     ):
         with pytest.raises(ConfigError, match=message):
-            call(group, "buffer", BufferProcess, config_of(tmp_path, network))
+            call(group, "buffer", BufferActor, config_of(tmp_path, network))
         group.kill("buffer")
 
 
@@ -83,7 +83,7 @@ class Failing:
 
 @pytest.mark.parametrize("kind", [RewardError, WaitTimeoutError, WeightSyncError, StalenessError])
 def test_an_error_out_of_a_process_names_process_host_and_last_log_lines(
-    group: ProcessGroup, tmp_path: Path, kind: type[AsyncRLError]
+    group: ActorGroup, tmp_path: Path, kind: type[AsyncRLError]
 ) -> None:
     logs = tmp_path / "r" / "logs"
     logs.mkdir(parents=True)
@@ -98,7 +98,7 @@ def test_an_error_out_of_a_process_names_process_host_and_last_log_lines(
     assert "told already" not in text
 
 
-def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ProcessGroup) -> None:
+def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ActorGroup) -> None:
     with pytest.raises(ConfigError) as caught:
         call(group, "rollout/0", Failing, ConfigError("a.key must be 1, got 2"))
     assert str(caught.value) == "a.key must be 1, got 2"
@@ -111,18 +111,18 @@ class Stillborn:
     def start(self) -> None: ...
 
 
-def test_a_process_that_fails_as_it_is_made_is_named_with_what_it_raised(group: ProcessGroup) -> None:
+def test_a_process_that_fails_as_it_is_made_is_named_with_what_it_raised(group: ActorGroup) -> None:
     with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 failed as it began") as caught:
         call(group, "learner/0", Stillborn)
     assert "OSError: no logs can be written here" in str(caught.value)
     assert "memory" not in str(caught.value)
 
 
-def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ProcessGroup, tmp_path: Path) -> None:
+def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    address = call(group, "buffer", BufferProcess, config)
+    address = call(group, "buffer", BufferActor, config)
     group.kill("buffer")
-    assert call(group, "buffer", BufferProcess, config, int(address.rpartition(":")[2])) == address
+    assert call(group, "buffer", BufferActor, config, int(address.rpartition(":")[2])) == address
 
 
 def test_a_run_whose_port_is_taken_ends_with_code_2_and_no_stack_trace(

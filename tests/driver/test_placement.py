@@ -24,7 +24,7 @@ from async_rl.config import (
 )
 from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
-from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, settle
+from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, resolve_placement
 from async_rl.driver.resources import Bundle, Host, assign, bundles
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
@@ -153,10 +153,10 @@ def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool
     asked = dataclasses.replace(config(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
     reservation = Reservation(None, bundles(asked, gpus), ["127.0.0.1"])
     if fits:
-        assert settle(asked, reservation).weight_sync.transport == "cuda_ipc"
+        assert resolve_placement(asked, reservation).weight_sync.transport == "cuda_ipc"
         return
     with pytest.raises(ConfigError, match=f"learner and servers are not on one GPU, but on {gpus}, got 'cuda_ipc'"):
-        settle(asked, reservation)
+        resolve_placement(asked, reservation)
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
@@ -204,14 +204,14 @@ def test_counts_that_do_not_divide_are_refused(
 @pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
 def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
     parts = bundles(config(), gpus)
-    assert settle(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+    assert resolve_placement(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
 def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank_on_a_gpu() -> None:
     two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
     hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
     for asked, gpus in ((two_pairs, 2), (hf, 1)):
-        settled = settle(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
+        settled = resolve_placement(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
         assert settled.weight_sync.transport == "disk"
 
 
@@ -220,17 +220,17 @@ def test_a_server_that_runs_already_is_given_no_gpu_and_weights_go_to_it_through
     asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
     parts = bundles(asked, 2)
     assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
-    assert settle(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
+    assert resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
 
 
 def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
     asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
-    settled = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    settled = resolve_placement(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
     assert (Path(settled.network.keys) / "client.key_secret").is_file()
     away = dataclasses.replace(settled.network, host="10.0.0.1")
     assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
     assert len(api_key(away)) == 64
-    resumed = settle(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
+    resumed = resolve_placement(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
     assert resumed.network == settled.network, "its keys are in the run directory already"
     assert authorization(settled.network) == {}  # loopback
     new_keys(tmp_path / "others")

@@ -21,7 +21,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.driver.run_log import RunLog
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, list_checkpoints, write_cut
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.telemetry.metrics import Metric, Report, read_metrics
 from async_rl.telemetry.timeline import Sample, Span, State, Usage
 
@@ -152,8 +152,8 @@ def test_a_resume_keeps_the_best_checkpoints_though_it_reads_their_values_one_by
     kept = (20, 30, 50, 60)
     for version in kept:
         checkpoint_folder(run_dir, version).mkdir(parents=True)
-        cut = Cut(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
-        write_cut(checkpoint_folder(run_dir, version), cut)
+        cut = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        write_training_state(checkpoint_folder(run_dir, version), cut)
     values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
     records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
     (run_dir / "metrics.jsonl").write_text("".join(records))

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from async_rl.driver.signals import Interrupts
+from async_rl.driver.signals import StopSignals
 
 
 def send(number: signal.Signals) -> None:
@@ -14,18 +14,18 @@ def send(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_raises_outside_of_deferred_and_is_a_wish_within(number: signal.Signals) -> None:
-    with Interrupts() as interrupts:
+    with StopSignals() as interrupts:
         with pytest.raises(KeyboardInterrupt):
             send(number)
         assert not interrupts.at_once
-    with Interrupts() as interrupts, interrupts.deferred():
+    with StopSignals() as interrupts, interrupts.deferred():
         send(number)
         assert interrupts.requested
         assert not interrupts.at_once
 
 
 def test_the_second_signal_always_raises_and_later_ones_do_not_disturb_the_end() -> None:
-    with Interrupts() as interrupts, interrupts.deferred():
+    with StopSignals() as interrupts, interrupts.deferred():
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
@@ -36,7 +36,7 @@ def test_the_second_signal_always_raises_and_later_ones_do_not_disturb_the_end()
 
 def test_handlers_put_in_meanwhile_are_replaced_and_the_first_ones_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with Interrupts() as interrupts:
+    with StopSignals() as interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupts.install()
         with pytest.raises(KeyboardInterrupt):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervision, "RolloutProcess", Rollout)
+    monkeypatch.setattr(supervision, "RolloutActor", Rollout)
     for module in (supervision, watch):
         monkeypatch.setattr(module, "WATCH_INTERVAL_S", 0.2)
     runs: list[Watched] = []

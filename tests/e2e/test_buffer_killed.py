@@ -70,7 +70,7 @@ def new_buffer(command: MarkedCommand, known: list[int]) -> psutil.Process | Non
     """The buffer's process, if it is none of those killed before."""
     for process in command.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            is_buffer = "BufferProcess" in " ".join([process.name(), *process.cmdline()])
+            is_buffer = "BufferActor" in " ".join([process.name(), *process.cmdline()])
             if is_buffer and process.pid not in known:
                 return process
     return None

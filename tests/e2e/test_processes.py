@@ -64,7 +64,7 @@ def test_the_first_crash_ends_the_run_and_is_named(
 
 
 def find_victim(command: MarkedCommand, victim: str) -> psutil.Process:
-    words = {"sglang": "sglang::scheduler", "buffer": "BufferProcess"}[victim]
+    words = {"sglang": "sglang::scheduler", "buffer": "BufferActor"}[victim]
     for process in command.processes():
         if words in " ".join(process.cmdline()) or words in process.name():
             return process

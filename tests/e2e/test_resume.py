@@ -13,7 +13,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_cut
+from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from benchmarks.marked_command import MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     for step, record in got.items():
         for key in ("policy/loss", "critic/loss", "policy/grad_norm", "reward/mean", "batch/response_tokens"):
             assert record[key] == pytest.approx(expected[step][key], abs=1e-4), (step, key)
-    cut = read_cut(checkpoint_folder(parted.run_dir, 6))
+    cut = read_training_state(checkpoint_folder(parted.run_dir, 6))
     assert (cut.lineage, cut.ranks) == (1, 2)
     assert cut.consumed == [[[0, 6 * parted.learner.prompts_per_step - 1]]]
     with pytest.raises(ConfigError, match=r"run\.steps must be above 6"):
@@ -76,14 +76,14 @@ def test_an_interrupt_ends_with_a_checkpoint_from_which_the_run_goes_on(
     counters = json.loads((run_dir / "summary.json").read_text())["buffer"]
     assert counters["buffer/trained"] == 4 * (version + 2)
     assert counters["buffer/unaccounted"] == 0
-    cut = read_cut(checkpoint_folder(run_dir, version))
+    cut = read_training_state(checkpoint_folder(run_dir, version))
     assert sum(last - first + 1 for first, last in cut.consumed[0]) == 4 * version
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     command = start("train", str(smoke_yaml), *options(tmp_path, "twice", 10000))
     wait_until(lambda: len(records(tmp_path / "twice")) > 2, 180, "two steps")
-    learner = next(p for p in command.processes() if "LearnerProcess" in " ".join(p.cmdline()))
+    learner = next(p for p in command.processes() if "LearnerActor" in " ".join(p.cmdline()))
     learner.suspend()  # this step would never end
     command.interrupt()
     wait_until(lambda: "Again to end at once" in command.log.read_text(), 20, "the first one to be heard")
@@ -102,7 +102,7 @@ def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     busy = start("train", "--resume", str(run_dir))
     assert busy.wait(60) == 2
     assert "still going on" in busy.log.read_text()
-    next(p for p in command.processes() if "LearnerProcess" in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
+    next(p for p in command.processes() if "LearnerActor" in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
     assert command.wait(60) == 1
     version = max(list_checkpoints(run_dir))
     again = start("train", "--resume", str(run_dir), f"run.steps={version + 2}")

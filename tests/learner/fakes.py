@@ -12,7 +12,7 @@ from torch import Tensor
 from async_rl.config import TimeoutsConfig
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.base import PushReport, Tolerance
-from learner.server_membership import ServerList
+from learner.server_membership import ServerMembership
 
 
 class FakeClient:
@@ -83,7 +83,7 @@ class FakePublisher:
         pass
 
 
-def until_someone_waits(servers: ServerList) -> None:
+def until_someone_waits(servers: ServerMembership) -> None:
     deadline = time.monotonic() + 60
     while not servers.someone_waits():
         assert time.monotonic() < deadline, "no server has asked to join within a minute"

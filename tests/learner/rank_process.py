@@ -23,7 +23,7 @@ from async_rl.config import (
     RewardModelConfig,
     RolloutPlacement,
 )
-from learner.algorithms.diagnostics import Tally
+from learner.algorithms.diagnostics import MetricAccumulator
 from learner.models.policy import full_parameters, save_policy
 from learner.ranks import broadcast_frames
 from learner.train_step import Updater
@@ -97,7 +97,7 @@ def measure(
     batch = make_batch()
     (minibatch,) = updater._plan(batch)
     updater._remember_step_start([minibatch])
-    loss, _ = updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
+    loss, _ = updater._accumulate(minibatch, MetricAccumulator(), moves_policy=True, is_first_epoch=True)
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}
     for name, module in networks.items():

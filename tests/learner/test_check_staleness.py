@@ -12,9 +12,9 @@ import torch
 from async_rl.config import AlgorithmConfig, StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
-from learner.algorithms.diagnostics import Tally
+from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective, policy_normaliser
-from learner.check_staleness import apply_bound
+from learner.check_staleness import check_staleness
 from learner.packing.microbatches import Piece, collate
 from learner.train_step import Updater
 from tests.learner.tiny_batches import make_batch, make_config
@@ -40,7 +40,7 @@ def aged_batch() -> Batch:
 
 def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
     batch = aged_batch()
-    masked, metrics = apply_bound(batch, 5, MASK)
+    masked, metrics = check_staleness(batch, 5, MASK)
     first, second, *others = masked.groups[0].rollouts
     before = batch.groups[0].rollouts
     assert first.mask.tolist() == (before[0].mask & (first.versions >= 4)).tolist()
@@ -61,11 +61,11 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
     advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
     pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     gradients, trained = [], []
-    for of_batch in (batch, apply_bound(batch, 5, MASK)[0]):
+    for of_batch in (batch, check_staleness(batch, 5, MASK)[0]):
         rows = [[Piece(g, (i,), 64)] for g, i in pairs]
         micro = collate(of_batch, rows, advantages, torch.device("cpu"))
         logprobs = torch.cat([torch.tensor(batch.groups[g].rollouts[i].logprobs) for g, i in pairs]).requires_grad_()
-        losses = Objective(config).losses(micro, logprobs, torch.zeros_like(logprobs), None, Tally(), True)
+        losses = Objective(config).losses(micro, logprobs, torch.zeros_like(logprobs), None, MetricAccumulator(), True)
         losses.policy.backward()
         assert logprobs.grad is not None
         gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))
@@ -80,19 +80,19 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_without_mask_such_a_batch_is_refused(late: str) -> None:
     with pytest.raises(StalenessError, match="has a token of version 2, but the learner is at version 5"):
-        apply_bound(aged_batch(), 5, StalenessConfig(max=1, late=late))  # type: ignore[arg-type]
+        check_staleness(aged_batch(), 5, StalenessConfig(max=1, late=late))  # type: ignore[arg-type]
 
 
 def test_a_future_token_is_refused_with_mask_too() -> None:
     with pytest.raises(StalenessError, match="handed out a batch for version 5 to a learner of version 4"):
-        apply_bound(aged_batch(), 4, MASK)
+        check_staleness(aged_batch(), 4, MASK)
     with pytest.raises(StalenessError, match="has a token of version 5, but the learner is at version 4"):
-        apply_bound(replace(aged_batch(), version=4), 4, MASK)
+        check_staleness(replace(aged_batch(), version=4), 4, MASK)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward(tiny_model_path: Path) -> None:
-    masked, _ = apply_bound(aged_batch(), 5, MASK)
+    masked, _ = check_staleness(aged_batch(), 5, MASK)
     config = make_config(tiny_model_path, staleness=MASK)
     values = {m.key: m.value for m in Updater(config, torch.device("cpu")).update(masked)}
     assert values["staleness/max"] <= 1

@@ -27,9 +27,9 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, list_checkpoints, read_cut
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, read_training_state
 from learner.checkpointing import Checkpointer
-from learner.eval_schedule import Evaluations
+from learner.eval_schedule import EvalSchedule
 from learner.train_step import Updater
 from learner.trainer import Learner
 from tests.learner.fakes import FakePublisher
@@ -45,8 +45,8 @@ def whole(updater: Updater) -> dict[str, torch.Tensor]:
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
 
 
-def cut_at(checkpointer: Checkpointer, version: int) -> Cut:
-    return Cut(
+def cut_at(checkpointer: Checkpointer, version: int) -> TrainingState:
+    return TrainingState(
         version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
         consumed=[[]], buffer={},
     )
@@ -151,7 +151,7 @@ def test_another_number_of_ranks_resumes_to_the_same_weights(
 ) -> None:
     uninterrupted = run_ranks(before, tmp_path / "a", tiny_model_path, tmp_path / "step_2", save_at=2, steps=4)
     resumed = run_ranks(after, tmp_path / "b", tiny_model_path, tmp_path / "step_2", save_at=-1, steps=2)
-    assert read_cut(tmp_path / "step_2").ranks == before
+    assert read_training_state(tmp_path / "step_2").ranks == before
     for name, tensor in resumed.items():
         torch.testing.assert_close(tensor, uninterrupted[name], atol=2e-5, rtol=0)
 
@@ -163,7 +163,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     list(open_learner(tiny_model_path, run=RunConfig(name="a", steps=5, dir=str(tmp_path)), **every).run())
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
-    cut = read_cut(checkpoint_folder(tmp_path / "a", 2))
+    cut = read_training_state(checkpoint_folder(tmp_path / "a", 2))
     assert (cut.version, cut.lineage, cut.consumed) == (2, 0, [[[0, 5]]])
 
     publisher.calls.clear()
@@ -176,8 +176,8 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert [(report.step, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
-    assert read_cut(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
-    assert read_cut(checkpoint_folder(tmp_path / "a", 5)).consumed == [[[0, 14]]]
+    assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
+    assert read_training_state(checkpoint_folder(tmp_path / "a", 5)).consumed == [[[0, 14]]]
 
 
 def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
@@ -263,7 +263,7 @@ def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_
 
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
-    evaluations = Evaluations(make_config(
+    evaluations = EvalSchedule(make_config(
         tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(eval_s=0.05)
     ))
     evaluations.wait()

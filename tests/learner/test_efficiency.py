@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.types import Batch
-from learner.algorithms.diagnostics import Tally
+from learner.algorithms.diagnostics import MetricAccumulator
 from learner.models.policy import full_parameters
 from learner.packing.microbatches import Layout, MicroBatch
 from learner.train_step import Updater
@@ -32,7 +32,7 @@ def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **
 
 def gradients(updater: Updater) -> dict[str, Tensor]:
     (minibatch,) = updater._plan(make_batch(groups=6))
-    updater._accumulate(minibatch, Tally(), moves_policy=True, is_first_epoch=True)
+    updater._accumulate(minibatch, MetricAccumulator(), moves_policy=True, is_first_epoch=True)
     return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from learner.server_membership import ServerList
+from learner.server_membership import ServerMembership
 from tests.learner.fakes import until_someone_waits
 
 
-def joining(servers: ServerList, results: list[object], url: str = "http://new") -> threading.Thread:
+def joining(servers: ServerMembership, results: list[object], url: str = "http://new") -> threading.Thread:
     def join() -> None:
         try:
             servers.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
@@ -25,7 +25,7 @@ def joining(servers: ServerList, results: list[object], url: str = "http://new")
 
 
 def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
-    servers, results, live = ServerList(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
+    servers, results, live = ServerMembership(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
     thread = joining(servers, results)
     servers.apply(live)
     assert live == {"rollout/0": "http://a", "rollout/1": "http://new"}
@@ -37,7 +37,7 @@ def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
 
 
 def test_a_server_that_dies_in_its_first_push_is_told_lost() -> None:
-    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    servers, results, live = ServerMembership(), list[object](), {"rollout/1": "http://old"}
     thread = joining(servers, results)
     servers.apply(live)
     del live["rollout/1"]
@@ -47,7 +47,7 @@ def test_a_server_that_dies_in_its_first_push_is_told_lost() -> None:
 
 
 def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
-    servers, results, live = ServerList(), list[object](), {"rollout/1": "http://old"}
+    servers, results, live = ServerMembership(), list[object](), {"rollout/1": "http://old"}
     servers.apply(live)
     thread = joining(servers, results)
     servers.pushed(live, ())
@@ -59,14 +59,14 @@ def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
 
 
 def test_a_server_that_left_gets_no_push() -> None:
-    servers, live = ServerList(), {"rollout/0": "http://a", "rollout/1": "http://b"}
+    servers, live = ServerMembership(), {"rollout/0": "http://a", "rollout/1": "http://b"}
     servers.leave("rollout/0")
     servers.apply(live)
     assert live == {"rollout/1": "http://b"}
 
 
 def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_in_its_place() -> None:
-    servers, results, live = ServerList(), list[object](), dict[str, str]()
+    servers, results, live = ServerMembership(), list[object](), dict[str, str]()
     first = joining(servers, results, "http://first")
     servers.leave("rollout/1")
     first.join()
@@ -79,4 +79,4 @@ def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_i
 
 def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:
     with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.batch_s\)"):
-        ServerList().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))
+        ServerMembership().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))

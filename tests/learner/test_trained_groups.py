@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import StalenessError
-from learner.trained_groups import Consumed
+from learner.trained_groups import TrainedGroupLedger
 
 
 def test_ids_become_ranges_whatever_their_order() -> None:
-    consumed = Consumed(1)
+    consumed = TrainedGroupLedger(1)
     consumed.add([0, 1, 2, 9, 7, 8, 4])
     assert consumed.ranges() == [[[0, 2], [4, 4], [7, 9]]]
     consumed.add([3])
@@ -19,9 +19,9 @@ def test_ids_become_ranges_whatever_their_order() -> None:
 
 
 def test_a_group_is_trained_on_at_most_max_uses_times_also_after_a_resume() -> None:
-    consumed = Consumed(2)
+    consumed = TrainedGroupLedger(2)
     consumed.add([5, 6])
-    resumed = Consumed(2, consumed.ranges())
+    resumed = TrainedGroupLedger(2, consumed.ranges())
     resumed.add([6])
     assert resumed.ranges() == [[[5, 6]], [[6, 6]]]
     with pytest.raises(StalenessError, match=r"group 6 .* buffer.max_uses = 2"):
@@ -30,7 +30,7 @@ def test_a_group_is_trained_on_at_most_max_uses_times_also_after_a_resume() -> N
 
 @given(st.lists(st.integers(0, 40), unique=True))
 def test_ranges_hold_exactly_what_was_added(ids: list[int]) -> None:
-    consumed = Consumed(1)
+    consumed = TrainedGroupLedger(1)
     consumed.add(ids)
     ((ranges),) = consumed.ranges()
     assert sorted(ids) == [i for first, last in ranges for i in range(first, last + 1)]

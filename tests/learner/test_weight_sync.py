@@ -1,4 +1,4 @@
-"""Pushes in turn and out of turn, with a publisher that only writes down what it got."""
+"""WeightSync in turn and out of turn, with a publisher that only writes down what it got."""
 
 from __future__ import annotations
 

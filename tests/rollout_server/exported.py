@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from async_rl.config import LoraConfig, ModelConfig, RunConfig
 from async_rl.config.loading import dump_config
-from async_rl.storage.checkpoints import Cut, checkpoint_folder
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder
 from learner.checkpointing import Checkpointer
 from learner.models.export import export
 from learner.train_step import Updater
@@ -32,7 +32,7 @@ def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
         updater.update(make_batch(seed=version, version=version))
     checkpointer = Checkpointer(config, updater.networks, device)
     counts = checkpointer.counts()
-    cut = Cut(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, consumed=[[]], buffer={})
+    cut = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, consumed=[[]], buffer={})
     checkpointer.save(checkpoint_folder(config.run_dir, 3), cut)
     checkpointer.close()
     (config.run_dir / "config.yaml").write_text(dump_config(config))

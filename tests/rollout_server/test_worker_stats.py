@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
-from rollout_server.worker_stats import Activity
+from rollout_server.worker_stats import WorkerStats
 
 
 class Clock:
@@ -31,7 +31,7 @@ def at(clock: Clock, now_s: float, call: Any, *arguments: Any) -> Any:
 
 
 def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwise(clock: Clock) -> None:
-    activity = Activity("rollout/0")
+    activity = WorkerStats("rollout/0")
     first = at(clock, 102, activity.enter)
     second = at(clock, 103, activity.enter)
     at(clock, 105, activity.leave, first)
@@ -42,7 +42,7 @@ def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwi
 
 
 def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
-    activity = Activity("rollout/0")
+    activity = WorkerStats("rollout/0")
     at(clock, 101, activity.enter_evaluation)  # alone for 3 s, and for 1 s more after the group
     group = at(clock, 104, activity.enter)
     at(clock, 107, activity.leave, group)
@@ -52,7 +52,7 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
 
 
 def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> None:
-    activity = Activity("rollout/0")
+    activity = WorkerStats("rollout/0")
     first = at(clock, 100, activity.enter)  # alone for 2 s, then two for 2 s: 1.5 on average
     second = at(clock, 102, activity.enter)  # two for 2 s, then alone for 1 s: 5/3 on average
     at(clock, 104, activity.leave, first)
@@ -65,7 +65,7 @@ def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> N
 
 
 def test_the_status_counts_what_groups_do_and_shows_the_wait_that_is_closest_to_its_limit(clock: Clock) -> None:
-    activity = Activity("rollout/0")
+    activity = WorkerStats("rollout/0")
     idle = activity.status()
     assert (idle.doing, idle.since_s, idle.limit_s) == ("waits for admission", 100, 0)
     with activity.waiting("generates", "its engine", 60):

@@ -13,38 +13,38 @@ from async_rl.config import CheckpointConfig, Config, EvalConfig, ModelConfig, T
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FORMAT,
-    Cut,
+    TrainingState,
     checkpoint_folder,
     find_checkpoint,
     lineage_of,
     list_checkpoints,
     prune,
-    read_cut,
+    read_training_state,
     run_dir_of,
     set_aside_later,
     to_remove,
-    write_cut,
+    write_training_state,
 )
 
 
-def make_cut(version: int, **changes: Any) -> Cut:
+def make_cut(version: int, **changes: Any) -> TrainingState:
     fields: dict[str, Any] = {
         "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
         "kl_coef": 0.1, "consumed": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
     }
-    return Cut(**fields | changes)
+    return TrainingState(**fields | changes)
 
 
 def save(run_dir: Path, *versions: int) -> None:
     for version in versions:
         folder = checkpoint_folder(run_dir, version)
         folder.mkdir(parents=True)
-        write_cut(folder, make_cut(version))
+        write_training_state(folder, make_cut(version))
 
 
 def test_a_cut_comes_back_as_it_was_written(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    assert read_cut(checkpoint_folder(tmp_path, 7)) == make_cut(7)
+    assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_cut(7)
 
 
 def test_a_run_is_resumed_from_its_newest_whole_checkpoint_or_the_one_named(tmp_path: Path) -> None:
@@ -80,16 +80,16 @@ def test_a_cut_of_another_version_of_the_program_is_refused(tmp_path: Path) -> N
     for other in ({"format": 0}, {"format": FORMAT + 1}):
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
         with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got .: another version of async-rl"):
-            read_cut(file.parent)
+            read_training_state(file.parent)
     file.write_text('{"version": 7}')
     with pytest.raises(ConfigError, match="got None: another version of async-rl"):
-        read_cut(file.parent)
+        read_training_state(file.parent)
 
 
 def test_the_fields_of_a_cut_are_those_of_its_format() -> None:
     """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
     fields = {1: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
-    assert sorted(field.name for field in dataclasses.fields(Cut)) == fields[FORMAT]
+    assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
 
 
 @pytest.mark.parametrize(

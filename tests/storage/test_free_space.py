@@ -25,7 +25,7 @@ from async_rl.config import (
 )
 from async_rl.errors import ConfigError
 from async_rl.storage import free_space as disk
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import check_disk, full_disk_named
 from async_rl.storage.run_dir import new_run_dir
 from tests.tiny_folder import save_tiny_model
@@ -99,8 +99,8 @@ def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
     for step in (10, 20):
         folder = checkpoint_folder(fresh.run_dir, step)
         folder.mkdir(parents=True)
-        write_cut(
-            folder, Cut(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+        write_training_state(
+            folder, TrainingState(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
         )
     for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 is kept aside
         resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))

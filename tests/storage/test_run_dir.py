@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import Cut, checkpoint_folder, write_cut
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.run_dir import open_run_dir
 
 
@@ -55,7 +55,8 @@ def test_a_new_run_directory_stays_if_it_tells_more_than_the_error(
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path / "run", 1)
     folder.mkdir(parents=True)
-    write_cut(folder, Cut(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={}))
+    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+    write_training_state(folder, state)
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")

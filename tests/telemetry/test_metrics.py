@@ -16,7 +16,7 @@ import pytest
 from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.telemetry import wandb_run
 from async_rl.telemetry.metrics import Metric, MetricsLogger, format_step, read_metrics, reduce_metrics
-from async_rl.telemetry.plot_learning_curve import draw_learning_curve, smooth
+from async_rl.telemetry.plot_learning_curve import plot_learning_curve, smooth
 from async_rl.telemetry.wandb_run import choose_mode, is_logged_in, is_reachable, open_wandb_run
 
 
@@ -119,7 +119,7 @@ def test_a_learning_curve_is_drawn_from_the_file_alone(tmp_path: Path) -> None:
 
 def write_and_draw(run_dir: Path, records: list[dict[str, float | None]]) -> Path | None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return draw_learning_curve(run_dir)
+    return plot_learning_curve(run_dir)
 
 
 @pytest.mark.usefixtures("no_account")

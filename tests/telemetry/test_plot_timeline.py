@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rl.telemetry.plot_timeline import STATE_COLORS, draw_lanes
+from async_rl.telemetry.plot_timeline import STATE_COLORS, plot_timeline
 from async_rl.telemetry.timeline import STATES, Span
 
 
@@ -15,10 +15,11 @@ def test_the_lanes_of_a_run_are_drawn(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
     spans += [Span("rollout/0", "busy", 0, 4), Span("rollout/0", "sync", 1.5, 1.7)]
     busy = {"learner/0": 0.5, "rollout/0": 0.9}
-    path = draw_lanes(iter(spans), busy, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+    path = plot_timeline(iter(spans), busy, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_of_one_step_has_no_picture(tmp_path: Path) -> None:
-    assert draw_lanes([Span("learner/0", "busy", 0, 1)], {"learner/0": 1.0}, [1.0], tmp_path / "timeline.png") is None
+    spans = [Span("learner/0", "busy", 0, 1)]
+    assert plot_timeline(spans, {"learner/0": 1.0}, [1.0], tmp_path / "timeline.png") is None

@@ -7,7 +7,7 @@ sampled either wholly before or wholly after an update, and its version tag is e
 their KV cache over an update, or recompute it, as `weight_sync.on_update` has it.
 
 Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
-requested in the same turn of the event loop enter the batch together. Evaluations have a batch of their own,
+requested in the same turn of the event loop enter the batch together. EvalSchedule have a batch of their own,
 so that the moment one starts does not change the shapes, and with them the rounding, of training answers.
 """
 

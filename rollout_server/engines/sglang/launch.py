@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from rollout_server.engines.sglang import import_stubs as shims
+from rollout_server.engines.sglang import import_stubs
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
 """Process id of the parent, set by one who wants the server to end with him."""
@@ -59,7 +59,7 @@ def main() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):  # a process of the server, not one that imports this module
     die_with_parent()
-    shims.install()
+    import_stubs.install()
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import torch
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import (
     BUCKETS,
-    Tally,
+    MetricAccumulator,
     Totals,
     batch_metrics,
     explained_variance,
@@ -33,7 +33,7 @@ def offpolicy(
 ) -> dict[str, float]:
     """Metrics by key, of micro-batches that hold these parts of the tokens."""
     behaviour = torch.full_like(log_rho, -2.0)
-    tally = Tally()
+    tally = MetricAccumulator()
     for part in parts:
         rho = log_rho[part].exp()
         tally_offpolicy(
@@ -122,7 +122,7 @@ def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_ra
     assert got["mismatch/mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
 
 def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     behaviour, proximal = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -0.75, 9.0])
     tally_old_kv(tally, proximal, behaviour, torch.tensor([True, True, False]))
     totals = {**NO_POLICY, **NO_OFFPOLICY, **tally.reduce()}
@@ -135,7 +135,7 @@ def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> No
 def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_from_the_steps_start(
     one_rank: None,
 ) -> None:
-    tally = Tally()
+    tally = MetricAccumulator()
     tally_policy(
         tally,
         logprobs=torch.tensor([-1.0, -1.5, -0.5, -9.0]),
@@ -165,7 +165,7 @@ def test_explained_variance_is_one_for_the_returns_up_to_a_constant_and_zero_for
     returns = torch.tensor([0.0, 1.0, 3.0, 50.0])
     trained = torch.tensor([True, True, True, False])
     for values, expected in ((returns - 0.5, 1.0), (torch.full((4,), 0.7), 0.0)):
-        tally = Tally()
+        tally = MetricAccumulator()
         tally_critic(tally, values, returns, trained)
         assert explained_variance(tally.reduce()) == pytest.approx(expected, abs=1e-9)
 

@@ -20,7 +20,7 @@ from async_rl.config import (
     MasksConfig,
     StalenessConfig,
 )
-from learner.algorithms.diagnostics import Tally, token_metrics
+from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import Objective, policy_normaliser
 from learner.packing.microbatches import MicroBatch
 from tests.learner.tiny_batches import make_batch, make_config
@@ -87,7 +87,7 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
     values = None
     if objective.config.algorithm.advantage in ("gae", "vtrace"):
         values = torch.zeros(len(logprobs), dtype=torch.float64, requires_grad=True)
-    return objective.losses(micro, logprobs, entropy, values, Tally(), is_first_epoch=True).policy
+    return objective.losses(micro, logprobs, entropy, values, MetricAccumulator(), is_first_epoch=True).policy
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -258,7 +258,7 @@ def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(t
 def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(advantage="vtrace", lam=0.9), tmp_path))
     micro, logprobs, entropy = made(2)
-    tally = Tally()
+    tally = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
     objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch=True)
     assert micro.proximal is not None
@@ -275,7 +275,7 @@ def test_interpolated_logprobs_show_no_mismatch(
     objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
     micro, logprobs, entropy = made(3)
     micro = dataclasses.replace(micro, comparable=micro.trained, staleness=torch.zeros_like(micro.staleness))
-    tally = Tally()
+    tally = MetricAccumulator()
     objective.losses(micro, logprobs, entropy, None, tally, is_first_epoch=True)
     keys = {metric.key for metric in token_metrics(tally.reduce())}
     assert "offpolicy/ess" in keys

@@ -22,7 +22,7 @@ from async_rl.config import (
     RolloutConfig,
 )
 from learner.algorithms.advantages import gae, vtrace
-from learner.algorithms.diagnostics import Tally
+from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective
 from learner.packing.microbatches import MicroBatch
 from tests.learner.tiny_batches import make_config
@@ -133,7 +133,7 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
         advantages=batch.advantages.repeat_interleave(LENGTH), lengths=(LENGTH,) * ROWS, answers=(),
         reference=flat["reference"],
     )  # fmt: skip
-    total = Objective(config).losses(micro, flat["logprobs"], torch.zeros(n), None, Tally(), True).policy
+    total = Objective(config).losses(micro, flat["logprobs"], torch.zeros(n), None, MetricAccumulator(), True).policy
     count = {"token_mean": int(trained.sum()), "sequence_mean": ROWS, "constant": ROWS * LENGTH}
     return total / count[algorithm.aggregation]
 

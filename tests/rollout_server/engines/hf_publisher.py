@@ -16,7 +16,7 @@ from tests.rollout_server.engines.hf_cases import config_for, sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
-    """Pushes the weights of seed 5 as version 3, in several buckets, and verifies them."""
+    """WeightSync the weights of seed 5 as version 3, in several buckets, and verifies them."""
     config = config_for(Path(folder))
     background = transport == "background"
     sync = replace(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.engines.sglang import import_stubs as shims
+from rollout_server.engines.sglang import import_stubs
 from rollout_server.engines.sglang.import_stubs import Absent, MissingKernelError
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +20,7 @@ def absent_package() -> Iterator[str]:
     """A package that is on no machine, with a stand-in for the time of the test."""
     finders = list(sys.meta_path)
     name = "no_such_kernels"
-    assert shims.install((name,)) == (name,)
+    assert import_stubs.install((name,)) == (name,)
     yield name
     sys.meta_path[:] = finders
     for module in [m for m in sys.modules if m.partition(".")[0] == name]:
@@ -46,7 +46,7 @@ def test_calling_into_an_absent_package_names_the_function_and_the_package(absen
 
 def test_a_package_that_can_be_imported_is_left_alone() -> None:
     before = list(sys.meta_path)
-    assert shims.install(("numpy", "json")) == ()
+    assert import_stubs.install(("numpy", "json")) == ()
     assert sys.meta_path == before
 
 
@@ -56,12 +56,12 @@ def test_a_package_that_is_there_but_cannot_be_loaded_gets_a_stand_in(
     (tmp_path / "broken_kernels.py").write_text("raise OSError('libcuda.so.1: cannot open shared object')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    assert shims.install(("broken_kernels",)) == ("broken_kernels",)
+    assert import_stubs.install(("broken_kernels",)) == ("broken_kernels",)
 
 
 def in_server_process(code: str) -> str:
     """What the code prints in a fresh process with the shims of the launcher."""
-    code = f"from rollout_server import shims\nmissing = shims.install()\n{code}"
+    code = f"from rollout_server.engines.sglang import import_stubs\nmissing = import_stubs.install()\n{code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -82,7 +82,7 @@ def add_kernel(x, n, BLOCK: tl.constexpr = tl.constexpr(4)):
 for use in (lambda: add_kernel[(1,)](0, 4), lambda: add_kernel(0, 4), lambda: libdevice.exp(0)):
     try:
         use()
-    except shims.MissingKernelError as error:
+    except import_stubs.MissingKernelError as error:
         print(error)
 print(triton.cdiv(7, 2), triton.next_power_of_2(5))
 try:
@@ -113,11 +113,11 @@ torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
     major=9, minor=0, name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, warp_size=32
 )
-from rollout_server.engines.sglang import import_stubs as shims
+from rollout_server.engines.sglang import import_stubs
 
-print(*shims.install())
-shims._WITH_FALLBACK = re.compile("triton.knobs|flashinfer.norm")  # all of sgl_kernel's modules are there
-shims.install(("triton", "sgl_kernel"))  # in place of the real ones, which a GPU host has
+print(*import_stubs.install())
+import_stubs._WITH_FALLBACK = re.compile("triton.knobs|flashinfer.norm")  # all of sgl_kernel's modules are there
+import_stubs.install(("triton", "sgl_kernel"))  # in place of the real ones, which a GPU host has
 os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
 for name in sys.argv[1:]:
     importlib.import_module(name)
@@ -139,8 +139,8 @@ def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
 
 def test_stand_ins_stay_in_the_server() -> None:
     """Importing the engine must not make other code believe that a package is there."""
-    code = "import sys; was = list(sys.meta_path); import rollout_server.{}; assert sys.meta_path == was"
-    for module in ("sglang_engine", "launch", "server"):
+    code = "import sys; was = list(sys.meta_path); import rollout_server.engines.sglang.{}; assert sys.meta_path == was"
+    for module in ("engine", "launch", "sglang_process"):
         subprocess.run([sys.executable, "-c", code.format(module)], cwd=ROOT, check=True)
 
 

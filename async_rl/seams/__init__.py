@@ -1,0 +1,34 @@
+"""The seams of the pipeline: every part that a user can replace, and what each implementation declares about itself.
+
+    configuration key           table            an entry declares                            the code it names
+    algorithm.advantage         ADVANTAGES       what it compares, what it needs              rewards -> advantages
+    algorithm.loss              LOSSES           what advantages and aggregations it takes    LossInputs -> LossOutput
+    algorithm.correction.kind   CORRECTIONS      what it looks at                             log ratios -> weights
+    rollout.engine              ENGINES          what it can do while weights change          an `Engine`
+    weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `WeightPublisher`
+
+A value in the configuration is either a name in the table or `module:name`, which must be an entry of the same class
+in a module that can be imported. The rest of the code asks entries for what they declare and never compares names.
+
+An entry names its code as `module:name` and imports it on first use, so that a configuration can be checked, and the
+buffer can run, without torch.
+"""
+
+from async_rl.seams.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Correction, Loss
+from async_rl.seams.engines import ENGINES, TRANSPORTS, EngineEntry, TransportEntry
+from async_rl.seams.lookup import find_entry, import_object
+
+__all__ = [
+    "ADVANTAGES",
+    "CORRECTIONS",
+    "ENGINES",
+    "LOSSES",
+    "TRANSPORTS",
+    "Advantage",
+    "Correction",
+    "EngineEntry",
+    "Loss",
+    "TransportEntry",
+    "find_entry",
+    "import_object",
+]

@@ -1,0 +1,111 @@
+"""The tables of advantages, losses and corrections. Formulas and sources are in docs/algorithms.md and in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.seams.lookup import implementation
+
+Code = str | Callable[..., Any]
+"""A function, or where it is as `module:name`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage:
+    """How rewards become advantages. Exactly one of the three functions is set.
+
+    of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
+    of_group_and_baseline: the same with the reward of a greedy answer as second argument; the worker rolls one out.
+    of_tokens: token rewards [k, T], values [k, T], log ratios proximal - behaviour [k, T], mask [k, T], gamma, lam
+        -> (advantages [k, T], value targets [k, T]); a critic is trained.
+    of_returns: token rewards [k, T], mask [k, T], gamma -> advantages [k, T].
+    """
+
+    of_group: Code | None = None
+    of_group_and_baseline: Code | None = None
+    of_tokens: Code | None = None
+    of_returns: Code | None = None
+    compares_group: bool = False
+    """A reward is compared with the others of its group: at least two answers are needed, and equal ones give zeros."""
+    discounts: bool = False
+    """algorithm.gamma may be below 1."""
+    whitens: bool = False
+    """Advantages are whitened over the trained tokens of the batch."""
+    carries_correction: bool = False
+    """The truncated ratio to the behaviour policy is in the advantages already: no correction is added."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.of_tokens is not None
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        return self.of_group_and_baseline is not None
+
+    def load(self) -> Callable[..., Any]:
+        """The function. ConfigError: it can't be imported."""
+        code = self.of_group or self.of_group_and_baseline or self.of_tokens or self.of_returns
+        assert code is not None
+        return implementation(code, "algorithm.advantage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss of the policy: `LossInputs -> LossOutput`, see learner/algorithms/losses.py."""
+
+    function: Code
+    needs_answer_advantage: bool = False
+    """One advantage an answer: no critic, no discount and no penalty on single tokens."""
+    aggregations: tuple[str, ...] = ()
+    """The only values of algorithm.aggregation that it works with; empty: all."""
+
+    def load(self) -> Callable[..., Any]:
+        """The function. ConfigError: it can't be imported."""
+        return implementation(self.function, "algorithm.loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The importance weight of each token, before it is held in [floor, cap]: see learner/algorithms/corrections.py."""
+
+    function: Code
+    reads_advantages: bool = False
+    """The weights depend on the advantages, so they are not known before the losses are."""
+
+    def load(self) -> Callable[..., Any]:
+        """The function. ConfigError: it can't be imported."""
+        return implementation(self.function, "algorithm.correction.kind")
+
+
+_ADVANTAGES = "learner.algorithms.advantages"
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Advantage(of_group=f"{_ADVANTAGES}:grpo", compares_group=True),
+    "dr_grpo": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True),
+    "rloo": Advantage(of_group=f"{_ADVANTAGES}:rloo", compares_group=True),
+    "maxrl": Advantage(of_group=f"{_ADVANTAGES}:maxrl", compares_group=True),
+    "remax": Advantage(of_group_and_baseline=f"{_ADVANTAGES}:remax"),
+    "reinforce_pp": Advantage(of_returns=f"{_ADVANTAGES}:returns_to_go", discounts=True, whitens=True),
+    "reinforce_pp_baseline": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True, whitens=True),
+    "gae": Advantage(of_tokens=f"{_ADVANTAGES}:gae", discounts=True),
+    "vtrace": Advantage(of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True),
+}
+
+_LOSSES = "learner.algorithms.losses"
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": Loss(function=f"{_LOSSES}:ppo_clip_loss"),
+    "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
+    "gspo": Loss(
+        function=f"{_LOSSES}:gspo_loss", needs_answer_advantage=True, aggregations=("sequence_mean",)
+    ),
+    "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss"),
+}
+
+_CORRECTIONS = "learner.algorithms.corrections"
+CORRECTIONS: dict[str, Correction] = {
+    "token_tis": Correction(function=f"{_CORRECTIONS}:token_weights"),
+    "sequence_tis": Correction(function=f"{_CORRECTIONS}:sequence_weights"),
+    "geometric_tis": Correction(function=f"{_CORRECTIONS}:geometric_weights"),
+    "topr": Correction(function=f"{_CORRECTIONS}:topr_weights", reads_advantages=True),
+}

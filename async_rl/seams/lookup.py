@@ -1,0 +1,73 @@
+"""From a word in the configuration to what it stands for: an entry of a table, or an object as `module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from async_rl.errors import ConfigError, raised_at
+
+Entry = TypeVar("Entry")
+
+
+def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
+    """The entry that `name` stands for: that of the table, or the one that `module:name` is.
+
+    Args:
+        key: the configuration key that holds `name`, for messages.
+
+    Raises:
+        ConfigError: there is no such entry, or what is there is of another class.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+        hint = f". Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key} must be one of {', '.join(table)}, or module:name, got {name!r}{hint}")
+    kind = type(next(iter(table.values())))
+    entry = import_object(name, key)
+    if not isinstance(entry, kind):
+        raise ConfigError(
+            f"{key} {name!r} must be an instance of {kind.__module__}.{kind.__qualname__}, "
+            f"got an object of type {type(entry).__name__}"
+        )
+    return entry
+
+
+def import_object(name: str, key: str) -> Any:
+    """The object that `module:name` names. The working directory is searched last.
+
+    Args:
+        key: the configuration key that holds `name`, for messages.
+
+    Raises:
+        ConfigError: `name` has another form, the module can't be imported, or it does not define the name.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not attribute or not all(module_name.split(".")):
+        raise ConfigError(f"{key} must have the form package.module:name, got {name!r}")
+    if os.getcwd() not in sys.path:  # an installed command does not look where the user stands
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        at = raised_at(error)
+        place = f", at {at}" if at and not at.startswith(__file__) else ""
+        raise ConfigError(
+            f"{key} {name!r} can't be imported from {os.getcwd()}: {type(error).__name__}: {error}{place}"
+        ) from error
+    if not hasattr(module, attribute):
+        file = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"{key} {name!r}: {file} defines no {attribute}")
+    return getattr(module, attribute)
+
+
+def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The code of an entry, which names it as `module:name` or holds it."""
+    found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
+    return found

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from async_rl.metrics import read_metrics
 
 from async_rl.errors import ConfigError
+from async_rl.telemetry.metrics import read_metrics
 from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
 from benchmarks.statistics import Estimate, estimate
 

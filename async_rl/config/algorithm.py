@@ -115,6 +115,9 @@ class AlgorithmConfig:
     gamma: float = 1.0
     lam: float = 0.95
     """gae, vtrace."""
+    whiten: bool = False
+    """Advantages lose their mean and are divided by their deviation, both over the trained tokens of the batch. The
+    REINFORCE++ advantages always are."""
     loss: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """What the loss's ratio is centred on. recompute: the learner's logprobs at step start (decoupled). interpolate:

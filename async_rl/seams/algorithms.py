@@ -14,13 +14,13 @@ Code = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """How rewards become advantages. Exactly one of the three functions is set.
+    """How rewards become advantages. Exactly one of the four functions is set.
 
     of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
-    of_group_and_baseline: the same with the reward of a greedy answer as second argument; the worker rolls one out.
-    of_tokens: token rewards [k, T], values [k, T], log ratios proximal - behaviour [k, T], mask [k, T], gamma, lam
+    of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.
+    of_tokens: (token rewards [k, T], values [k, T], log ratios proximal - behaviour [k, T], mask [k, T], gamma, lam)
         -> (advantages [k, T], value targets [k, T]); a critic is trained.
-    of_returns: token rewards [k, T], mask [k, T], gamma -> advantages [k, T].
+    of_returns: (token rewards [k, T], mask [k, T], gamma) -> advantages [k, T].
     """
 
     of_group: Code | None = None
@@ -32,9 +32,11 @@ class Advantage:
     discounts: bool = False
     """algorithm.gamma may be below 1."""
     whitens: bool = False
-    """Advantages are whitened over the trained tokens of the batch."""
+    """Advantages are always whitened over the trained tokens of the batch, as algorithm.whiten does for the others."""
     carries_correction: bool = False
     """The truncated ratio to the behaviour policy is in the advantages already: no correction is added."""
+    has_traces: bool = False
+    """A reward reaches earlier tokens through the product of lam * min(1, rho): `vtrace/reach` is reported."""
 
     @property
     def needs_critic(self) -> bool:
@@ -53,11 +55,11 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss of the policy: `LossInputs -> LossOutput`, see learner/algorithms/losses.py."""
+    """A loss of the policy: LossInputs -> LossOutput, both described in learner/algorithms/losses.py."""
 
     function: Code
     needs_answer_advantage: bool = False
-    """One advantage an answer: no critic, no discount and no penalty on single tokens."""
+    """All tokens of an answer must have one advantage: no critic, no discount and no penalty on single tokens."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that it works with; empty: all."""
 
@@ -68,11 +70,17 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The importance weight of each token, before it is held in [floor, cap]: see learner/algorithms/corrections.py."""
+    """The importance weight of each token, before it is held in [floor, cap].
+
+    function: (log rho [N], advantages [N], trained [N] bool, answers [N] index of each token's answer, number of
+        answers) -> weights [N]; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
+    """
 
     function: Code
+    is_applied: bool = True
+    """The weights multiply the loss. False: they only serve to report `offpolicy/truncated_fraction`."""
     reads_advantages: bool = False
-    """The weights depend on the advantages, so they are not known before the losses are."""
+    """The weights depend on the advantages, so they can't be normalised before the losses are computed."""
 
     def load(self) -> Callable[..., Any]:
         """The function. ConfigError: it can't be imported."""
@@ -89,21 +97,22 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce_pp": Advantage(of_returns=f"{_ADVANTAGES}:returns_to_go", discounts=True, whitens=True),
     "reinforce_pp_baseline": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True, whitens=True),
     "gae": Advantage(of_tokens=f"{_ADVANTAGES}:gae", discounts=True),
-    "vtrace": Advantage(of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True),
+    "vtrace": Advantage(
+        of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True, has_traces=True
+    ),
 }
 
 _LOSSES = "learner.algorithms.losses"
 LOSSES: dict[str, Loss] = {
     "ppo_clip": Loss(function=f"{_LOSSES}:ppo_clip_loss"),
     "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
-    "gspo": Loss(
-        function=f"{_LOSSES}:gspo_loss", needs_answer_advantage=True, aggregations=("sequence_mean",)
-    ),
+    "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_answer_advantage=True, aggregations=("sequence_mean",)),
     "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss"),
 }
 
 _CORRECTIONS = "learner.algorithms.corrections"
 CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(function=f"{_CORRECTIONS}:token_weights", is_applied=False),
     "token_tis": Correction(function=f"{_CORRECTIONS}:token_weights"),
     "sequence_tis": Correction(function=f"{_CORRECTIONS}:sequence_weights"),
     "geometric_tis": Correction(function=f"{_CORRECTIONS}:geometric_weights"),

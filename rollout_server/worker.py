@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from async_rl.config import Config
-from async_rl.errors import AsyncRLError, RewardError, WaitTimeoutError
+from async_rl.errors import RewardError, WaitTimeoutError
+from async_rl.seams import ADVANTAGES, find_entry
 from async_rl.telemetry.metrics import Metric, Report
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
@@ -61,6 +62,8 @@ class Worker:
         self._activity = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answers, task, self._activity)
+        advantage = find_entry(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
+        self._needs_greedy_baseline = advantage.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._version = 0
         """The newest that a slot was granted at. Not read from run.resume: pruned by the time a server is restarted."""
@@ -181,7 +184,7 @@ class Worker:
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
         """Of the most probable answer, where the advantage is measured against it (ReMax)."""
-        if self._config.algorithm.advantage != "remax":
+        if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
             request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
@@ -193,9 +196,10 @@ class Worker:
         timeout_s = self._config.timeouts.generate_s
         try:
             with self._activity.waiting("generates", "its engine", timeout_s):
-                completions = await asyncio.wait_for(self._engine.generate(request), timeout_s)
-        except TimeoutError as error:
-            if isinstance(error, AsyncRLError):
+                async with asyncio.timeout(timeout_s) as limit:
+                    completions = await self._engine.generate(request)
+        except TimeoutError:
+            if not limit.expired():
                 raise
             raise WaitTimeoutError(
                 f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "

@@ -14,13 +14,13 @@ _FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     name: str = ""
-    """`reasoning_gym/<dataset>`; or empty when `path` names a file."""
+    """`reasoning_gym/<dataset>` or `my_module:MyTask`; empty when `path` names a file."""
     path: str = ""
     """Parquet or JSONL file in verl's schema."""
     eval_path: str = ""
     """Held-out file; for reasoning_gym the held-out set is generated and disjoint from the training set."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Passed to the reasoning_gym dataset."""
+    """Passed to the reasoning_gym dataset; a task of your own reads what it needs."""
     size: int = 10_000
     """Training prompts to generate (reasoning_gym only)."""
     reward: str = ""
@@ -34,8 +34,9 @@ class TaskConfig:
     def __post_init__(self) -> None:
         check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "one of task.name and task.path")
         check(
-            not self.name or self.name.startswith("reasoning_gym/"),
-            "task.name", self.name, "reasoning_gym/<dataset>", "Use task.path for a Parquet or JSONL file.",
+            not self.name or self.name.startswith("reasoning_gym/") or ":" in self.name,
+            "task.name", self.name, "reasoning_gym/<dataset> or package.module:Class",
+            "Use task.path for a Parquet or JSONL file.",
         )
         check(self.max_prompt_tokens >= 1, "task.max_prompt_tokens", self.max_prompt_tokens, "at least 1")
         check(self.size >= 1, "task.size", self.size, "at least 1")

@@ -16,7 +16,8 @@ from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from rollout_server.tasks.base import Question, Task
+from rollout_server.question import Question
+from rollout_server.tasks.base import Task
 
 _MAX_DRAWS = 50
 """Replacements drawn for a question that is too long or held out before the task counts as exhausted."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from rollout_server.rewards.base import rule_for_source
-from rollout_server.tasks.base import Question, Task
+from rollout_server.question import Question
+from rollout_server.rewards.rules import rule_for_source
+from rollout_server.tasks.base import Task
 from rollout_server.tasks.jsonl import numbered_lines
 
 _NEEDED = ("data_source", "prompt", "reward_model")

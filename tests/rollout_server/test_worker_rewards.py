@@ -12,8 +12,8 @@ import pytest
 from async_rl.config import Config, TimeoutsConfig
 from async_rl.telemetry.status import Status
 from async_rl.types import Prompt
-from rollout_server.rewards import base as rewards
-from rollout_server.rewards import math_checker
+from rollout_server.rewards import math_checker, rules
+from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
@@ -28,10 +28,10 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
 
     checker = math_checker.MathChecker()
     monkeypatch.setattr(math_checker, "_start", start)
-    monkeypatch.setattr(rewards, "_math_checker", lambda: checker)
+    monkeypatch.setattr(rules, "_math_checker", lambda: checker)
     config = config_of(staleness=3, timeouts=SLOW)
     config = replace(config, task=replace(config.task, reward="math_verify"))
-    reward = rewards.open_reward(config, open_task(config, TOKENIZER))
+    reward = open_reward(config, open_task(config, TOKENIZER))
     batches, reports, server, _ = rolled_out(config, EchoEngine(), reward)
     assert len(batches) == 1
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0

@@ -40,7 +40,7 @@ def test_a_raising_call_is_named_by_its_error() -> None:
 
 def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
     line = _raise.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_rewards_threads\.py:{line}$"):
+    with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_reward_threads\.py:{line}$"):
         run([_raise])
 
 

@@ -14,9 +14,10 @@ import pytest
 from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import Prompt
+from rollout_server.question import Question
 from rollout_server.rewards import math_checker
-from rollout_server.rewards.base import gsm8k, math_verify, num_threads, open_reward, rule_for_source
-from rollout_server.tasks.base import Question
+from rollout_server.rewards.base import num_threads, open_reward
+from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
 
 CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
 
@@ -185,8 +186,8 @@ def test_a_custom_function_gets_prompt_text_response_reference_and_extra(
         ("gsm8", "Did you mean gsm8k"),
         ("no_such_module_here:fn", "No module named 'no_such_module_here'"),
         ("json:no_such_function", r"json.__init__\.py defines no no_such_function"),
-        (":fn", "package.module:function, got ':fn'"),
-        (".x:fn", "package.module:function, got '.x:fn'"),
+        (":fn", "package.module:name, got ':fn'"),
+        (".x:fn", "package.module:name, got '.x:fn'"),
         ("json:__name__", "not a function but str"),
     ],
 )
@@ -211,4 +212,15 @@ def test_a_reward_module_that_raises_is_named_with_file_and_line(
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
+        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)
+
+
+@pytest.mark.parametrize("code", ["async def score(*_):", "class Score:\n    async def __call__(self, *_):"])
+def test_a_reward_that_is_async_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    module = "async_reward_" + code.split()[0]
+    (tmp_path / f"{module}.py").write_text(f"{code} return 1.0\n" + ("score = Score()" if "class" in code else ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"task\.reward '.*:score' must be a `def`, got an `async def`\. It runs in"):
         open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)

@@ -11,7 +11,8 @@ import pytest
 from async_rl.config import Config, EvalConfig, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.rewards.base import gsm8k, open_reward
+from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
 

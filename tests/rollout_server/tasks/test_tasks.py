@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config, EvalConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError
+from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
 
@@ -188,3 +190,30 @@ def test_the_seed_of_the_order_differs_from_epoch_to_epoch_and_run_to_run() -> N
     one = open_task(config, TOKENIZER)
     again = open_task(replace(config, run=replace(config.run, steps=7)), TOKENIZER)
     assert texts(one, range(20)) == texts(again, range(20))
+
+
+def test_training_prompts_are_given_out_while_the_held_out_ones_are_tokenized() -> None:
+    task = open_task(config_of(), TOKENIZER)
+    task.eval_questions(50)
+    given: list[Prompt] = []
+    tokenized: list[str] = []
+
+    class Tokenizer:
+        """Needs another thread to get a training prompt before it goes on."""
+
+        chat_template = None
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            tokenized.append(text)
+            if threading.current_thread() is threading.main_thread() and not given:
+                other = threading.Thread(target=lambda: given.append(task.prompt(0)))
+                other.start()
+                other.join(10)
+                assert given
+            return {"input_ids": [1]}
+
+    task._tokenizer = Tokenizer()
+    assert len(task.eval_prompts(50)) == 50
+    tokenized.clear()
+    assert len(task.eval_prompts(50)) == 50
+    assert tokenized == []  # once is enough

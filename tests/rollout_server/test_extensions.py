@@ -1,0 +1,69 @@
+"""A task and a reward from outside the packages, by nothing but their names in the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from async_rl.cli import main
+from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.errors import ConfigError
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import Task, open_task
+from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, rolled_out
+from tests.tiny_folder import save_tiny_model
+
+TASK = {"name": "tests.extensions.task:Additions", "params": {"largest": 9}, "max_prompt_tokens": 40}
+REWARD = {"reward": "tests.extensions.reward:answer_length"}
+
+
+@pytest.mark.parametrize("reward", [{}, REWARD])
+def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]) -> None:
+    config = config_of(task=TaskConfig(**TASK, **reward))
+    task = open_task(config, TOKENIZER)
+    (batch,), *_ = rolled_out(config, EchoEngine(), open_reward(config, task))
+    for group in batch.groups:
+        answer = task.prompt(group.prompt_index).reference.answer
+        assert [rollout.reward for rollout in group.rollouts] == [len(answer) if reward else 1] * 3
+
+
+def test_the_eval_command_measures_an_outside_task_and_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    config = {
+        "model": {"path": "elsewhere"}, "task": {**TASK, **REWARD}, "eval": {"size": 4},
+        "rollout": {"engine": "hf", "max_response_tokens": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["eval", str(tmp_path / "model")]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
+    assert float(lines["eval/failed"]) == 0 and float(lines["eval/reward"]) > 0
+
+
+class WithoutVerifier(Task):
+    def train_question(self, position: int) -> None: ...
+
+    def eval_questions(self, size: int) -> None: ...
+
+
+class WithoutSize(WithoutVerifier):
+    def verify(self, question: object, response: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json:JSONDecoder", r"must be a subclass of rollout_server\.tasks\.base\.Task, got <class 'json"),
+        (f"{__name__}:WithoutVerifier", "must define verify: see rollout_server.tasks.base.Task"),
+        (f"{__name__}:WithoutSize", "must set num_prompts, at least 1, in __init__"),
+        ("no_such_module_here:Task", "can't be imported from .*No module named 'no_such_module_here'"),
+    ],
+)
+def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(name: str, message: str) -> None:
+    config = Config(model=ModelConfig(path="m"), task=TaskConfig(name=name))
+    with pytest.raises(ConfigError, match=message):
+        open_task(config, TOKENIZER)

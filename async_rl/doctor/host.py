@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
+from async_rl.cores import usable_cores
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
@@ -164,7 +165,7 @@ def _shared_memory() -> Check:
 
 
 def _cores() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if cores < 2:
         return Check("cores", "warn", str(cores), "give it 2 or more: learner and rollout share them")
     return Check("cores", "ok", str(cores))

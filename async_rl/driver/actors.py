@@ -21,7 +21,9 @@ import ray
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.cores import threads_per_process
 from async_rl.network import use_interface
+from async_rl.seams import ENGINES, find_entry
 from async_rl.telemetry.metrics import Report
 from async_rl.telemetry.status import Status
 
@@ -85,10 +87,9 @@ class RolloutActor:
         """Bring the engine up on version 0; returns the URL that weights are pushed to."""
         from async_rl.storage.model_folder import load_tokenizer
         from rollout_server.engines.base import open_engine
-        from rollout_server.engines.sglang.sglang_process import threads_per_process
         from rollout_server.tasks.base import open_task
 
-        if self._config.rollout.engine == "hf":  # SGLang computes in processes of its own
+        if find_entry(ENGINES, self._config.rollout.engine, "rollout.engine").computes_in_worker:
             import torch
 
             torch.set_num_threads(threads_per_process(self._config))
@@ -153,7 +154,6 @@ class LearnerActor:
         import torch
 
         from learner.trainer import Learner
-        from rollout_server.engines.sglang.sglang_process import threads_per_process
 
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks

@@ -9,75 +9,86 @@ from typing import Any
 from async_rl.seams.lookup import implementation
 
 Code = str | Callable[..., Any]
-"""A class or function, or where it is as `module:name`."""
+"""A class or function, or its place as `module:name`."""
 UPDATE_POLICIES = ("in_place", "retract", "drain", "abort")
-"""What weight_sync.on_update may be."""
+"""The values of weight_sync.on_update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """What a rollout engine can do. Its code is described in rollout_server/engines/base.py."""
+    """A rollout engine: its code and what it can do. rollout_server/engines/base.py describes the code."""
 
     open: Code
-    """(config, index of the server, folder for its logs) -> Engine, not yet started."""
+    """(config, index of the server, folder for its logs) -> `Engine` that is not started yet."""
     open_admin: Code
-    """(config, base URL of a server) -> ServerAdmin: how a learner pauses, updates and resumes it."""
+    """(config, base URL of a server) -> `ServerAdmin`, by which the learner pauses, updates and resumes it."""
     update_policies: tuple[str, ...]
-    """The values of weight_sync.on_update that leave true token versions behind."""
-    transports: tuple[str, ...]
-    """The transports whose bytes its servers can receive."""
+    """The values of weight_sync.on_update under which every token's version is right."""
+    receives: tuple[str, ...]
+    """The ways in which a server can take new weights; a transport delivers in one of them.
+
+    nccl, gloo: a bucket by broadcast in a process group. shared_memory: a bucket to map. folder: a model folder.
+    """
     releases_memory: bool = False
-    """Weights and KV cache can be given back for the learner's turn on a shared GPU."""
+    """A server can give its weights and KV cache back for the learner's turn on a shared GPU."""
     updates_in_background: bool = False
-    """New weights may arrive beside the old while it generates (weight_sync.background)."""
+    """A server can receive new weights beside the old ones while it generates (weight_sync.background)."""
     max_tensor_parallel: int = 1
-    """GPUs of one server at most; 0: any number."""
+    """The largest placement.rollout.tp; 0: no limit."""
     attaches_to_url: bool = False
-    """A server that runs already can be used (rollout.server_url)."""
+    """A run can use a server that is already running (rollout.server_url)."""
     computes_in_worker: bool = False
-    """It computes in the worker's own process, not in one that it starts."""
+    """The model runs in the worker's own process, not in a process that the engine starts."""
+    packages: tuple[str, ...] = ()
+    """Python packages that it needs and that are not requirements of this project."""
 
     def load(self) -> Callable[..., Any]:
-        """What opens the engine. ConfigError: it can't be imported."""
+        """The function that opens the engine. ConfigError: it can't be imported."""
         return implementation(self.open, "rollout.engine")
 
     def load_admin(self) -> Callable[..., Any]:
-        """What opens a `ServerAdmin`. ConfigError: it can't be imported."""
+        """The function that opens a `ServerAdmin`. ConfigError: it can't be imported."""
         return implementation(self.open_admin, "rollout.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportEntry:
-    """Where a transport works. Its code is a `WeightPublisher`, see async_rl/weights/base.py."""
+    """A weight transport: its code and where it works. async_rl/weights/base.py describes the code."""
 
-    publisher: Code
+    open: Code
+    """(config, base URLs of the servers, rank, device) -> `WeightPublisher`."""
+    delivers: str
+    """The way in which servers get the weights; one of the engine's `receives`."""
     devices: tuple[str, ...]
-    """Device types that the learner's weights may be on."""
+    """Types of the devices on which the learner's weights may be: cpu, cuda."""
     needs_one_device: bool = False
-    """Learner and server share one GPU (or one host without), on loopback."""
+    """Learner and servers must be on one GPU, or on one host without GPUs, with network.host on loopback."""
     needs_own_gpus: bool = False
-    """Learner ranks and servers have GPUs of their own."""
+    """Each learner rank and each server must have a GPU that no other uses."""
+    writes_files: bool = False
+    """The weights pass through two model folders in the run's folder."""
 
     def load(self) -> Callable[..., Any]:
-        """The publisher's class. ConfigError: it can't be imported."""
-        return implementation(self.publisher, "weight_sync.transport")
+        """The function that opens the publisher. ConfigError: it can't be imported."""
+        return implementation(self.open, "weight_sync.transport")
 
 
 ENGINES: dict[str, EngineEntry] = {
     "sglang": EngineEntry(
-        open="rollout_server.engines.sglang.engine:open_engine",
+        open="rollout_server.engines.sglang.engine:SGLangEngine",
         open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
-        transports=("nccl", "gloo", "cuda_ipc", "disk"),
+        receives=("nccl", "gloo", "shared_memory", "folder"),
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
+        packages=("sglang",),
     ),
     "hf": EngineEntry(
-        open="rollout_server.engines.hf.engine:open_engine",
+        open="rollout_server.engines.hf.engine:HFEngine",
         open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
-        transports=("nccl", "gloo", "disk"),
+        receives=("nccl", "gloo", "folder"),
         updates_in_background=True,
         computes_in_worker=True,
     ),
@@ -85,11 +96,30 @@ ENGINES: dict[str, EngineEntry] = {
 
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
-        publisher="async_rl.weights.broadcast:BroadcastPublisher", devices=("cuda",), needs_own_gpus=True
+        open="async_rl.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True
     ),
-    "gloo": TransportEntry(publisher="async_rl.weights.broadcast:BroadcastPublisher", devices=("cpu",)),
+    "gloo": TransportEntry(open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",)),
     "cuda_ipc": TransportEntry(
-        publisher="async_rl.weights.cuda_ipc:CudaIpcPublisher", devices=("cpu", "cuda"), needs_one_device=True
+        open="async_rl.weights.cuda_ipc:CudaIpcPublisher", delivers="shared_memory", devices=("cpu", "cuda"),
+        needs_one_device=True,
     ),
-    "disk": TransportEntry(publisher="async_rl.weights.disk:DiskPublisher", devices=("cpu", "cuda")),
+    "disk": TransportEntry(
+        open="async_rl.weights.disk:DiskPublisher", delivers="folder", devices=("cpu", "cuda"), writes_files=True
+    ),
 }
+"""In the order in which weight_sync.transport: auto tries them."""
+
+
+def choose_transport(engine: EngineEntry, device_type: str, *, one_device: bool, own_gpus: bool) -> str:
+    """The transport that weight_sync.transport: auto stands for: the first of TRANSPORTS that works.
+
+    Args:
+        device_type: of the device that holds the learner's weights, cpu or cuda.
+        one_device: learner and servers are on one GPU, or on one host without GPUs, and network.host is on loopback.
+        own_gpus: each learner rank and each server has a GPU that no other uses.
+    """
+    return next(
+        name for name, transport in TRANSPORTS.items()
+        if transport.delivers in engine.receives and device_type in transport.devices
+        and (one_device or not transport.needs_one_device) and (own_gpus or not transport.needs_own_gpus)
+    )

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.config.check import check
+from async_rl.seams import ENGINES, TRANSPORTS, choose_transport, find_entry
 from async_rl.weights.base import PushReport, WeightPublisher
 
 if TYPE_CHECKING:
@@ -21,24 +22,22 @@ __all__ = ["PushReport", "WeightPublisher", "open_publisher"]
 
 
 def open_publisher(config: Config, engine_urls: list[str], rank: int, device: torch.device) -> WeightPublisher:
-    """The learner's half of the configured transport; call on every learner rank.
+    """Open the learner's half of weight_sync.transport. Every learner rank calls this.
 
-    `auto` is for the driver to settle, who knows the placement; here it is the one for this device alone.
+    The driver, which knows the placement, replaces `auto`. A caller without a driver gets the transport for learner and
+    server on one device.
+
+    Raises:
+        ConfigError: there is no such transport, it can't be imported, or the engine's servers can't receive from it.
     """
-    from async_rl.weights.broadcast import BroadcastPublisher
-    from async_rl.weights.cuda_ipc import CudaIpcPublisher
-    from async_rl.weights.disk import DiskPublisher
-
-    transport = config.weight_sync.transport
-    if transport == "auto":
-        transport = "gloo" if device.type == "cpu" else "cuda_ipc"
-    match transport:
-        case "nccl":
-            return BroadcastPublisher(config, engine_urls, rank, device, backend="nccl")
-        case "gloo":
-            return BroadcastPublisher(config, engine_urls, rank, device, backend="gloo")
-        case "cuda_ipc":
-            return CudaIpcPublisher(config, engine_urls, rank, device)
-        case "disk":
-            return DiskPublisher(config, engine_urls, rank, device)
-    raise ConfigError(f"weight_sync.transport must be auto, nccl, gloo, cuda_ipc or disk, got {transport!r}")
+    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine")
+    name: str = config.weight_sync.transport
+    if name == "auto":
+        name = choose_transport(engine, device.type, one_device=True, own_gpus=False)
+    transport = find_entry(TRANSPORTS, name, "weight_sync.transport")
+    check(
+        transport.delivers in engine.receives, "weight_sync.transport", name,
+        f"one that delivers {', '.join(engine.receives)} with rollout.engine {config.rollout.engine}",
+    )
+    publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
+    return publisher

@@ -124,6 +124,10 @@ class BroadcastPublisher(BucketPublisher):
         super().close()
 
 
+open_nccl = partial(BroadcastPublisher, backend="nccl")
+open_gloo = partial(BroadcastPublisher, backend="gloo")
+
+
 class Receiver:
     """Server half, for the hf engine (SGLang has its own). Blocking; call from a thread."""
 

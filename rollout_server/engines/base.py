@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from async_rl.config import Config
+from async_rl.seams import ENGINES, find_entry
 from async_rl.types import FloatArray, IntArray, Prompt
 
 
@@ -69,11 +70,10 @@ class Engine(Protocol):
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """The engine `rollout.engine` names, not yet started, for server number `index`. Imports no other."""
-    if config.rollout.engine == "hf":
-        from rollout_server.engines.hf import engine as hf_engine
+    """Open the engine that rollout.engine names, not started yet, as rollout server number `index`.
 
-        return hf_engine.open_engine(config, index, log_dir)
-    from rollout_server.engines.sglang import engine as sglang_engine
-
-    return sglang_engine.open_engine(config, index, log_dir)
+    Raises:
+        ConfigError: there is no such engine, or it can't be imported.
+    """
+    engine: Engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine").load()(config, index, log_dir)
+    return engine

@@ -7,7 +7,6 @@ interpreter lock of the rollout worker for minutes. A child can be ended.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import select
 import signal
@@ -16,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import IO, cast
 
+from async_rl.cores import usable_cores
 from async_rl.errors import RewardError
 from rollout_server.rewards.reward_threads import MAX_THREADS
 
@@ -32,8 +32,7 @@ def num_children() -> int:
     """One for each core that this process may use: a check computes all the time. At least 2, so that one slow answer
     does not hold up all others. Each takes 60 MB.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_THREADS, max(2, cores))
+    return min(MAX_THREADS, max(2, usable_cores()))
 
 
 class MathChecker:

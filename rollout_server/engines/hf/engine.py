@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 
 
 class HFEngine:
-    """Implements `Engine`."""
+    """Implements `Engine`. It runs in this process and shares its log, so `log_dir` stays empty."""
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, log_dir: Path | None = None) -> None:
         self.url = ""
         self.vocab_size = 0
         self.version = 0
@@ -227,11 +227,6 @@ class HFEngine:
         logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
-
-
-def open_engine(config: Config, index: int, log_dir: Path) -> HFEngine:
-    """Runs in this process, whose log it shares: `log_dir` gets nothing of its own."""
-    return HFEngine(config, index)
 
 
 def _load(config: Config) -> PreTrainedModel:

@@ -21,20 +21,17 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 
 from async_rl.config import Config
+from async_rl.cores import threads_per_process
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import IntArray
 from rollout_server.engines.base import Completion, GenerationRequest, Load
 from rollout_server.engines.sglang.attach_server import take_over
-from rollout_server.engines.sglang.sglang_process import (
-    ServerProcess,
-    free_memory_bytes,
-    server_flags,
-    threads_per_process,
-)
+from rollout_server.engines.sglang.sglang_process import ServerProcess, server_flags
 
 LOAD_TIMEOUT_S = 2.0
 
@@ -86,7 +83,8 @@ class SGLangEngine:
             await take_over(self._session, url, self._config)
             self.url = url
             return
-        flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes())
+        free_bytes = psutil.virtual_memory().available
+        flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
         self._server = ServerProcess(
             self._name, flags, threads_per_process(self._config), self._log_file, self._config
         )
@@ -178,10 +176,6 @@ class SGLangEngine:
             await self._session.close()
         if self._server is not None:
             await self._server.aclose()
-
-
-def open_engine(config: Config, index: int, log_dir: Path) -> SGLangEngine:
-    return SGLangEngine(config, index, log_dir)
 
 
 def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:

@@ -277,15 +277,6 @@ def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
     return files
 
 
-def threads_per_process(config: Config) -> int:
-    """Learner ranks and servers share the cores of a host without GPUs."""
-    return max(1, (os.cpu_count() or 1) // config.placement.processes_per_node)
-
-
-def free_memory_bytes() -> int:
-    return int(psutil.virtual_memory().available)
-
-
 def _hint(log: str) -> str:
     """What most likely helps, from what the server said last."""
     for sign, hint in (

@@ -249,5 +249,5 @@ def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> 
 
 
 def test_importing_the_engine_imports_no_sglang() -> None:
-    code = "import sys, rollout_server.sglang_engine; assert not {'torch', 'sglang'} & set(sys.modules)"
+    code = "import sys, rollout_server.engines.sglang.engine; assert not {'torch', 'sglang'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

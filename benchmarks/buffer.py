@@ -56,7 +56,8 @@ from async_rl.messages.codec import encode_group
 from async_rl.types import Rollout, RolloutGroup, Slot
 from benchmarks.machine import describe_machine
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.wire import pack_request, read_reply, read_slots, receive
+from buffer.frames import receive
+from buffer.protocol.wire import pack_request, read_reply, read_slots
 from buffer.server import BufferServer
 
 Figures = tuple[float, ...]

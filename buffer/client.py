@@ -22,6 +22,7 @@ from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
 from async_rl.messages.codec import encode_group
 from async_rl.types import Batch, RolloutGroup, Slot
+from buffer.frames import receive
 from buffer.protocol.keys import show_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
@@ -31,7 +32,6 @@ from buffer.protocol.wire import (
     pack_request,
     read_reply,
     read_slots,
-    receive,
 )
 
 ATTEMPTS = 4

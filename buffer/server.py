@@ -18,11 +18,11 @@ from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.messages.codec import Limits, check_group
 from async_rl.storage.checkpoints import TrainingState, resumed_training_state
-from buffer.buffer_checkpoint import go_on_from
+from buffer.checkpoint import go_on_from
+from buffer.frames import receive, view
 from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
 from buffer.protocol.operations import Operations
 from buffer.protocol.socket import BufferSocket
-from buffer.protocol.wire import receive, view
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState

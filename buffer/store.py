@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rl.errors import StalenessError, WireError
 from async_rl.types import Slot
+from buffer.frames import Frame
 from buffer.staleness import (
     Rules,
     admission_capacity,
@@ -31,9 +32,6 @@ from buffer.staleness import (
 )
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
-
-if TYPE_CHECKING:
-    from buffer.protocol.wire import Frame
 
 EQUAL_BATCHES = 8
 """So many batches' worth of groups in a row, all rewards equal, say that the task has nothing left to teach."""

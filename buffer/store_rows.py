@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from async_rl.messages.codec import GroupColumns
 from async_rl.types import Slot
-
-if TYPE_CHECKING:
-    from buffer.protocol.wire import Frame
+from buffer.frames import Frame
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")

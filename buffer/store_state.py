@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
-from buffer.store_account import GroupAccounting
+from buffer.group_accounting import GroupAccounting
 from buffer.store_rows import DropReason, Row, State
 
 

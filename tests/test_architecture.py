@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +75,12 @@ def test_every_file_of_the_packages_says_what_it_is_for() -> None:
 
 def test_imports_point_down() -> None:
     run_tool("-c", "import importlinter.cli, sys; sys.exit(importlinter.cli.lint_imports_command())")
+
+
+def test_the_buffer_has_no_import_circle() -> None:
+    graph = grimp.build_graph("buffer")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
 
 
 @pytest.mark.parametrize("module", LIGHT_MODULES)

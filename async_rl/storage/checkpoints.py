@@ -46,7 +46,7 @@ class TrainingState:
     consumed: list[list[list[int]]]
     """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
     buffer: dict[str, Any]
-    """What the buffer needs to go on without its journal, see buffer/buffer_checkpoint.py."""
+    """What the buffer needs to go on without its journal, see buffer/checkpoint.py."""
 
 
 def lineage_of(run_dir: Path) -> int:

@@ -24,8 +24,8 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import GroupColumns
 from async_rl.storage.checkpoints import TrainingState
+from buffer.frames import view
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
-from buffer.protocol.wire import view
 from buffer.store_rows import Outcome, Row
 
 FILE_NAME = "trajectories.sqlite"

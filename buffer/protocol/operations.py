@@ -26,19 +26,18 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import GroupColumns, Limits, check_group
 from async_rl.messages.message_reader import Fields
 from async_rl.types import Slot
-from buffer.buffer_checkpoint import buffer_checkpoint
+from buffer.checkpoint import buffer_checkpoint
+from buffer.frames import Frame, view
 from buffer.protocol.wire import (
     MAX_ANSWERED,
     MAX_CAUSE_CHARS,
     MAX_ERROR_CHARS,
-    Frame,
     Request,
     batch_frames,
     pack_reply,
     pack_slots,
     read_request,
     read_request_id,
-    view,
 )
 from buffer.store import Store
 from buffer.store_rows import Outcome
@@ -266,7 +265,7 @@ class Operations:
         if parked.request.op == "may_push":
             result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.amount, now_s):
-            batch = batch_frames(taken, self.counters(), self.limits)
+            batch = batch_frames(taken.version, taken.groups, self.counters(), self.limits)
         elif self.store.ended:
             result = {"end": self.store.ended}
         if not (result or batch):

@@ -27,7 +27,8 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import SCHEMA_VERSION, Limits, decode_group
 from async_rl.messages.message_reader import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.types import Batch, Slot
-from buffer.store import Taken
+from buffer.frames import Frame, view
+from buffer.store_rows import Row
 
 LONG_POLL_S = 5.0
 """An `admit` or `take` that nothing can be given to is answered empty after this long, and asked again."""
@@ -52,9 +53,6 @@ _REPLY_FIELDS = frozenset(("schema", "ids", "error", "result"))
 _MAX_VERSION = 2**31 - 1
 _MAX_BATCH = 2**20
 
-Frame = bytes | zmq.Frame
-"""Large ones stay in the memory that ZMQ received them in, and are sent on from there."""
-
 
 @dataclass(slots=True)
 class Request:
@@ -76,18 +74,6 @@ class Reply:
 
 def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
     return pack({"schema": SCHEMA_VERSION, "op": op, "id": request_id, **fields})
-
-
-def view(frame: Frame) -> memoryview:
-    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
-
-
-def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
-    """The frames of one message. Faster than recv_multipart, which asks the socket after each of them for more."""
-    frames = [frame := socket.recv(flags, copy=False)]
-    while frame.more:
-        frames.append(frame := socket.recv(flags, copy=False))
-    return frames
 
 
 def read_request(frames: Sequence[Frame]) -> Request:
@@ -142,15 +128,15 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
     return [Slot(group_id=g, prompt_index=p, start_version=s) for g, p, s in result["slots"]]
 
 
-def batch_frames(taken: Taken, counters: dict[str, float], limits: Limits) -> list[Frame]:
-    """The batch as it travels to the learner, and from its rank 0 to the others; decodes by itself."""
+def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float], limits: Limits) -> list[Frame]:
+    """Batch number `version` as it travels to the learner, and from its rank 0 to the others; decodes by itself."""
     header = {
-        "version": taken.version,
-        "finished_versions": [group.finished_version for group in taken.groups],
+        "version": version,
+        "finished_versions": [group.finished_version for group in groups],
         "counters": counters,
         "limits": dataclasses.asdict(limits),
     }
-    return [pack(header), *(group.payload for group in taken.groups)]
+    return [pack(header), *(group.payload for group in groups)]
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:

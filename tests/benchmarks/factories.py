@@ -13,7 +13,7 @@ from async_rl.config.loading import dump_config
 from async_rl.telemetry.timeline import STATES
 from benchmarks.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from benchmarks.simulate import Workload, simulate
-from buffer.store_account import GroupAccounting
+from buffer.group_accounting import GroupAccounting
 from buffer.store_rows import Outcome, Row
 
 WORKLOAD = Workload(

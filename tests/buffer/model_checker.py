@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.buffer_checkpoint import buffer_checkpoint, go_on_from
+from buffer.checkpoint import buffer_checkpoint, go_on_from
 from buffer.journal.journal import Journal, arrived, payload_folder
 from buffer.journal.payload_files import Place, read_payload
 from buffer.staleness import Rules

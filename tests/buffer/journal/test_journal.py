@@ -20,8 +20,9 @@ from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfi
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
+from buffer.frames import view
 from buffer.journal.journal import FILE_NAME, Journal
-from buffer.protocol.wire import pack_request, view
+from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.buffer.factories import make_config, make_group, serving
 from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.buffer_checkpoint import buffer_checkpoint, go_on_from
+from buffer.checkpoint import buffer_checkpoint, go_on_from
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Row

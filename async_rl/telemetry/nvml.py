@@ -1,13 +1,14 @@
-"""How busy NVIDIA says this process's GPUs are (NVML), sampled beside the accounting of the timeline.
+"""GPU utilisation as NVIDIA's management library (NVML) reports it, sampled beside the accounting of the timeline.
 
-NVML's utilisation is the share of time in which any kernel ran: it says nothing of how full the GPU was.
+NVML's utilisation is the share of time in which any kernel ran: it does not say how full the GPU was.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 import threading
 import time
+import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +18,9 @@ INTERVAL_S = 0.5
 
 
 class GpuSampler:
-    """A thread that reads the GPUs named by CUDA_VISIBLE_DEVICES (all, if it is unset) twice a second.
+    """A thread that reads the GPUs that CUDA shows to this process twice a second.
 
-    Without an NVIDIA driver or the package nvidia-ml-py it does nothing.
+    It does nothing without an NVIDIA driver or without the package nvidia-ml-py.
     """
 
     def __init__(self, pool: str) -> None:
@@ -42,7 +43,7 @@ class GpuSampler:
 
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL_S):
-            with suppress(self._nvml.NVMLError):  # a reading that fails is a sample less
+            with suppress(self._nvml.NVMLError):  # a reading that fails is left out
                 self.read()
 
     def read(self) -> None:
@@ -53,20 +54,35 @@ class GpuSampler:
 
 
 def _open_devices() -> tuple[Any, list[Any]]:
-    """(the pynvml module, handles of the visible GPUs); no handles where there is nothing to read."""
+    """The pynvml module and its handles of the visible GPUs; no handles where there is nothing to read."""
     try:
         import pynvml
     except ImportError:
         return None, []
     try:
         pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible is not None else map(str, range(pynvml.nvmlDeviceGetCount()))
-        return pynvml, [_handle(pynvml, name.strip()) for name in names if name.strip() not in ("", "-1")]
+        return pynvml, [pynvml.nvmlDeviceGetHandleByUUID(name) for name in _visible_uuids()]
     except pynvml.NVMLError:
         return None, []
 
 
-def _handle(pynvml: Any, name: str) -> Any:
-    """CUDA_VISIBLE_DEVICES names a GPU by its index or its UUID."""
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+def _visible_uuids() -> list[str]:
+    """The UUIDs of the GPUs that CUDA shows to this process, as NVML spells them.
+
+    CUDA itself is asked, because its ordinals are not NVML's indices: CUDA_VISIBLE_DEVICES selects devices, and without
+    CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA counts the fastest one first. Asking creates no context on a device.
+    Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__DEVICE.html
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver
+        return []
+    count, device, identifier = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):  # an error code: no device is visible
+        return []
+    names = []
+    for ordinal in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(identifier, device):
+            return []
+        names.append(f"GPU-{uuid.UUID(bytes=identifier.raw)}")
+    return names

@@ -53,6 +53,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
                 console="off",
             ),
         )
+        run.define_metric("*", step_metric="step")  # wandb's own counter goes up with every line, evaluations included
     except Exception as error:  # a guest: nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None

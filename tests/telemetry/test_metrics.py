@@ -168,9 +168,13 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("no_account")
-def test_wandb_offline_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, float]] = []
-    run = SimpleNamespace(log=logged.append, finish=lambda: None)
+    axes: list[tuple[str, str]] = []
+    run = SimpleNamespace(
+        log=logged.append, finish=lambda: None,
+        define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+    )
     options: dict[str, Any] = {}
     fake = SimpleNamespace(
         init=lambda **kwargs: options.update(kwargs) or run, Settings=lambda **kwargs: kwargs
@@ -183,6 +187,7 @@ def test_wandb_offline_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.Mo
     assert options["mode"] == "offline"
     assert options["config"]["staleness"]["max"] == 0
     assert logged == read_metrics(tmp_path / "metrics.jsonl")
+    assert axes == [("*", "step")] and logged[0]["step"] == 1
     first = options["id"]
     MetricsLogger(config("offline"), tmp_path).close()
     assert options["id"] == first and options["resume"] == "allow"  # a resumed run is the same run

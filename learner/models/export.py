@@ -11,7 +11,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from learner.checkpointing import load_unsharded, policy_tensors
 from learner.models.lora import merged_parameters
-from learner.models.policy import load_policy, write_folder
+from learner.models.policy import load_policy, partial_folder, write_folder
 
 
 def export(source: str | Path, target: Path) -> Path:
@@ -21,14 +21,18 @@ def export(source: str | Path, target: Path) -> Path:
     model.path's. One process on the CPU reads what any number of ranks wrote.
 
     Raises:
-        ConfigError: there is no checkpoint, or `target` holds something already.
+        ConfigError: there is no checkpoint, or `target` holds something already or can't be created.
     """
-    if target.exists() and any(target.iterdir()):
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:
         checkpoint = find_checkpoint(source)
     except ConfigError as error:  # of a run.resume, which nobody has set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
+    try:
+        partial_folder(target).mkdir(parents=True, exist_ok=True)  # before the weights are read
+    except OSError as error:
+        raise ConfigError(f"{target} can't be created: {error.strerror}. Name a folder that you can write") from None
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     load_unsharded(policy_tensors(policy), checkpoint)

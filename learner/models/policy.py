@@ -166,7 +166,7 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
 
     `target` appears whole or not at all.
     """
-    partial = target.with_name(target.name + ".partial")
+    partial = partial_folder(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
@@ -175,6 +175,11 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
             shutil.copy(file, partial / file.name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def partial_folder(target: Path) -> Path:
+    """The folder that `write_folder` fills before it gives it the name `target`."""
+    return target.with_name(target.name + ".partial")
 
 
 def _stored_dtype(source: Path) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from learner.models.export import export
 from tests.rollout_server.exported import TOKENS, train_and_export
 from tests.tiny_folder import save_tiny_model
@@ -34,3 +35,15 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="must be a new or an empty folder"):
         export(tmp_path, tmp_path)
+
+
+def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    checkpoint = checkpoint_folder(tmp_path, 3)
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "file").touch()
+    state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
+    write_training_state(checkpoint, state)
+    with pytest.raises(ConfigError, match=r"/proc/model can't be created: No such file or directory. Name a folder"):
+        export(tmp_path, Path("/proc/model"))
+    with pytest.raises(ConfigError, match=r"can't be created: Not a directory"):
+        export(tmp_path, tmp_path / "file" / "model")

@@ -46,6 +46,7 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
             f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
             "the embeddings"
         )
+    _check_attention(folder)
 
 
 def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
@@ -154,6 +155,21 @@ def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict
     if architectures and endings and not any(name.endswith(endings) for name in architectures):
         raise ConfigError(f"{file} must describe a model {' or '.join(endings)}, got {', '.join(architectures)}")
     return {**(model.get("text_config") or {}), **model}
+
+
+def _check_attention(folder: Path) -> None:
+    """Raises ConfigError if the model has no attention heads, by which engines size the KV cache: Mamba2, for one."""
+    from transformers import AutoConfig
+
+    try:
+        model = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except Exception as error:  # transformers raises errors of many types
+        raise ConfigError(f"{folder / 'config.json'} can't be loaded: {str(error).strip().splitlines()[0]}") from None
+    if not hasattr(model, "num_attention_heads"):
+        raise ConfigError(
+            f"{folder / 'config.json'} must describe a model with attention (num_attention_heads), got model_type "
+            f"{model.model_type}: the rollout engines keep a KV cache. Choose a transformer model"
+        )
 
 
 def _size(model: dict[str, Any], name: str, folder: Path) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import Mamba2Config
 
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import check_model_folder, end_tokens, load_tokenizer
@@ -110,6 +111,15 @@ def test_the_tokens_that_end_an_answer_are_those_of_every_file_that_names_some(g
     nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "eos_token_id": 9}}
     (folder / "config.json").write_text(json.dumps(nested))
     assert end_tokens(folder) == [2, 9]
+
+
+def test_a_model_without_attention_is_refused_before_anything_starts(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "model")
+    mamba = Mamba2Config(vocab_size=1024, hidden_size=64, num_heads=8, head_dim=16)
+    mamba.architectures = ["Mamba2ForCausalLM"]
+    mamba.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model with attention \(num_attention_heads\), got model_type mamba2"):
+        check_model_folder(tmp_path / "model")
 
 
 def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""`async-rl doctor`: what a run needs of this machine and of a config, each with how to mend it.
+"""`async-rl doctor`: checks of this machine and of a configuration, each with how to mend what fails.
 
-For several nodes see async_rl/doctor/cluster.py.
+The checks of several nodes are in async_rl/doctor/cluster.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
+from async_rl.seams import ENGINES, EngineEntry, find_entry
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
@@ -44,6 +45,7 @@ class Check:
     state: Literal["ok", "warn", "broken"]
     found: str
     mend: str = ""
+    """What to do if it is not ok."""
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
@@ -52,17 +54,21 @@ def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
     Args:
         is_driver: else this is another host of the run, and only what every host needs is checked.
     """
-    engine = config.rollout.engine if config else ""
+    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine") if config else None
     checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
     checks += [_package(name) for name in ("torch", "transformers", "ray")]
     checks += [_sglang(engine), _gpu(engine), _loopback(), _memory(), _shared_memory(), _cores()]
     if config is None:
-        return [*checks, _free_disk(Path("runs"))]
+        parent = existing_parent(Path("runs"))
+        return [*checks, _enough(
+            "disk", shutil.disk_usage(parent).free, RUN_BYTES, f" in {parent}", "broken",
+            "free some, or set run.dir to another disk",
+        )]
     return checks + _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
 
 
 def print_table(checks: list[Check]) -> None:
-    """The table on stdout, then what to mend."""
+    """Print the table on stdout, then what to mend."""
     what_width = max(len(check.what) for check in checks)
     for check in checks:
         print(f"{check.state:<6}  {check.what:<{what_width}}  {check.found}")
@@ -72,7 +78,7 @@ def print_table(checks: list[Check]) -> None:
 
 
 def _package(name: str) -> Check:
-    """Imported for real: an installed package may still not load."""
+    """Whether a package can be imported, tried for real: an installed package may still not load."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -80,18 +86,19 @@ def _package(name: str) -> Check:
     return Check(name, "ok", metadata.version(name))
 
 
-def _sglang(engine: str) -> Check:
-    """Imported where it may be used, in a process of its own, as its server runs: import stand-ins must not reach
-    this one.
+def _sglang(engine: EngineEntry | None) -> Check:
+    """Whether SGLang can be imported, if `engine` uses it, or no configuration says which engine it is.
+
+    Tried in a process of its own, as its server runs, so that import stand-ins do not reach this process.
     """
-    needed: Literal["warn", "broken"] = "broken" if engine == "sglang" else "warn"
+    needed: Literal["warn", "broken"] = "broken" if engine and "sglang" in engine.packages else "warn"
     instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
-    if engine == "hf":
-        return Check("sglang", "ok", f"{version}, not used: rollout.engine=hf")
+    if engine and "sglang" not in engine.packages:
+        return Check("sglang", "ok", f"{version}, not used by this rollout.engine")
     code = "from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
     code += "; import sglang.srt.entrypoints.http_server"
     try:
@@ -106,7 +113,8 @@ def _sglang(engine: str) -> Check:
     return Check("sglang", "ok", version)
 
 
-def _gpu(engine: str) -> Check:
+def _gpu(engine: EngineEntry | None) -> Check:
+    """The GPUs that torch finds, and whether SGLang could build its kernels for them."""
     try:
         import torch
 
@@ -115,7 +123,8 @@ def _gpu(engine: str) -> Check:
         return Check("GPU", "warn", f"torch can't say: {_first_line(error)}", REINSTALL)
     if names:
         found = f"{len(names)} x {names[0]}"
-        if engine != "hf" and (missing := _missing_gpu_tools()):
+        uses_sglang = engine is None or "sglang" in engine.packages
+        if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
         return Check("GPU", "ok", found)
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
@@ -124,7 +133,7 @@ def _gpu(engine: str) -> Check:
 
 
 def _missing_gpu_tools() -> list[str]:
-    """Of what SGLang's server uses beside the packages that it imports."""
+    """The programs and packages that SGLang's server uses on a GPU and that are not here."""
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
     missing = [name for name in ("nvcc", "ninja") if not shutil.which(name, path=path)]
@@ -132,12 +141,10 @@ def _missing_gpu_tools() -> list[str]:
 
 
 def _loopback() -> Check:
-    """All processes of a run talk over ports that the system picks on 127.0.0.1."""
+    """Whether a port of 127.0.0.1 can be opened and reached, over which all processes of a run talk."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
-                pass
+            socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         return Check("loopback ports", "broken", _first_line(error), "allow TCP on 127.0.0.1")
     return Check("loopback ports", "ok", "can be opened and reached")
@@ -147,41 +154,34 @@ def _memory() -> Check:
     import psutil
 
     free_bytes = psutil.virtual_memory().available
-    found = f"{free_bytes / 2**30:.1f} GiB free"
-    if free_bytes < MIN_FREE_MEMORY_BYTES:
-        return Check("memory", "warn", found, "end other programs: even the quickstart wants about 4 GiB")
-    return Check("memory", "ok", found)
+    mend = "end other programs: even the quickstart wants about 4 GiB"
+    return _enough("memory", free_bytes, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
 
 
 def _shared_memory() -> Check:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Check("shared memory", "warn", "no /dev/shm: Ray uses /tmp, which is slower")
-    free_bytes = shutil.disk_usage(folder).free
-    found = f"{free_bytes / 2**30:.1f} GiB free in /dev/shm"
-    if free_bytes < MIN_SHARED_MEMORY_BYTES:
-        return Check("shared memory", "warn", found, "in a container: docker run --shm-size=1g")
-    return Check("shared memory", "ok", found)
+    free_bytes, mend = shutil.disk_usage(folder).free, "in a container: docker run --shm-size=1g"
+    return _enough("shared memory", free_bytes, MIN_SHARED_MEMORY_BYTES, f" in {folder}", "warn", mend)
+
+
+def _enough(
+    what: str, free_bytes: int, needed_bytes: int, where: str, otherwise: Literal["warn", "broken"], mend: str
+) -> Check:
+    """A check of free space: ok from `needed_bytes` on."""
+    state = "ok" if free_bytes >= needed_bytes else otherwise
+    return Check(what, state, f"{free_bytes / 2**30:.1f} GiB free{where}", mend)
 
 
 def _cores() -> Check:
     cores = usable_cores()
-    if cores < 2:
-        return Check("cores", "warn", str(cores), "give it 2 or more: learner and rollout share them")
-    return Check("cores", "ok", str(cores))
-
-
-def _free_disk(folder: Path) -> Check:
-    parent = existing_parent(folder)
-    free_bytes = shutil.disk_usage(parent).free
-    found = f"{free_bytes / 2**30:.1f} GiB free in {parent}"
-    if free_bytes < RUN_BYTES:
-        return Check("disk", "broken", found, "free some, or set run.dir to another disk")
-    return Check("disk", "ok", found)
+    mend = "give it 2 or more: learner and rollout share them"
+    return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
-    """The message of what fails has the cure in it."""
+    """The checks that a run makes before it starts; their messages say what to do."""
     checks: dict[str, Check] = {}
     for each in inputs:
         if each.needs and checks[each.needs].state != "ok":
@@ -191,7 +191,7 @@ def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
             each.run()
         except ConfigError as error:
             checks[each.what] = Check(each.what, "broken", str(error))
-        except Exception as error:  # a damaged file, say: the other checks are told all the same
+        except Exception as error:  # a damaged file, say: the other checks go on
             checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
         else:
             checks[each.what] = Check(each.what, "ok", each.value)

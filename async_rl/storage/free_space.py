@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from async_rl.config import Config
-from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, find_entry
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.model_folder import weight_files
 
@@ -38,7 +38,7 @@ def check_disk(config: Config) -> None:
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
     model_bytes = sum(file.stat().st_size for file in _files(Path(config.model.path)))
-    num_models = 3 if config.weight_sync.transport in ("auto", "disk") else 1
+    num_models = 3 if _may_write_model_folders(config) else 1
     count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
     needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
     free_bytes = shutil.disk_usage(parent).free
@@ -74,6 +74,15 @@ def existing_parent(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
+def _may_write_model_folders(config: Config) -> bool:
+    """Whether the weights may pass through folders, by the transports that weight_sync.transport names or leaves open."""
+    name = config.weight_sync.transport
+    if name != "auto":
+        return find_entry(TRANSPORTS, name, "weight_sync.transport").writes_files
+    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine")
+    return any(entry.writes_files for entry in TRANSPORTS.values() if entry.delivers in engine.receives)
+
+
 def _num_checkpoints(config: Config) -> int:
     """That exist at once and are not on the disk yet, the one that is being written included."""
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
@@ -95,7 +104,7 @@ def _checkpoint_bytes(config: Config) -> int:
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
         trained = sum(map(math.prod, shapes))
-    if config.algorithm.advantage in CRITIC_ADVANTAGES:
+    if find_entry(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage").needs_critic:
         trained += sum(map(math.prod, _shapes(Path(config.critic.path or config.model.path))))
     return BYTES_PER_PARAMETER * trained
 

@@ -25,6 +25,7 @@ from async_rl.doctor import host as doctor
 from async_rl.doctor.host import Check, examine, print_table
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
+from async_rl.seams import ENGINES
 from tests.tiny_folder import save_tiny_model
 
 
@@ -50,7 +51,7 @@ def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_sglang")
-def test_a_machine_that_runs_these_tests_is_healthy_but_the_missing_model_is_broken(tmp_path: Path) -> None:
+def test_a_missing_model_is_broken_on_a_machine_that_is_otherwise_healthy(tmp_path: Path) -> None:
     checks = {check.what: check for check in examine(config(tmp_path))}
     assert [what for what, check in checks.items() if check.state == "broken"] == ["model and tokenizer"]
     assert "async-rl sft CONFIG" in checks["model and tokenizer"].found
@@ -86,7 +87,7 @@ def test_a_host_that_is_not_the_drivers_is_asked_only_for_what_all_need(tmp_path
 
 
 @pytest.mark.usefixtures("no_sglang")
-def test_a_torch_that_does_not_load_breaks_the_lines_that_want_it_and_no_more(
+def test_a_torch_that_does_not_load_breaks_only_the_checks_that_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load() -> float:
@@ -100,7 +101,7 @@ def test_a_torch_that_does_not_load_breaks_the_lines_that_want_it_and_no_more(
 
 @pytest.mark.usefixtures("no_sglang")
 def test_a_missing_sglang_is_broken_only_where_the_config_wants_it(tmp_path: Path) -> None:
-    states = {engine: doctor._sglang(engine) for engine in ("", "hf", "sglang")}
+    states = {engine: doctor._sglang(ENGINES.get(engine)) for engine in ("", "hf", "sglang")}
     assert {engine: check.state for engine, check in states.items()} == {
         "": "warn",
         "hf": "warn",
@@ -131,13 +132,13 @@ def test_what_sglang_needs_to_build_its_kernels_is_looked_for_on_a_gpu(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.syspath_prepend(tmp_path)
-    assert doctor._gpu("hf") == Check("GPU", "ok", "1 x NVIDIA H200")
-    check = doctor._gpu("sglang")
+    assert doctor._gpu(ENGINES["hf"]) == Check("GPU", "ok", "1 x NVIDIA H200")
+    check = doctor._gpu(ENGINES["sglang"])
     assert (check.state, check.found) == ("warn", "1 x NVIDIA H200, but no nvcc, ninja, torch_memory_saver")
     for program in ("environment/ninja", "cuda/bin/nvcc", "torch_memory_saver.py"):
         (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / program).touch(mode=0o755)
-    assert doctor._gpu("sglang").state == "ok"
+    assert doctor._gpu(ENGINES["sglang"]).state == "ok"
 
 
 def test_a_blocked_loopback_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def _may_write_model_folders(config: Config) -> bool:
-    """Whether the weights may pass through folders, by the transports that weight_sync.transport names or leaves open."""
+    """Whether the transport that weight_sync.transport names, or may choose, passes weights through folders."""
     name = config.weight_sync.transport
     if name != "auto":
         return find_entry(TRANSPORTS, name, "weight_sync.transport").writes_files

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a model without a run: a server starts, answers, stops."""
+"""`async-rl eval`: the held-out evaluation of a model without a run. An engine starts, answers and stops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 
 _NO_BUFFER = "tcp://127.0.0.1:1"
-"""A worker connects to its buffer when it asks for prompts, which this one never does."""
+"""A worker connects to its buffer when it first asks for slots, which this one never does."""
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """The `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each.
+    """Return the `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each.
 
     Raises:
-        ConfigError: model, task or reward can't be used, or there is no held-out set.
-        AsyncRLError: the server does not start, or does not answer.
+        ConfigError: the model, task or reward can't be used, or there is no held-out set.
+        AsyncRLError: the engine does not start, or does not answer.
     """
     check_model_folder(config.model.path, config.longest_tokens)
     values = asyncio.run(_evaluate(config))

@@ -1,4 +1,4 @@
-"""Held-out accuracy of sampled answers, on the engine that also rolls out."""
+"""The held-out evaluation: accuracy of sampled answers, on the engine that also rolls out."""
 
 from __future__ import annotations
 
@@ -20,44 +20,46 @@ from rollout_server.worker_stats import WorkerStats
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as accurate; verifiers also give partial credit."""
 _SEED_OFFSET = 2**32
-"""Added to run.seed: the random numbers are not those of training, and the same in every evaluation."""
+"""Added to run.seed, so that the random numbers are not those of training, and are the same in every evaluation."""
 
-Answers = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
+Answer = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
 
 
 class Evaluation:
-    """Runs the held-out set at the training temperature."""
+    """Answers the held-out prompts at the training temperature and scores them.
 
-    def __init__(self, config: Config, answers: Answers, task: Task, activity: WorkerStats) -> None:
+    Args:
+        answer: gives the completions of a request and their rewards.
+    """
+
+    def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
         self._config = config
-        self._answers = answers
+        self._answer = answer
         self._task = task
-        self._activity = activity
-        self._ids = itertools.count(-1, -1)  # negative: no group of the buffer
+        self._stats = stats
+        self._ids = itertools.count(-1, -1)  # negative, so that no group of the buffer has the same
 
     async def run(self, version: int, *, beside_training: bool) -> Report:
-        """`eval/accuracy` and kin over eval.size prompts with eval.samples answers each; empty without a
-        held-out set.
+        """Report `eval/accuracy` and the other held-out metrics, or none without a held-out set.
 
-        An answer whose reward fails counts as reward 0, and in `eval/failed`.
+        eval.size prompts get eval.samples answers each. An answer whose reward fails counts as reward 0, and in
+        `eval/failed`.
 
         Args:
-            beside_training: keep no more groups in flight than training may, rollout.concurrency: all prompts at once
-                would hold up what the learner waits for. With eval.pin_version a push waits for the end of the
-                evaluation, which then takes all it can get.
+            version: the policy version that the engine serves.
+            beside_training: keep at most rollout.concurrency groups in flight, as training does. All prompts at once
+                would delay the groups that the learner waits for. With eval.pin_version the next push waits for the
+                end of the evaluation, so there is no such limit.
         """
         evaluation = self._config.eval
         is_limited = beside_training and not evaluation.pin_version
         places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
-        self._activity.enter_evaluation()
-        try:
-            prompts = await asyncio.to_thread(self._task.eval_prompts, self._config.eval.size)
+        with self._stats.evaluating():
+            prompts = await asyncio.to_thread(self._task.eval_prompts, evaluation.size)
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
-        finally:
-            self._activity.leave_evaluation()
         answers = [(reward, length) for group in groups for reward, length, _ in group]
         if not answers:
-            return Report(step=version, spans=self._activity.drain())
+            return Report(step=version, spans=self._stats.drain_spans())
         rewards, lengths = zip(*answers, strict=True)
         scored = [reward for reward in rewards if reward is not None]
         metrics = (
@@ -69,10 +71,10 @@ class Evaluation:
             *_version_metrics([versions for group in groups for _, _, versions in group]),
             *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], evaluation),
         )
-        return Report(step=version, metrics=metrics, spans=self._activity.drain())
+        return Report(step=version, metrics=metrics, spans=self._stats.drain_spans())
 
     async def _group(self, prompt: Prompt, places: asyncio.Semaphore) -> list[tuple[float | None, int, IntArray]]:
-        """(reward, tokens, token versions) of each answer; without reward if it failed."""
+        """Return (reward, number of tokens, token versions) of each answer; the reward is None if it failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -81,22 +83,23 @@ class Evaluation:
         )
         try:
             async with places:
-                completions, rewards = await self._answers(request)
+                completions, rewards = await self._answer(request)
         except RewardError:
             return [(None, 0, np.empty(0, np.int32))] * request.n
         return [(r, len(c.tokens), c.versions) for r, c in zip(rewards, completions, strict=True)]
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Chance that k of `samples` answers, `correct` of them right, drawn without replacement hold a right one.
+    """Return the unbiased estimate of pass@k from n = `samples` answers of which c = `correct` are right.
 
-    The unbiased estimate of Chen et al. 2021, arXiv 2107.03374, section 2.1: 1 - C(n - c, k) / C(n, k).
+    It is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
+    Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """pass@k for k = 2, 4, ... and n, and avg@n, the mean share of right ones, where a prompt has n > 1 answers."""
+    """Yield pass@k for k = 2, 4, ... and n, and avg@n (the mean share of right answers), if a prompt has n > 1."""
     samples = evaluation.samples
     if samples == 1:
         return
@@ -107,7 +110,7 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
 
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
-    """Between which versions the answers were sampled: beside training, weights may change meanwhile."""
+    """Yield the oldest and newest version that sampled an answer: beside training, weights may change meanwhile."""
     tokens = [v for v in versions if len(v)]
     if tokens:
         yield Metric("eval/oldest_version", float(min(int(v.min()) for v in tokens)), "min")

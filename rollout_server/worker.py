@@ -1,10 +1,10 @@
 """The rollout worker: slots in, scored rollout groups out, hundreds of them at once in one event loop.
 
-    loop     consumes            produces         waits for                unblocked by
-    admit    slots, prompts      one task a slot  a free slot              the buffer's served version
-    group    one slot            a RolloutGroup   the engine, the rewards  their threads
-    abort    dropped group ids   a cancelled task the buffer's late policy a hand-out without the group
-    report   what the others do  a Report         REPORT_INTERVAL_S        the clock
+    loop     consumes           produces           waits for                 unblocked by
+    admit    slots, prompts     one task per slot  a free slot               the buffer's served version
+    group    one slot           a RolloutGroup     the engine, the rewards   their threads
+    abort    dropped group ids  a cancelled task   the buffer's late policy  a hand-out without the group
+    report   statistics         a Report           REPORT_INTERVAL_S         the clock
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -38,9 +37,9 @@ from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
 _GREEDY_TEMPERATURE = 1e-4
-"""Not 0, which engines treat each in their own way: a token 1e-3 nats behind the best has a chance of e^-10."""
+"""Not 0, which each engine treats in its own way. A token 1e-3 nats behind the best has a chance of e^-10."""
 _BASELINE_IDS = -(2**32)
-"""Greedy answers have ids from here down: none of a group, none of an evaluation."""
+"""The greedy answer to group g has the request id _BASELINE_IDS - g, which no group and no evaluation has."""
 _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
@@ -59,97 +58,95 @@ class Worker:
         self._tokenizer = tokenizer
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
-        self._activity = WorkerStats(self._name)
+        self._stats = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
-        self._evaluation = Evaluation(config, self._answers, task, self._activity)
+        self._evaluation = Evaluation(config, self._answer, task, self._stats)
         advantage = find_entry(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
         self._needs_greedy_baseline = advantage.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._version = 0
-        """The newest that a slot was granted at. Not read from run.resume: pruned by the time a server is restarted."""
+        """The newest version that a slot was granted at. It does not begin at that of run.resume: the checkpoint may
+        have been pruned by the time this server is restarted."""
         self._failures_in_a_row = 0
-        self._group_finished = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._group_ended = asyncio.Event()
+        self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> AsyncIterator[Report]:
-        """Rolls out until `stop`; yields what happened twice a second.
+        """Roll out until `stop`, and yield a report twice a second.
 
         Raises:
-            RewardError: task.max_failures groups in a row failed; names the last cause.
+            RewardError: task.max_failures groups in a row failed. The message has the cause of the last failure.
             AsyncRLError: the engine or the buffer is gone.
         """
         self._admitting = asyncio.create_task(self._admit())
-        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            while not self._stopping.is_set():
-                await asyncio.wait(
-                    (self._admitting, stopping), timeout=REPORT_INTERVAL_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+            while not self._is_stopped:
+                await asyncio.wait((self._admitting,), timeout=REPORT_INTERVAL_S)
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
                 yield await self._report()
         finally:
-            stopping.cancel()
-            await self._end_groups()
+            await self._cancel_groups()
 
     def status(self) -> Status:
-        return self._activity.status()
+        """Return what the worker does now."""
+        return self._stats.status()
 
     async def evaluate(self, version: int, *, beside_training: bool) -> Report:
-        """Held-out accuracy with the weights the engine serves now, said to be `version`."""
+        """Measure held-out accuracy with the weights that the engine serves now; see Evaluation.run."""
         return await self._evaluation.run(version, beside_training=beside_training)
 
     async def stop(self) -> None:
-        """Ends `run`; groups in flight are given up."""
-        self._stopping.set()
-        await self._end_groups()
+        """End `run` and cancel the groups in flight."""
+        self._is_stopped = True
+        await self._cancel_groups()
         await self._client.close()
         self._threads.close()
         self._gpus.close()
 
-    async def _end_groups(self) -> None:
+    async def _cancel_groups(self) -> None:
         if self._admitting is not None:
             self._admitting.cancel()
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """One task a slot, as many as rollout.concurrency; the first that crashes ends them all."""
+        """Run one task per slot, at most rollout.concurrency at once. The first that raises ends all of them."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
                 while True:
-                    while (room := self._config.rollout.concurrency - self._activity.in_flight) <= 0:
-                        self._group_finished.clear()
-                        await self._group_finished.wait()  # each has its timeouts: generate_s, reward_s, wire_s
-                    slots = await self._client.admit(room)
+                    while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
+                        self._group_ended.clear()
+                        await self._group_ended.wait()  # a group ends by itself after generate_s, reward_s and wire_s
+                    slots = await self._client.admit(num_free)
                     granted_s = time.monotonic()
-                    # All of them first: groups granted together reach the engine together, so runs repeat.
+                    # All prompts before the first task starts: groups that are granted together reach the engine
+                    # together, which makes runs repeatable.
                     prompts = await asyncio.to_thread(self._prompts, slots)
                     for slot, prompt in zip(slots, prompts, strict=True):
-                        entered = self._activity.enter()
+                        begun = self._stats.begin_group()
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
-                        group.add_done_callback(partial(self._leave, slot.group_id, entered))
+                        group.add_done_callback(partial(self._on_group_end, slot.group_id, begun))
                     self._version = max([self._version, *(slot.start_version for slot in slots)])
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise _first_error(group) from None
 
-    def _leave(self, group_id: int, entered: tuple[float, float], group: asyncio.Task[None]) -> None:
-        """However it ended: a task cancelled before its first step runs no code of its own."""
+    def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
+        """A callback of the task: one that is cancelled before its first step runs no code of its own."""
         del self._groups[group_id]
-        self._activity.leave(entered)
-        self._group_finished.set()
+        self._stats.end_group(begun)
+        self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Ends what the buffer has dropped: cancelling a group's task aborts its requests at the engine."""
-        heard: list[int] = []
+        """Cancel the groups that the buffer has dropped, which aborts their requests at the engine."""
+        dropped: list[int] = []
         while True:
-            heard = await self._client.dropped(heard)
-            for group_id in heard:
+            dropped = await self._client.dropped(dropped)
+            for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
 
@@ -165,7 +162,7 @@ class Worker:
         )
         try:
             (completions, rewards), baseline = await asyncio.gather(
-                self._answers(request), self._greedy_reward(request)
+                self._answer(request), self._greedy_reward(request)
             )
         except RewardError as error:
             await self._fail(slot, error)
@@ -173,29 +170,34 @@ class Worker:
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, prompt_tokens=prompt.tokens,
-            rollouts=tuple(map(_rollout, completions, rewards)),
+            rollouts=tuple(map(_make_rollout, completions, rewards)),
             duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
             keeps_kv=self._config.weight_sync.on_update == "in_place",
         )
-        with self._sending():
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Of the most probable answer, where the advantage is measured against it (ReMax)."""
+        """Return the reward of the most probable answer, if the advantage is measured against it (ReMax)."""
         if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
             request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
         )
-        return (await self._answers(greedy))[1][0]
+        return (await self._answer(greedy))[1][0]
 
-    async def _answers(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
-        """The engine's completions and their rewards; each of the two has its timeout."""
+    async def _answer(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
+        """Return the engine's completions and their rewards.
+
+        Raises:
+            WaitTimeoutError: the engine did not answer within timeouts.generate_s, or the rewards queued for too long.
+            RewardError: the reward of an answer failed.
+        """
         timeout_s = self._config.timeouts.generate_s
         try:
-            with self._activity.waiting("generates", "its engine", timeout_s):
+            with self._stats.waiting("generates", "its engine", timeout_s):
                 async with asyncio.timeout(timeout_s) as limit:
                     completions = await self._engine.generate(request)
         except TimeoutError:
@@ -206,7 +208,7 @@ class Worker:
                 f"{self._config.rollout.engine} engine to answer group {request.group_id}"
             ) from None
         calls = [partial(self._score, request.prompt, completion.tokens) for completion in completions]
-        with self._activity.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
+        with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
             return completions, await self._threads.run(calls)
 
     def _score(self, prompt: Prompt, tokens: IntArray) -> float:
@@ -220,31 +222,28 @@ class Worker:
             raise RewardError(
                 f"{limit} groups in a row failed (task.max_failures), the last with: {error}"
             ) from error
-        # Not granted again: the same prompt would most likely fail the same way.
-        with self._sending():
+        # The prompt is not granted again: it would most likely fail the same way.
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.fail(slot.group_id, str(error), requeue=False)
 
-    def _sending(self) -> AbstractContextManager[None]:
-        return self._activity.waiting("sends", "buffer", self._config.timeouts.wire_s)
-
     async def _report(self) -> Report:
-        """What happened since the last one."""
+        """Report what happened since the last report."""
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
-            Metric("rollout/in_flight", self._activity.in_flight),
+            Metric("rollout/in_flight", self._stats.in_flight),
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
-            *self._activity.drain_groups(),
+            *self._stats.drain_groups(),
         ]
         return Report(
-            step=self._version + 1, metrics=tuple(metrics), spans=self._activity.drain(),
+            step=self._version + 1, metrics=tuple(metrics), spans=self._stats.drain_spans(),
             samples=occupancy + self._gpus.drain(),
         )
 
 
-def _rollout(completion: Completion, reward: float) -> Rollout:
+def _make_rollout(completion: Completion, reward: float) -> Rollout:
     return Rollout(
         tokens=completion.tokens, logprobs=completion.logprobs, versions=completion.versions,
         mask=np.ones(len(completion.tokens), dtype=np.bool_), reward=reward,
@@ -252,8 +251,8 @@ def _rollout(completion: Completion, reward: float) -> Rollout:
     )
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception that is not a group."""
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception in the group that is not itself a group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -31,51 +31,52 @@ def at(clock: Clock, now_s: float, call: Any, *arguments: Any) -> Any:
 
 
 def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwise(clock: Clock) -> None:
-    activity = WorkerStats("rollout/0")
-    first = at(clock, 102, activity.enter)
-    second = at(clock, 103, activity.enter)
-    at(clock, 105, activity.leave, first)
-    at(clock, 107, activity.leave, second)
-    spans = at(clock, 110, activity.drain)
+    stats = WorkerStats("rollout/0")
+    first = at(clock, 102, stats.begin_group)
+    second = at(clock, 103, stats.begin_group)
+    at(clock, 105, stats.end_group, first)
+    at(clock, 107, stats.end_group, second)
+    spans = at(clock, 110, stats.drain_spans)
     result = Usage().add(spans, (), 100, 110).shares()["rollout/0"]
     assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
 
 
 def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
-    activity = WorkerStats("rollout/0")
-    at(clock, 101, activity.enter_evaluation)  # alone for 3 s, and for 1 s more after the group
-    group = at(clock, 104, activity.enter)
-    at(clock, 107, activity.leave, group)
-    at(clock, 108, activity.leave_evaluation)
-    result = Usage().add(at(clock, 110, activity.drain), (), 100, 110).shares()["rollout/0"]
+    stats = WorkerStats("rollout/0")
+    evaluation = stats.evaluating()
+    at(clock, 101, evaluation.__enter__)  # alone for 3 s, and for 1 s more after the group
+    group = at(clock, 104, stats.begin_group)
+    at(clock, 107, stats.end_group, group)
+    at(clock, 108, evaluation.__exit__, None, None, None)
+    result = Usage().add(at(clock, 110, stats.drain_spans), (), 100, 110).shares()["rollout/0"]
     assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
 
 
 def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> None:
-    activity = WorkerStats("rollout/0")
-    first = at(clock, 100, activity.enter)  # alone for 2 s, then two for 2 s: 1.5 on average
-    second = at(clock, 102, activity.enter)  # two for 2 s, then alone for 1 s: 5/3 on average
-    at(clock, 104, activity.leave, first)
-    at(clock, 105, activity.leave, second)
-    values = reduce_metrics(activity.drain_groups())
+    stats = WorkerStats("rollout/0")
+    first = at(clock, 100, stats.begin_group)  # alone for 2 s, then two for 2 s: 1.5 on average
+    second = at(clock, 102, stats.begin_group)  # two for 2 s, then alone for 1 s: 5/3 on average
+    at(clock, 104, stats.end_group, first)
+    at(clock, 105, stats.end_group, second)
+    values = reduce_metrics(stats.drain_groups())
     assert values["rollout/group_s"] == pytest.approx((4 + 3) / 2)
     assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)
     assert values["rollout/concurrency"] == pytest.approx((1.5 + 5 / 3) / 2)
-    assert activity.drain_groups() == []
+    assert stats.drain_groups() == []
 
 
 def test_the_status_counts_what_groups_do_and_shows_the_wait_that_is_closest_to_its_limit(clock: Clock) -> None:
-    activity = WorkerStats("rollout/0")
-    idle = activity.status()
+    stats = WorkerStats("rollout/0")
+    idle = stats.status()
     assert (idle.doing, idle.since_s, idle.limit_s) == ("waits for admission", 100, 0)
-    with activity.waiting("generates", "its engine", 60):
+    with stats.waiting("generates", "its engine", 60):
         clock.now_s = 130
-        with activity.waiting("scores", "its reward", 20), activity.waiting("scores", "its reward", 90):
-            status = activity.status()
+        with stats.waiting("scores", "its reward", 20), stats.waiting("scores", "its reward", 90):
+            status = stats.status()
             assert status.doing == "generates 1 requests, scores 2 requests"
             assert (status.waits_on, status.since_s, status.limit_s) == ("its reward", 130, 20)
         clock.now_s = 140
-        status = activity.status()
+        status = stats.status()
         assert (status.doing, status.since_s, status.limit_s) == ("generates 1 requests", 100, 60)
         assert status.waited_s == 40
-    assert (activity.status().doing, activity.status().since_s) == (idle.doing, 100)
+    assert (stats.status().doing, stats.status().since_s) == (idle.doing, 100)

@@ -1,7 +1,7 @@
 """math-verify (https://github.com/huggingface/Math-Verify) in child processes.
 
-Its own timeouts are signals, which only a main thread can take, and a model's `9^9^9^9` would hold the
-interpreter lock of the rollout worker for minutes. A child can be ended.
+Its own timeouts are signals, which only a main thread receives, and an answer like `9^9^9^9` would hold the interpreter
+lock of the rollout worker for minutes. A child process can be killed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from async_rl.errors import RewardError
 from rollout_server.rewards.reward_threads import MAX_THREADS
 
 CHECK_TIMEOUT_S = 5.0
-"""After which a child ends itself."""
+"""A child whose check takes longer ends itself."""
 ANSWER_TIMEOUT_S = 30.0
-"""For a child that does not: its start is in it too."""
+"""A child that takes longer, including its start, is killed."""
 IDLE_TIMEOUT_S = 300.0
-"""For a child to be free, where more threads call than there are children. A function of the user's that does so has
-timeouts.reward_s to end it before."""
+"""Longest wait for an idle child, if a function of the user's calls from more threads than there are children. Such a
+function is usually ended by timeouts.reward_s before."""
 
 
 def num_children() -> int:
-    """One for each core that this process may use: a check computes all the time. At least 2, so that one slow answer
-    does not hold up all others. Each takes 60 MB.
+    """Return the number of cores that this process may use, because a check computes all the time.
+
+    It is at least 2, so that one slow answer does not hold up all others. A child takes 60 MB.
     """
     return min(MAX_THREADS, max(2, usable_cores()))
 
 
 class MathChecker:
-    """Call `is_equal` from any thread. The children start with the first calls and end with this process."""
+    """Compares answers from any thread. The children start with the first calls and end with this process."""
 
     def __init__(self) -> None:
         self._num_children = num_children()
@@ -45,10 +46,12 @@ class MathChecker:
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
-        """Whether the response's final answer equals `gold`, a LaTeX or plain expression.
+        """Return whether the response's final answer equals `gold`, a LaTeX or plain expression.
 
-        False also when the comparison takes more than 5 s or too much memory: an answer nobody can check is
-        no answer. Raises RewardError when the child can't run at all, or hangs.
+        It is also False if the comparison takes more than 5 s or too much memory, as nobody could check the answer.
+
+        Raises:
+            RewardError: math-verify can't run, its process hangs, or no process was idle for 300 s.
         """
         try:
             child = self._idle.get(timeout=IDLE_TIMEOUT_S)
@@ -63,7 +66,7 @@ class MathChecker:
             if reply:
                 kept = child
                 return bool(json.loads(reply))
-            returncode = child.wait(ANSWER_TIMEOUT_S)  # it has closed its output: it is ending
+            returncode = child.wait(ANSWER_TIMEOUT_S)  # it has closed its output, so it is ending
             if returncode == -signal.SIGALRM:
                 return False
             raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
@@ -72,7 +75,11 @@ class MathChecker:
 
 
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
-    """Its line; empty if it ended. Raises RewardError for one that does neither."""
+    """Return the child's line; empty if the child has ended.
+
+    Raises:
+        RewardError: the child neither answered nor ended; it was killed.
+    """
     answers = cast(IO[str], child.stdout)
     try:
         print(json.dumps(request), file=child.stdin, flush=True)

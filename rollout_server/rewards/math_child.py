@@ -1,7 +1,7 @@
-"""Child process of `math_checker`: one JSON line {gold, response, timeout_s} in, `true` or `false` out.
+"""The child process of `math_checker`: it reads JSON lines {gold, response, timeout_s} and writes `true` or `false`.
 
-A check that runs too long ends the process by SIGALRM's default action, which also interrupts big-integer
-arithmetic inside C. Imports nothing of this project: it is run by its path.
+A check that runs too long ends the process by SIGALRM's default action, which also interrupts big-integer arithmetic
+inside C. The file is run by its path and imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MEMORY_BYTES = 4 * 2**30
 def main() -> None:
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end: it closes stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing stdin
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])

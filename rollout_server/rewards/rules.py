@@ -15,24 +15,27 @@ Rule = Callable[[str, Any], float]
 """(response text, reference answer) -> 1.0 or 0.0."""
 
 TAIL_CHARACTERS = 300
-"""The GSM8K rule looks for the answer in the response's last characters only."""
+"""The GSM8K rule looks for the answer in so many last characters of the response."""
 _MARKED_NUMBER = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
 
 
 def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
-    """1 when the last `#### number` of the response's tail equals the answer as a number, else 0.
+    """Return 1 if the last `#### number` in the tail of the response equals the answer as a number, else 0.
 
-    `flexible`: the last number counts, marked or not. Thousands separators are ignored, and 42 equals 42.0.
+    Thousands separators are ignored, and 42 equals 42.0.
     Source: the answer format of GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+
+    Args:
+        flexible: the last number counts, whether it is marked by `####` or not.
     """
     found = (_NUMBER if flexible else _MARKED_NUMBER).findall(response[-TAIL_CHARACTERS:])
     return float(bool(found) and _number(found[-1]) == _number(str(answer)))
 
 
 def math_verify(response: str, answer: Any) -> float:
-    """1 when math-verify finds the response's final answer equal to the reference, else 0."""
+    """Return 1 if math-verify finds the response's final answer equal to the reference, else 0."""
     return float(_math_checker().is_equal(response, str(answer)))
 
 
@@ -41,13 +44,16 @@ RULES: dict[str, Rule] = {
     "gsm8k_flexible": partial(gsm8k, flexible=True),
     "math_verify": math_verify,
 }
+"""The rules by their name in `task.reward`."""
 
 
 def rule_for_source(source: str) -> Rule:
-    """The rule for rows of this `data_source` when task.reward is empty.
+    """Return the rule for rows of this `data_source` when task.reward is empty.
 
-    A name ending in `gsm8k` gets gsm8k; one with math, aime, amc or olympiad in it math_verify. Raises
-    ConfigError for any other: guessing a rule would train on a meaningless reward.
+    A source that ends in `gsm8k` gets gsm8k; one that contains math, aime, amc or olympiad gets math_verify.
+
+    Raises:
+        ConfigError: it is any other source. A guessed rule would train on a meaningless reward.
     """
     if source.lower().endswith("gsm8k"):
         return gsm8k

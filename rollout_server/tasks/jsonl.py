@@ -1,4 +1,4 @@
-"""Lines of a JSONL file, with their numbers for error messages."""
+"""Reading JSONL files: lines with their numbers, for error messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from async_rl.errors import ConfigError
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, each with its number from 1.
+    """Yield the lines that are not blank, each with its number from 1.
 
-    A line ends at a line feed only: U+2028, U+0085 and their like, at which str.splitlines cuts too, may stand in a
-    JSON string.
+    A line ends at a line feed only. A JSON string may hold U+2028, U+0085 and others at which str.splitlines cuts.
 
     Raises:
         ConfigError: the file can't be read, or a line is not UTF-8.

@@ -1,4 +1,7 @@
-"""From the original GSM8K files (Cobbe et al. 2021, github.com/openai/grade-school-math) to verl's schema."""
+"""`async-rl prepare gsm8k`: converts the original GSM8K files to verl's schema.
+
+Source of the files: Cobbe et al. 2021, github.com/openai/grade-school-math.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ DATA_SOURCE = "openai/gsm8k"
 
 
 def prepare_gsm8k(source: Path, target: Path) -> int:
-    """Writes `target` (.parquet or .jsonl) from lines of {"question", "answer"}; returns the number of rows.
+    """Write `target` (.parquet or .jsonl) from lines of {"question", "answer"}, and return the number of rows.
 
-    The ground truth is what follows `####` in the answer, without thousands separators; the whole answer is
-    kept as `extra_info.answer`. Raises ConfigError naming the line of `source` that can't be used.
+    The ground truth is the text after `####` in the answer, without thousands separators. The whole answer is kept as
+    `extra_info.answer`.
+
+    Raises:
+        ConfigError: a line of `source` can't be used, which the message names, or `target` has another suffix.
     """
     if not source.is_file():
         raise ConfigError(f"no such file: {source}")

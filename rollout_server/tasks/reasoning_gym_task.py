@@ -1,4 +1,4 @@
-"""Generated tasks of the reasoning_gym package (https://github.com/open-thought/reasoning-gym) by name."""
+"""The task that generates its prompts with reasoning_gym (https://github.com/open-thought/reasoning-gym)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
 _MAX_DRAWS = 50
-"""Replacements drawn for a question that is too long or held out before the task counts as exhausted."""
-_IN_VAIN = 20
-"""Times as many held-out questions as there are, drawn one after the other without a new one: there are no others."""
+"""A training question that is too long or held out is drawn again, so many times before the task is exhausted."""
+_FRUITLESS_DRAWS = 20
+"""After so many times the number of held-out questions, drawn without a new one, there are no others."""
 _EVAL_CHUNK = 1000
 """Held-out questions generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
@@ -31,10 +31,10 @@ _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGymTask(Task):
-    """Questions are generated when first asked for: some datasets need 30 ms each.
+    """Generates a question when it is first asked for, because some datasets need 30 ms for each.
 
-    The held-out set comes from seeds of its own that do not depend on run.seed, so that a model warm-started
-    under one seed was not taught what another seed's run is tested on. Training questions in it are replaced.
+    The seeds of the held-out set do not depend on run.seed: a model that was warm-started under one seed has not
+    learned the questions that a run with another seed is tested on. Training questions in that set are replaced.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -58,8 +58,10 @@ class ReasoningGymTask(Task):
         return list(held_out.values())[:size]
 
     def verify(self, question: Question, response: str) -> float:
-        """The dataset's own score of the last <answer>...</answer>, or of all text where there is none; 0 where the
-        dataset can't read it."""
+        """Return the dataset's own score of the last <answer>...</answer>, or of all text if there is none.
+
+        An answer that the dataset can't read scores 0.
+        """
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
@@ -68,8 +70,8 @@ class ReasoningGymTask(Task):
         try:
             return float(dataset.score_answer(answer=answer, entry=entry))
         except Exception:
-            # Some scorers parse the answer unguarded: int("abc") in prime_factorization. Such an answer is a wrong one
-            # like any other, not a failure of the reward function, unless the right one fails as well.
+            # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The answer
+            # is wrong then. If the right answer raises too, the scorer is broken and the group fails.
             dataset.score_answer(answer=question.answer, entry=entry)
             return 0.0
 
@@ -87,21 +89,21 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Question]:
-        """By the question's text."""
+        """The held-out questions by their text."""
         return self._generate_held_out(self._eval_size)
 
     def _generate_held_out(self, size: int) -> dict[str, Question]:
         found: dict[str, Question] = {}
-        num_draws = in_vain = 0
-        while in_vain < _IN_VAIN * max(_MAX_DRAWS, len(found)):
+        num_draws = num_fruitless = 0
+        while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
             if len(found) == size:
                 return found
             question = self._question(_HELD_OUT, *divmod(num_draws, _EVAL_CHUNK))
             num_draws += 1
-            in_vain += 1
+            num_fruitless += 1
             if self.is_short_enough(question) and question.messages[0]["content"] not in found:
                 found[question.messages[0]["content"]] = question
-                in_vain = 0
+                num_fruitless = 0
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
@@ -118,7 +120,7 @@ class ReasoningGymTask(Task):
     def _dataset(self, kind: int, draw: int) -> Any:
         if (kind, draw) not in self._datasets:
             run_seed = self._seed if kind == _TRAIN else 0
-            # Item i of a dataset is seeded with seed + i: neighbouring seeds give shifted copies.
+            # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give shifted copies.
             seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
             size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
             try:
@@ -148,7 +150,7 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
 
 
 def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
-    """What composite takes in place of the mappings that a YAML file can hold.
+    """Return the `datasets` parameter of reasoning_gym/composite as DatasetSpecs, which replace the YAML mappings.
 
     Raises:
         ConfigError: a part has no name, or its weight or parameters can't be used.

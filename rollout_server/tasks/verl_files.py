@@ -1,8 +1,7 @@
-"""Prompts from Parquet or JSONL files in verl's schema.
+"""The task that reads its prompts from Parquet or JSONL files in verl's schema.
 
-A row has `data_source`, `prompt` (chat messages), `reward_model` ({style: rule, ground_truth}) and may have
-`ability` and `extra_info`. An `extra_info.answer` that is text is the worked solution for supervised
-fine-tuning.
+A row has `data_source`, `prompt` (chat messages), `reward_model` ({style: rule, ground_truth}) and may have `ability`
+and `extra_info`. If `extra_info.answer` is text, supervised fine-tuning learns it as the worked solution.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _USED = (*_NEEDED, "extra_info")
 
 
 class VerlFilesTask(Task):
-    """Both files are read and checked at once; long prompts are counted then."""
+    """Reads and checks both files at the start, and leaves out prompts that are too long."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

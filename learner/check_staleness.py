@@ -1,4 +1,4 @@
-"""The learner's own look at the bound: it trains on no batch that it has not checked itself."""
+"""The learner's own check of the staleness bound: it trains on no batch that it has not checked itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 from async_rl.config import StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.telemetry.metrics import Metric
-from async_rl.types import Batch, Rollout, RolloutGroup
+from async_rl.types import Batch, RolloutGroup
 from buffer.staleness import young_enough
 
 
 def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
-    """What of `batch` may be trained on at `version`; with `staleness.late: mask` the rest of it is masked.
+    """Check every token of the batch against staleness.max, after masking older ones with `staleness.late: mask`.
 
-    The metrics say how old rollouts were before that; staleness/mean and max are of what is trained on.
+    Returns:
+        The batch, and, if tokens may be masked, metrics of the staleness before that. staleness/mean and staleness/max,
+        which the train step reports, are of the tokens that are trained on.
 
     Raises:
         StalenessError: see check_bound.
@@ -37,10 +39,10 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
 
 
 def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
-    """The bound, for every token of the batch that is trained on.
+    """Check that the batch is for `version` and every trained token at most `max_staleness` versions older.
 
     Raises:
-        StalenessError: the batch is for another version, or a trained token is too old, or any is from the future.
+        StalenessError: the batch is for another version, a trained token is too old, or a token is of a later version.
     """
     if batch.version != version:
         raise StalenessError(
@@ -60,8 +62,8 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
 
 
 def _mask_old(group: RolloutGroup, version: int, max_staleness: int) -> RolloutGroup:
-    def masked(rollout: Rollout) -> Rollout:
+    rollouts = []
+    for rollout in group.rollouts:
         mask = rollout.mask & young_enough(rollout.versions, version, max_staleness)
-        return replace(rollout, mask=mask, num_too_old=int(rollout.mask.sum() - mask.sum()))
-
-    return replace(group, rollouts=tuple(map(masked, group.rollouts)))
+        rollouts.append(replace(rollout, mask=mask, num_too_old=int(rollout.mask.sum() - mask.sum())))
+    return replace(group, rollouts=tuple(rollouts))

@@ -1,10 +1,15 @@
-"""The learner's state on disk, written beside training: torch.distributed.checkpoint (DCP) and `TrainingState`.
+"""Checkpoints of the learner, written beside training by torch.distributed.checkpoint (DCP).
 
-    save     every rank copies its shards to host memory (training waits for that), then a thread writes them
-    whole    the folder gets its name when all ranks have written theirs: a crash leaves nothing half
-    load     into the networks in place; DCP reshards, so the number of ranks may differ
+    save   every rank copies its tensors to host memory, and training waits only for that; DCP then writes them in a
+           thread: one .distcp file per rank, and .metadata with what is where, once all ranks have written
+    name   rank 0 adds the `TrainingState` and renames the folder from step_N.partial to step_N, so that a crash leaves
+           no folder that looks complete
+    load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
 
-Weights that are not trained (under LoRA, all but the adapters) are those of model.path and not saved.
+The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for weights, with `.step`, `.exp_avg`
+and `.exp_avg_sq` after it for AdamW's state (`Optimizer.state_of`), and `random.<rank>` for the random state of each
+rank. Sharded ones are DTensors, from which DCP knows each rank's part. Frozen weights, under LoRA all but the adapters,
+are not saved: they are those of model.path.
 """
 
 from __future__ import annotations
@@ -34,24 +39,24 @@ from learner.optimizer import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What is trained together."""
+    """A trained model with its optimizer."""
 
     module: nn.Module
     optimizer: Optimizer
 
 
 class Checkpointer:
-    """Saves and loads the networks of one learner rank; every method is collective.
+    """Saves and loads the networks of one learner rank. Every method is collective.
 
     Args:
-        networks: by name; the same on all ranks.
+        networks: by name (policy, critic); the same names on all ranks.
     """
 
     def __init__(self, config: Config, networks: Mapping[str, Network], device: torch.device) -> None:
         self._networks = networks
         self._device = device
         self._timeout_s = config.timeouts.checkpoint_s
-        # Of its own: the thread's collectives must not get between those of training.
+        # A group of its own, because DCP's thread runs collectives while those of training go on.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         pinned = device.type == "cuda"
         self._stager = DefaultStager(
@@ -61,13 +66,13 @@ class Checkpointer:
         )
         self._running: Future[Any] | None = None
         self.write_s = 0.0
-        """How long the last whole checkpoint took from its start, most of it beside training."""
+        """Seconds from the start of the last complete checkpoint to its end, most of them beside training."""
 
-    def save(self, target: Path, cut: TrainingState) -> None:
-        """Start a checkpoint that becomes whole as folder `target`; returns once training may go on.
+    def save(self, target: Path, state: TrainingState) -> None:
+        """Start a checkpoint in folder `target`, and return once training may change the weights.
 
         Raises:
-            AsyncRLError: see `wait`, of the checkpoint before.
+            AsyncRLError: the checkpoint before could not be written, see `wait`.
         """
         self.wait()
         start_s = time.monotonic()
@@ -84,13 +89,13 @@ class Checkpointer:
             ),
         )
         self._running, self._target = Future(), target
-        written.add_done_callback(lambda done: self._finish(done, partial, target, cut, start_s))
+        written.add_done_callback(lambda done: self._finish(done, partial, target, state, start_s))
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole.
+        """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            WaitTimeoutError: not within timeouts.checkpoint_s.
+            WaitTimeoutError: it is not complete after timeouts.checkpoint_s.
             AsyncRLError: it could not be written.
         """
         if self._running is None:
@@ -102,7 +107,7 @@ class Checkpointer:
             )
         try:
             self._running.result()
-        except (dcp.api.CheckpointException, OSError) as error:  # the first is no Exception
+        except (dcp.api.CheckpointException, OSError) as error:  # a CheckpointException is a BaseException
             raise AsyncRLError(
                 f"the checkpoint {self._target} can't be written: {_first_reason(error)}. Free some space there or "
                 "mend the disk, then go on from the newest whole checkpoint, if there is one: async-rl train --resume "
@@ -111,27 +116,28 @@ class Checkpointer:
         self._running = None
 
     def check(self) -> None:
-        """
+        """Return at once.
+
         Raises:
-            AsyncRLError: the checkpoint that was being written could not be.
+            AsyncRLError: the last checkpoint could not be written.
         """
         if self._running is not None and self._running.done():
             self.wait()
 
     def load(self, folder: Path) -> TrainingState:
-        """Networks, optimizers and this rank's random state as they were; a new rank goes on with its own.
+        """Restore networks, optimizers and this rank's random state, which a rank that is new keeps as it is.
 
         Raises:
             ConfigError: the checkpoint is of other networks.
         """
-        cut = read_training_state(folder)
-        if set(cut.networks) != set(self._networks):
+        state = read_training_state(folder)
+        if set(state.networks) != set(self._networks):
             raise ConfigError(
-                f"{folder} holds {' and '.join(sorted(cut.networks))}, this configuration trains "
+                f"{folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
                 f"{' and '.join(sorted(self._networks))}. Resume with the algorithm.advantage it was saved with"
             )
         rank = dist.get_rank()
-        tensors = self._tensors(rank if rank < cut.ranks else None)
+        tensors = self._tensors(rank if rank < state.ranks else None)
         try:
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         except dcp.api.CheckpointException as error:
@@ -139,26 +145,26 @@ class Checkpointer:
                 f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}"
             ) from error
         for name, network in self._networks.items():
-            network.optimizer.set_counts(cut.networks[name])
-        if rank < cut.ranks:
+            network.optimizer.set_counts(state.networks[name])
+        if rank < state.ranks:
             _set_random_state(tensors[f"random.{rank}"])
-        return cut
+        return state
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """`TrainingState.networks`."""
+        """Return the optimizers' counts by network, for `TrainingState.networks`."""
         return {name: network.optimizer.counts() for name, network in self._networks.items()}
 
     def close(self) -> None:
         self.wait()
         self._stager.close()
 
-    def _finish(self, done: Future[Any], partial: Path, target: Path, cut: TrainingState, start_s: float) -> None:
-        """In DCP's thread: rank 0 makes the checkpoint whole."""
+    def _finish(self, done: Future[Any], partial: Path, target: Path, state: TrainingState, start_s: float) -> None:
+        """Complete the checkpoint; called in DCP's thread after this rank's tensors are written."""
         assert self._running is not None
         try:
-            done.result()  # there already: this is its callback
+            done.result()  # does not wait: this is the callback of `done`
             if dist.get_rank() == 0:
-                write_training_state(partial, cut)
+                write_training_state(partial, state)
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
             self.write_s = time.monotonic() - start_s
@@ -167,7 +173,7 @@ class Checkpointer:
             self._running.set_exception(error)
 
     def _tensors(self, random_of: int | None) -> dict[str, Tensor]:
-        """What is saved, as the live tensors themselves; DTensors for what is sharded."""
+        """Return the live tensors that are saved, with the random state of rank `random_of` if there is one."""
         tensors = dict(
             item for name, network in self._networks.items() for item in _network_tensors(name, network)
         )
@@ -177,18 +183,18 @@ class Checkpointer:
 
 
 def policy_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The trained weights of a checkpoint's policy, by the names they have in it."""
+    """Return the trained weights of a policy by the names that they have in a checkpoint."""
     return {f"policy.{name}": p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_unsharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read a checkpoint's tensors in place in this one process, whatever number of ranks wrote it."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is no process group
+    """Read a checkpoint of any number of ranks into `tensors`, in place and in this one process."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
 
 
 def _first_reason(error: BaseException) -> str:
-    """Without the frames of every rank that DCP adds."""
+    """Return the message of the error that one rank raised, without the stack traces that DCP adds."""
     if isinstance(error, dcp.api.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on (prompt, answer) pairs: the warm start before RL, in one process."""
+"""`async-rl sft`: supervised fine-tuning on (prompt, answer) pairs in one process, the warm start before RL."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_mod
 from learner.optimizer import lr_decay
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Prompt tokens and answer tokens, the final eos among the latter."""
+"""Prompt tokens, and answer tokens with the final eos."""
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
 """Steps whose mean loss is reported and compared with the target."""
 _MAX_WARMUP_STEPS = 150
 _IGNORED = -100
-"""Label of the positions that carry no loss."""
+"""Label of the positions without a loss."""
 
 
 def base_tokenizer(config: Config) -> Any:
-    """The tokenizer of `sft.base`: tokenize the pairs with it.
+    """Return the tokenizer of `sft.base`, with which the pairs must be tokenized.
 
     Raises:
         ConfigError: `sft.base` is neither a tiny model nor a folder with a causal LM.
@@ -52,15 +52,21 @@ def base_tokenizer(config: Config) -> Any:
 def train_sft(
     config: Config, pairs: Sequence[Pair], out_dir: Path, target_loss: float = 0.0
 ) -> Iterator[Report]:
-    """Trains `sft.base` and saves model and tokenizer as a Hugging Face folder at the end.
+    """Train `sft.base` and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
-    AdamW; the loss is the mean over a batch's answer tokens. Each epoch visits the pairs in an order of its
-    own. The same seed gives the same model. Yields a Report every 20 steps and at the end, with the SFT step.
+    The optimizer is AdamW; the loss is the mean cross-entropy of a batch's answer tokens. Each epoch visits the pairs
+    in an order of its own. The same run.seed gives the same model.
 
     Args:
-        target_loss: in nats a token; training ends early once the mean loss of the last 10 steps is below. A
-            sampled answer of n tokens is then right with a probability of at least about
-            exp(-n * target_loss): a way to leave room for RL that does not depend on luck with the seed.
+        target_loss: in nats per token; training ends early once the mean loss of the last 10 steps is below it. A
+            sampled answer of n tokens is then right with a probability of about exp(-n * target_loss) or more. So the
+            room that is left for RL does not depend on the seed.
+
+    Yields:
+        A Report of the SFT step every 20 steps and at the end.
+
+    Raises:
+        ConfigError: there are no pairs.
     """
     if not pairs:
         raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
@@ -103,17 +109,17 @@ def _base_model(config: Config) -> PreTrainedModel:
 
 
 def _lr_factor(done: int, steps: int) -> float:
-    """Share of the peak learning rate after `done` of `steps` steps.
+    """Return the share of the peak learning rate after `done` of `steps` steps.
 
-    Warm-up to the peak over the first half but at most 150 steps, then constant, then down to zero over the
-    last fifth. A short warm-up leaves a tiny model where it does not get out of.
+    It rises to 1 over the first half of the steps, but at most 150, and falls to 0 over the last fifth. With a shorter
+    warm-up a tiny model gets stuck in a plateau.
     """
     warmup = max(1, min(_MAX_WARMUP_STEPS, steps // 2))
     return min((done + 1) / warmup, lr_decay(done, steps, 0.2))
 
 
 def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of indices; the order of each epoch follows from the seed."""
+    """Yield batches of indices without end; the seed determines the order of each epoch."""
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:
@@ -124,7 +130,7 @@ def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 
 def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) -> float:
-    """Gradients of the mean loss over the answer tokens, summed over micro-batches; returns the loss."""
+    """Add the gradients of the mean loss over the batch's answer tokens, by micro-batches, and return that loss."""
     num_answer_tokens = sum(len(answer) for _, answer in batch)
     by_length = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
     total = 0.0
@@ -140,7 +146,7 @@ def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) ->
 
 
 def _padded(rows: Sequence[Pair], width: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, padded on the right; a label is the token at its own position. [B, S], [B, S]"""
+    """Return tokens and labels, [B, S] each, padded on the right. A label is the token at its own position."""
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), _IGNORED)
     for i, (prompt, answer) in enumerate(rows):
@@ -155,7 +161,10 @@ def _loss_sum(
     tokens: Tensor,  # [B, S]
     labels: Tensor,  # [B, S]
 ) -> Tensor:
-    """Cross-entropy summed over the labelled positions. Padding is at the right, where causality hides it."""
+    """Return the cross-entropy summed over the labelled positions.
+
+    It needs no attention mask: the padding is on the right, where a causal model does not see it.
+    """
     first = int((labels != _IGNORED).any(dim=0).nonzero()[0]) - 1  # earlier logits are not needed
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
         logits = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens.shape[1] - first).logits

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: what transformers and SGLang load."""
+"""`async-rl export`: writes the policy of a checkpoint as a Hugging Face folder, for transformers and SGLang."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from learner.models.policy import load_policy, partial_folder, write_folder
 
 
 def export(source: str | Path, target: Path) -> Path:
-    """Write the policy of a checkpoint, or of a run's newest one, to `target`; returns the checkpoint.
+    """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Weights have the type of model.path's, adapters are merged; tokenizer, chat template and generation config are
-    model.path's. One process on the CPU reads what any number of ranks wrote.
+    Weights get the type that those of model.path have, and adapters are merged into them. Tokenizer, chat template and
+    generation config are copied from model.path. One process on the CPU reads the shards of any number of ranks.
 
     Raises:
         ConfigError: there is no checkpoint, or `target` holds something already or can't be created.
@@ -27,7 +27,7 @@ def export(source: str | Path, target: Path) -> Path:
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:
         checkpoint = find_checkpoint(source)
-    except ConfigError as error:  # of a run.resume, which nobody has set here
+    except ConfigError as error:  # it names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     try:
         partial_folder(target).mkdir(parents=True, exist_ok=True)  # before the weights are read

@@ -1,4 +1,8 @@
-"""Low-rank adapters: W x + alpha / rank * B A x with W frozen (Hu et al. 2021, arXiv 2106.09685), through peft."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) through peft.
+
+A linear layer y = W x becomes y = W x + alpha / rank * B A x. W [out, in] is frozen; A [rank, in] and B [out, rank] are
+trained.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,12 @@ _FROZEN = ".base_layer"
 
 
 def add_adapters(lm: Any, config: LoraConfig) -> None:
-    """Freeze a model and put adapters into its linear layers, in place; B = 0, so nothing it computes changes.
+    """Freeze a model and put adapters into its linear layers, in place.
+
+    B starts at zero, so the outputs of the model stay the same.
 
     Raises:
-        ConfigError: target_modules name no layer, or one that isn't linear or is the output head.
+        ConfigError: target_modules names no layer, a layer that isn't linear, or the output head.
     """
     head = lm.get_output_embeddings()
     linear = {
@@ -51,13 +57,13 @@ def _layers(lm: nn.Module) -> list[LoraLayer]:
 
 
 def dropouts(lm: nn.Module) -> list[nn.Module]:
-    """The adapters' dropout layers: the only ones that are ever switched to training."""
+    """Return the adapters' dropout layers, the only modules that are ever switched to training mode."""
     return [d for layer in _layers(lm) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout)]
 
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """The frozen model inside the block."""
+    """Inside the block `lm` computes what the frozen model without adapters would."""
     layers = _layers(lm)
     scaling = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
@@ -70,10 +76,10 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name without adapters, whole tensor) of each parameter; a layer with an adapter gives W + alpha / rank * B A.
+    """Yield (Hugging Face name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
 
-    Collective; one layer at a time, and the training weights stay as they are. Tied parameters come once, under
-    their first name.
+    Collective: all ranks gather one layer at a time. The trained weights do not change. Tied parameters come once,
+    under their first name.
     """
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
@@ -88,6 +94,6 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """The whole tensor, detached; collective."""
+    """Return the whole tensor, detached; collective if it is sharded."""
     data = parameter.detach()
     return data.full_tensor() if isinstance(data, DTensor) else data

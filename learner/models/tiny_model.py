@@ -1,4 +1,4 @@
-"""Tiny models from config with a character tokenizer: learn a small task in a minute on one CPU core."""
+"""Tiny random models with a character tokenizer, which learn a small task in a minute on one CPU core."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ _CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character and the newline; any other character is left out.
+    """Return a tokenizer with one token for each printable ASCII character and the newline.
 
-    `decode(encode(text)) == text` for text of these characters. The chat template ends a prompt with <sep>.
-
-    It is a byte-level BPE without merges: transformers loads the tokenizer of every Qwen2 folder as a
-    byte-level BPE, whatever the folder says.
+    `decode(encode(text)) == text` for text of these characters; others are left out. The chat template ends a prompt
+    with <sep>. It is a byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2 folder
+    as a byte-level BPE, whatever the folder says.
     """
-    alphabet = {" ": "Ġ", "\n": "Ċ"}  # how byte-level BPE writes them
+    alphabet = {" ": "Ġ", "\n": "Ċ"}  # byte-level BPE writes space and newline like this
     tokens = [*_SPECIAL, *(alphabet.get(character, character) for character in _CHARACTERS)]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,9 +47,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(name: str, seed: int) -> PreTrainedModel:
-    """A randomly initialised model of 0.3 M parameters for `character_tokenizer`, float32, determined by
-    `seed`.
-    """
+    """Return a float32 model of 0.3 M parameters for `character_tokenizer`, initialised at random from `seed`."""
     sizes: dict[str, Any] = {
         "vocab_size": len(_SPECIAL) + len(_CHARACTERS), "hidden_size": 96, "intermediate_size": 384,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

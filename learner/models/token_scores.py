@@ -2,8 +2,9 @@
 
     z = states W^T / temperature        log p(y) = z_y - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 
-float32 logits exist for at most LOGITS_BYTES of tokens at a time, in the backward pass too, which computes them anew
-unless they all fit. Its gradients are d log p(y) / dz = [y = v] - p_v and dH / dz = -p_v (log p_v + H).
+The float32 logits that exist at a time take at most LOGITS_BYTES. The backward pass computes them again, in the same
+chunks, unless one chunk held them all. The gradients are d log p(y) / dz = [y = v] - p_v and
+dH / dz = -p_v (log p_v + H).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 LOGITS_BYTES = 256 * 2**20
-"""float32 logits that exist at a time; more tokens are scored in chunks."""
+"""The most memory that float32 logits take; more tokens are scored in chunks."""
 
 
 def score_tokens(
@@ -23,7 +24,7 @@ def score_tokens(
     targets: Tensor,  # [N] int64
     temperature: Tensor,  # [N]
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [N] of the targets, entropies [N]), both float32 and differentiable once."""
+    """Return (log-probabilities of the targets [N], entropies [N]), both float32 and differentiable once."""
     scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature)
     return scored
 
@@ -52,7 +53,7 @@ class _ScoreTokens(torch.autograd.Function):
         states, head, targets, temperature, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = grads
         of_states = torch.empty_like(states)
-        # A sum over chunks is rounded as often: over forty in bfloat16, the gradient's error would more than double.
+        # Each chunk rounds the sum once more: forty chunks in bfloat16 would more than double the gradient's error.
         summed = head.dtype if len(states) <= ctx.size else torch.promote_types(head.dtype, torch.float32)
         of_head = torch.zeros_like(head, dtype=summed) if ctx.needs_input_grad[1] else None
         for start in range(0, len(states), ctx.size):
@@ -76,7 +77,7 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
-    """[n, V], at least float32."""
+    """Return log_softmax(states head^T / temperature), [n, V], in float32 or better."""
     logits = states @ head.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
     return logits.sub_(logits.logsumexp(1, keepdim=True))
@@ -89,7 +90,7 @@ def _grad_of_logits(
     of_logprobs: Tensor | None,  # [n]
     of_entropies: Tensor | None,  # [n]
 ) -> Tensor:
-    """g_y ([y = v] - p_v) - g_H p_v (log p_v + H); [n, V]."""
+    """Return g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V]."""
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:
         grad = logp.exp_().mul_(slope[:, None])

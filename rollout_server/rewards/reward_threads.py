@@ -1,4 +1,4 @@
-"""Threads for reward functions, which belong to the user: they may block, hang or raise, and must not stop the worker."""
+"""Threads for the reward functions of users, which may block, hang or raise and must not stop the event loop."""
 
 from __future__ import annotations
 

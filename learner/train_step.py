@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
 from async_rl.weights.base import serving_dtype
@@ -74,7 +73,7 @@ class Updater:
             self._reference = Reference(config, self.policy, device, dtype, mesh)
             self._layout = self._layout.for_both(self._reference.layout)
         self.critic = None
-        if config.algorithm.advantage in CRITIC_ADVANTAGES:
+        if config.algorithm.advantage_entry.needs_critic:
             self.critic = load_critic(config, device, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self._layout = self._layout.for_both(layout_of(self.critic.lm))

@@ -21,7 +21,6 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import RewardError, WaitTimeoutError
-from async_rl.seams import ADVANTAGES, find_entry
 from async_rl.telemetry.metrics import Metric, Report
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
@@ -61,7 +60,7 @@ class Worker:
         self._stats = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
-        advantage = find_entry(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
+        advantage = config.algorithm.advantage_entry
         self._needs_greedy_baseline = advantage.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._version = 0

@@ -1,25 +1,22 @@
-"""The configuration tree: one frozen dataclass per component. Loading and overrides are in configfile.py.
+"""The configuration: one frozen section for each component. loading.py reads it from YAML and the command line.
 
-States intent; everything derivable is a property and printed by `async-rl train CONFIG --dry-run`.
+It states intent; derived values are properties, and `async-rl train CONFIG --dry-run` prints them.
 Importing this package imports neither torch, ray nor sglang.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from async_rl.config.algorithm import (
-    GROUP_ADVANTAGES,
     AlgorithmConfig,
     ClipConfig,
     CorrectionConfig,
-    CorrectionKind,
     KlConfig,
     MasksConfig,
 )
-from async_rl.config.check import check_finite
 from async_rl.config.cross_section import check_cross_section
 from async_rl.config.data import (
     BufferConfig,
@@ -37,6 +34,7 @@ from async_rl.config.learning import (
     RewardModelConfig,
     SftConfig,
 )
+from async_rl.config.section import Section, section
 from async_rl.config.system import (
     CheckpointConfig,
     LearnerPlacement,
@@ -49,6 +47,7 @@ from async_rl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
+from async_rl.seams import CORRECTIONS, Correction, find_entry
 
 __all__ = [
     "AlgorithmConfig",
@@ -57,7 +56,6 @@ __all__ = [
     "ClipConfig",
     "Config",
     "CorrectionConfig",
-    "CorrectionKind",
     "CriticConfig",
     "EvalConfig",
     "KlConfig",
@@ -83,82 +81,92 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("")
 class Config:
-    model: ModelConfig
-    task: TaskConfig
-    run: RunConfig = field(default_factory=RunConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    staleness: StalenessConfig = field(default_factory=StalenessConfig)
-    buffer: BufferConfig = field(default_factory=BufferConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    """A run of async-rl."""
+
+    model: Section[ModelConfig]
+    task: Section[TaskConfig]
+    run: Section[RunConfig] = field(default_factory=RunConfig)
+    rollout: Section[RolloutConfig] = field(default_factory=RolloutConfig)
+    staleness: Section[StalenessConfig] = field(default_factory=StalenessConfig)
+    buffer: Section[BufferConfig] = field(default_factory=BufferConfig)
+    algorithm: Section[AlgorithmConfig] = field(default_factory=AlgorithmConfig)
+    critic: Section[CriticConfig] = field(default_factory=CriticConfig)
+    reference: Section[ReferenceConfig] = field(default_factory=ReferenceConfig)
+    reward_model: Section[RewardModelConfig] = field(default_factory=RewardModelConfig)
+    learner: Section[LearnerConfig] = field(default_factory=LearnerConfig)
+    weight_sync: Section[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
+    placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
+    eval: Section[EvalConfig] = field(default_factory=EvalConfig)
+    checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
+    sft: Section[SftConfig] = field(default_factory=SftConfig)
+    logging: Section[LoggingConfig] = field(default_factory=LoggingConfig)
+    network: Section[NetworkConfig] = field(default_factory=NetworkConfig)
+    timeouts: Section[TimeoutsConfig] = field(default_factory=TimeoutsConfig)
 
     def __post_init__(self) -> None:
-        check_finite(self)
         check_cross_section(self)
 
     @property
     def run_dir(self) -> Path:
+        """The folder of the run."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def rollouts_per_step(self) -> int:
+        """Answers in a batch."""
         return self.learner.prompts_per_step * self.rollout.group_size
 
     @property
     def longest_tokens(self) -> int:
-        """Of a prompt with its answer."""
+        """Tokens of the longest prompt with the longest answer."""
         return self.task.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def fresh_per_step(self) -> int:
-        """Rollout groups of a batch, at least, that no batch held before: F of buffer/staleness.py."""
+        """Rollout groups of a batch, at least, that no batch held before: F in buffer/staleness.py."""
         return math.ceil(self.buffer.fresh_fraction * self.learner.prompts_per_step)
 
     @property
     def max_slots(self) -> int:
-        """Rollout groups admitted and not yet superseded by served weights: (M + 1) F of buffer/staleness.py."""
+        """Rollout groups admitted and not yet superseded by served weights: (M + 1) F in buffer/staleness.py."""
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
     def journal_kept_steps(self) -> int:
         """Steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
 
-        A resume goes on with groups that were trained on after its checkpoint. The checkpoint after it may be written
-        until the second next is due, and has to be resumed from if that write is cut short.
+        A resume needs the groups that were trained on after its checkpoint. The next checkpoint may still be being
+        written when the one after it is due; if that write is cut short, the run resumes from the one before.
         """
         kept = self.buffer.journal_keep_steps
         return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
     def takes_turns(self) -> bool:
-        """Learner and SGLang share GPUs and never work at once: each has the memory in its turn."""
-        return self.placement.colocated and self.staleness.max == 0 and self.rollout.engine == "sglang"
+        """Whether learner and engine share GPUs and never work at once: each has the memory in its turn."""
+        engine = self.rollout.engine_entry
+        return self.placement.colocated and self.staleness.max == 0 and engine.releases_memory
 
     @property
     def drops_zero_variance(self) -> bool:
-        """Only where a group's advantages are its rewards against its own mean: equal ones are all zero. A reward model
-        gives other rewards than those the buffer sees."""
+        """Whether the buffer drops groups of equal rewards: it must see the rewards that advantages are made of, and
+        a reward model gives others."""
         algorithm = self.algorithm
-        return algorithm.filter_zero_variance and not self.reward_model.path and algorithm.advantage in GROUP_ADVANTAGES
+        compares = algorithm.advantage_entry.compares_group
+        return algorithm.filter_zero_variance and compares and not self.reward_model.path
 
     @property
-    def correction_kind(self) -> CorrectionKind:
-        """What `algorithm.correction.kind: auto` comes to."""
+    def correction_kind(self) -> str:
+        """algorithm.correction.kind, with `auto` resolved."""
         algorithm = self.algorithm
         if algorithm.correction.kind != "auto":
             return algorithm.correction.kind
-        is_corrected_elsewhere = algorithm.proximal == "behaviour" or algorithm.advantage == "vtrace"
-        return "none" if self.staleness.max == 0 or is_corrected_elsewhere else "token_tis"
+        corrects = algorithm.proximal == "behaviour" or algorithm.advantage_entry.carries_correction
+        return "none" if self.staleness.max == 0 or corrects else "token_tis"
+
+    @property
+    def correction_entry(self) -> Correction:
+        """What `correction_kind` declares in the table."""
+        return find_entry(CORRECTIONS, self.correction_kind, "algorithm.correction.kind")

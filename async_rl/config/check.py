@@ -1,39 +1,45 @@
-"""How a section refuses a value."""
+"""The error of a setting that can't work, and the check that raises it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import is_dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from async_rl.errors import ConfigError
 
-MAY_BE_INFINITE = (
-    "algorithm.clip.high", "algorithm.correction.cap", "algorithm.correction.masks.token",
-    "algorithm.correction.masks.sequence", "algorithm.correction.masks.geometric", "learner.grad_clip",
-)
-"""Bounds, which .inf turns off."""
+
+class Problem(NamedTuple):
+    """One setting that can't work. The message is `text`, the place where the user set it, and `rest`."""
+
+    key: str
+    text: str
+    rest: str = ""
+
+
+class SettingsError(ConfigError):
+    """Settings that can't work, one line each.
+
+    Args:
+        places: where each key was set (`run.yaml:7`, `command line`); keys that nobody set are missing.
+    """
+
+    def __init__(self, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> None:
+        super().__init__(problems, places)
+        self.problems = problems
+        self.places = places or {}
+
+    def __str__(self) -> str:
+        return "\n".join(map(self._line, self.problems))
+
+    def _line(self, problem: Problem) -> str:
+        place = self.places.get(problem.key.partition("[")[0])
+        return problem.text + (f" ({place})" if place else "") + problem.rest
 
 
 def check(condition: bool, key: str, got: object, allowed: str, hint: str = "") -> None:
     """
     Raises:
-        ConfigError: `condition` does not hold; names the key, the value got, what is allowed and what to do.
+        SettingsError: `condition` does not hold; names the key, the value got, what is allowed and what to do.
     """
     if not condition:
-        raise ConfigError(f"{key} must be {allowed}, got {got!r}" + (f". {hint}" if hint else ""))
-
-
-def check_finite(settings: object, section: str = "") -> None:
-    """Of all numbers in the dataclass `settings` and its sections, whose keys begin with `section`.
-
-    Raises:
-        ConfigError: one is infinite, and none of MAY_BE_INFINITE, or not a number.
-    """
-    for name, value in vars(settings).items():
-        key = section + name
-        if is_dataclass(value):
-            check_finite(value, f"{key}.")
-        elif key not in MAY_BE_INFINITE:
-            numbers = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, float)]
-            hint = f"Only {', '.join(MAY_BE_INFINITE)} may be .inf: give a number."
-            check(all(map(math.isfinite, numbers)), key, value, "finite", hint)
+        raise SettingsError([Problem(key, f"{key} must be {allowed}, got {got!r}", f". {hint}" if hint else "")])

@@ -1,11 +1,12 @@
-"""What no section can see by itself: settings that are each right and do not work together."""
+"""Checks of settings in different sections, which are valid by themselves and do not work together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_rl.config.algorithm import GROUP_ADVANTAGES
 from async_rl.config.check import check
+from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
 if TYPE_CHECKING:
     from async_rl.config import Config
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 def check_cross_section(config: Config) -> None:
     """
     Raises:
-        ConfigError: two settings do not work together; gives the reason and the alternative.
+        SettingsError: two settings do not work together; gives the reason and the alternative.
     """
     _check_sizes(config)
     _check_algorithm(config)
@@ -22,22 +23,9 @@ def check_cross_section(config: Config) -> None:
     _check_replay(config)
     _check_mask(config)
     _check_best(config)
-    _check_ipc(config)
+    _check_engine(config)
+    _check_transport(config)
     _check_overlap(config)
-    check(
-        not config.rollout.server_url or (config.rollout.engine == "sglang" and config.placement.rollout.servers == 1),
-        "rollout.server_url", config.rollout.server_url, "empty but for one server of rollout.engine sglang",
-    )
-    check(
-        not config.weight_sync.background or config.rollout.engine == "hf", "weight_sync.background", True,
-        "false with rollout.engine sglang",
-        "SGLang loads what it receives into the weights it samples from: it must stand still from the first bucket on.",
-    )
-    tp = config.placement.rollout.tp
-    check(
-        tp == 1 or config.rollout.engine == "sglang", "placement.rollout.tp", tp, "1 with rollout.engine hf",
-        "It computes on one device. Raise placement.rollout.servers for more.",
-    )
     if config.staleness.mode == "exact":
         _check_exact(config)
 
@@ -53,7 +41,7 @@ def _check_sizes(config: Config) -> None:
         f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
     )
     check(
-        config.algorithm.advantage not in GROUP_ADVANTAGES or config.rollout.group_size >= 2, "rollout.group_size",
+        not config.algorithm.advantage_entry.compares_group or config.rollout.group_size >= 2, "rollout.group_size",
         config.rollout.group_size, f"at least 2 with algorithm.advantage {config.algorithm.advantage}",
         "Or set algorithm.advantage: gae.",
     )
@@ -65,10 +53,10 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    advantage = config.algorithm.advantage
+    needs_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
     check(
-        advantage != "remax" or not config.reward_model.path, "reward_model.path", config.reward_model.path,
-        "empty with algorithm.advantage remax",
+        not (needs_baseline and config.reward_model.path), "reward_model.path", config.reward_model.path,
+        f"empty with algorithm.advantage {config.algorithm.advantage}",
         "Its greedy answers are scored in the worker, on another scale. Use rloo or grpo.",
     )
     check(
@@ -140,14 +128,63 @@ def _check_best(config: Config) -> None:
     )
 
 
-def _check_ipc(config: Config) -> None:
-    """Processes map each other's memory on one device of one host only, and SGLang reads a pickle for it."""
-    placement, transport = config.placement, config.weight_sync.transport
+def _check_engine(config: Config) -> None:
+    """An engine is asked only for what it declares."""
+    rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
+    servers, tp = config.placement.rollout.servers, config.placement.rollout.tp
+    with_engine = f"with rollout.engine {rollout.engine}"
+    check(
+        sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
+        f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
+    )
+    check(
+        not sync.background or entry.updates_in_background, "weight_sync.background", True, f"false {with_engine}",
+        "This engine loads what it receives into the weights it samples from, so it must stand still from the first "
+        f"bucket on. {_engines_with(lambda e: e.updates_in_background)}",
+    )
+    check(
+        tp <= entry.max_tensor_parallel or entry.max_tensor_parallel == 0, "placement.rollout.tp", tp,
+        f"{'at most ' if entry.max_tensor_parallel > 1 else ''}{entry.max_tensor_parallel} {with_engine}",
+        "It can't split a model over more devices. Raise placement.rollout.servers for more.",
+    )
+    check(
+        not rollout.server_url or entry.attaches_to_url, "rollout.server_url", rollout.server_url,
+        f"empty {with_engine}", f"It can't take over a server. {_engines_with(lambda e: e.attaches_to_url)}",
+    )
+    check(
+        not rollout.server_url or servers == 1, "rollout.server_url", rollout.server_url,
+        f"empty with placement.rollout.servers {servers}", "The URL is of one server.",
+    )
+
+
+def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
+    """The hint that names the engines that can do what another can't."""
+    names = [name for name, entry in ENGINES.items() if can(entry)]
+    return f"Or set rollout.engine: {_either(names)}." if names else ""
+
+
+def _either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _check_transport(config: Config) -> None:
+    """cuda_ipc maps memory between processes on one device of one host, and the receiver reads a pickle for it."""
+    placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
+    if entry is None:
+        return
+    engine = config.rollout.engine_entry
+    carried = [other for other, each in TRANSPORTS.items() if each.delivers in engine.receives]
+    check(
+        entry.delivers in engine.receives, "weight_sync.transport", name,
+        f"{_either(['auto', *carried])} with rollout.engine {config.rollout.engine}",
+        _engines_with(lambda other: entry.delivers in other.receives),
+    )
+    anywhere = [other for other in carried if not TRANSPORTS[other].needs_one_device]
     one_device = placement.num_nodes == 1 and placement.learner.gpus_per_node <= 1 and placement.rollout.tp == 1
     check(
-        transport != "cuda_ipc" or (one_device and config.rollout.engine == "sglang" and config.network.is_on_loopback),
-        "weight_sync.transport", transport,
-        "auto, nccl, gloo or disk but for rollout.engine sglang on one GPU of one host, with network.host on loopback",
+        not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
+        f"{_either(['auto', *anywhere])} but for one server on one GPU of one host, with network.host on loopback",
         "Or set weight_sync.transport: auto.",
     )
 

@@ -1,125 +1,126 @@
-"""The sections that say what is trained, and how."""
+"""The sections that say which models are trained or used, and how they are trained."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from async_rl.config.check import check
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from async_rl.config.section import List, Section, Unbounded, section
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("model.lora")
 class LoraConfig:
-    """Low-rank adapters in place of the whole policy; servers get, and the run saves, merged weights."""
+    """Low-rank adapters that are trained in place of the whole policy; servers get, and the run saves, merged weights.
+    """
 
-    rank: int = 0
-    """0: off, every weight is trained."""
-    alpha: float = 32.0
+    rank: NonNegativeInt = 0
+    """The rank of the adapters. 0: off, every weight is trained."""
+    alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Of the adapters' input in the gradient's forward pass: above 0 its logprobs are not the served policy's."""
-    target_modules: tuple[str, ...] = ()
-    """Names such as q_proj; empty: every linear layer but the output head."""
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 0, "model.lora.rank", self.rank, "0 (off) or more")
-        check(self.alpha > 0, "model.lora.alpha", self.alpha, "above 0")
-        check(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "in [0, 1)")
+    dropout: Share = 0.0
+    """The dropout of the adapters' input in the gradient's forward pass. Above 0 the logprobs of that pass are not
+    those of the served policy."""
+    target_modules: List[tuple[str, ...]] = ()
+    """The layers that get adapters, by names such as q_proj. Empty: every linear layer but the output head."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("model")
 class ModelConfig:
+    """The policy."""
+
     path: str
-    """Folder of a Hugging Face causal LM (config.json, safetensors, tokenizer)."""
+    """The folder of a Hugging Face causal language model (config.json, safetensors, tokenizer)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32."""
+    """The type that the model computes in. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32.
+    """
     attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = "sdpa"
-    """sdpa, eager: rows no wider than the longest answer; flex_attention, flash_attention_2 (GPU only): micro-batches
-    without padding."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The attention of the learner. sdpa and eager pad rows to the longest answer; flex_attention and
+    flash_attention_2 (GPU only) compute micro-batches without padding."""
+    lora: Section[LoraConfig] = field(default_factory=LoraConfig)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("critic")
 class CriticConfig:
+    """The model that estimates values, trained with advantages that need one (gae, vtrace)."""
+
     path: str = ""
-    """Empty: starts from model.path with a fresh value head."""
-    lr: float = 1e-5
-    warmup_steps: int = 0
+    """The folder that the critic starts from. Empty: model.path, with a fresh value head."""
+    lr: PositiveFloat = 1e-5
+    """The critic's learning rate."""
+    warmup_steps: NonNegativeInt = 0
     """Steps that train the critic alone before the policy moves."""
-    value_clip: float = 0.2
-    """0 turns value clipping off."""
-
-    def __post_init__(self) -> None:
-        check(self.lr > 0, "critic.lr", self.lr, "above 0")
-        check(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "0 or more")
-        check(self.value_clip >= 0, "critic.value_clip", self.value_clip, "0 or more")
+    value_clip: NonNegativeFloat = 0.2
+    """Values are clipped to this distance from those at the start of the step. 0 turns clipping off."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("reference")
 class ReferenceConfig:
-    """The frozen model of a KL term; loaded only if there is one."""
+    """The frozen model of the KL term; it is loaded only if algorithm.kl.kind needs it."""
 
     path: str = ""
-    """Empty: model.path as it was at the start of the run; with LoRA that is the policy without its adapters."""
+    """The folder of the reference. Empty: model.path as it was at the start of the run; with LoRA that is the policy
+    without its adapters."""
     offload: bool = False
-    """Keep it in CPU memory between uses (GPU only)."""
+    """Keep the reference in CPU memory between uses (GPU only)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("reward_model")
 class RewardModelConfig:
+    """A model that scores answers in place of the task's rule."""
+
     path: str = ""
-    """Folder of a Hugging Face sequence-classification model with one output, the reward. Empty: the worker's rule."""
+    """The folder of a Hugging Face sequence-classification model with one output, the reward. Empty: the task's rule.
+    """
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("learner")
 class LearnerConfig:
-    prompts_per_step: int = 16
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    max_tokens_per_microbatch: int = 16_384
-    """Tokens one forward/backward holds, padding included."""
+    """The optimizer, and the sizes of a batch."""
+
+    prompts_per_step: PositiveInt = 16
+    """Rollout groups in a batch."""
+    lr: PositiveFloat = 1e-6
+    """The policy's learning rate."""
+    betas: List[tuple[Share, Share]] = (0.9, 0.999)
+    """The betas of AdamW."""
+    weight_decay: NonNegativeFloat = 0.0
+    """The weight decay of AdamW."""
+    max_tokens_per_microbatch: PositiveInt = 16_384
+    """Tokens that one forward and backward pass holds, padding included."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of each transformer block and compute the rest anew in the backward pass: less memory, a
+    """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
     third more work."""
     compile: bool = False
-    """torch.compile of each transformer block."""
-    grad_clip: float = 1.0
-    """Largest norm of a step's gradient; .inf: no limit."""
-    warmup_steps: int = 0
-    """Linear learning-rate warm-up, in optimizer steps."""
-    decay_fraction: float = 0.0
-    """Over the last such share of run.steps all learning rates go linearly to 0, so that a run does not end on a large
-    step; 0: they stay."""
+    """Compile each transformer block with torch.compile."""
+    grad_clip: Annotated[Unbounded, Field(gt=0)] = 1.0
+    """The largest norm of a step's gradient; .inf: no limit."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Over this last share of run.steps all learning rates fall linearly to 0, so that a run does not end on a large
+    step. 0: they stay."""
     sharding: Literal["full", "hybrid"] = "full"
-    """full: weights, gradients and optimizer state are split over all ranks; hybrid: over those of a node, each with
-    a copy of them, so that only gradients travel between nodes."""
-    max_skipped_steps: int = 3
-    """So many optimizer steps in a row without a finite loss and gradient end the run; fewer are skipped, counted."""
-
-    def __post_init__(self) -> None:
-        check(self.prompts_per_step >= 1, "learner.prompts_per_step", self.prompts_per_step, "at least 1")
-        check(self.lr > 0, "learner.lr", self.lr, "above 0")
-        check(all(0 <= b < 1 for b in self.betas), "learner.betas", self.betas, "two numbers in [0, 1)")
-        check(self.weight_decay >= 0, "learner.weight_decay", self.weight_decay, "0 or more")
-        check(self.grad_clip > 0, "learner.grad_clip", self.grad_clip, "above 0")
-        check(self.warmup_steps >= 0, "learner.warmup_steps", self.warmup_steps, "0 or more")
-        check(0 <= self.decay_fraction <= 1, "learner.decay_fraction", self.decay_fraction, "between 0 and 1")
-        check(self.max_skipped_steps >= 1, "learner.max_skipped_steps", self.max_skipped_steps, "at least 1")
+    """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
+    a node and copied to each node, so that only gradients travel between nodes."""
+    max_skipped_steps: PositiveInt = 3
+    """An optimizer step without a finite loss and gradient is skipped and counted; this many in a row end the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("sft")
 class SftConfig:
-    base: str = "tiny-qwen2"
-    """tiny-qwen2 | tiny-llama (built from config with a character tokenizer), or a Hugging Face folder."""
-    steps: int = 200
-    batch_size: int = 128
-    lr: float = 2e-3
-    target_loss: float = 0.0
-    """Ends early once the mean loss of the last steps, in nats a token, is below."""
+    """How `async-rl sft` makes model.path by supervised fine-tuning."""
 
-    def __post_init__(self) -> None:
-        check(self.target_loss >= 0, "sft.target_loss", self.target_loss, "0 (off) or more")
-        check(self.steps >= 1, "sft.steps", self.steps, "at least 1")
-        check(self.batch_size >= 1, "sft.batch_size", self.batch_size, "at least 1")
-        check(self.lr > 0, "sft.lr", self.lr, "above 0")
+    base: str = "tiny-qwen2"
+    """tiny-qwen2 or tiny-llama (made from scratch, with a character tokenizer), or a Hugging Face folder."""
+    steps: PositiveInt = 200
+    """Optimizer steps at most."""
+    batch_size: PositiveInt = 128
+    """Examples in a step."""
+    lr: PositiveFloat = 2e-3
+    """The learning rate."""
+    target_loss: NonNegativeFloat = 0.0
+    """Training ends early once the mean loss of the last steps, in nats a token, is below this. 0: it does not."""

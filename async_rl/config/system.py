@@ -1,111 +1,122 @@
-"""The sections that say where it runs and how its processes talk."""
+"""The sections that say where a run's processes are, how they talk, and what they keep."""
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import field
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.section import Named, Section, checked, section
+from async_rl.seams import TRANSPORTS, TransportEntry, find_entry
 
-LONGEST_WAIT_S = 1e6
-"""Eleven days. ZMQ counts the milliseconds of a wait in 32 bits."""
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""Eleven days at most: ZMQ counts the milliseconds of a wait in 32 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("run")
 class RunConfig:
-    name: str = "run"
+    """The run: its name, its length, and what it continues."""
+
+    name: Annotated[str, checked(lambda name: bool(name) and "/" not in name, "a folder name without '/'")] = "run"
+    """The name of the run's folder."""
     dir: str = "runs"
-    seed: int = 0
-    steps: int = 100
+    """The folder that holds the run's folder."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """The seed of prompts, sampling and training. Engines take no others."""
+    steps: PositiveInt = 100
     """Learner steps (batches) to take in this run."""
-    seconds: float = 0.0
-    """Ends the run after the learner step in which so much time has passed since the first one; 0: no limit."""
+    seconds: NonNegativeFloat = 0.0
+    """The run ends after the learner step in which this much time has passed since the first one. 0: no limit."""
     resume: str = ""
-    """Run directory to continue, from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
-
-    def __post_init__(self) -> None:
-        check(0 <= self.seed < 2**32, "run.seed", self.seed, "0 to 2**32 - 1", "Engines take no other seeds.")
-        check(self.steps >= 1, "run.steps", self.steps, "at least 1")
-        check(self.seconds >= 0, "run.seconds", self.seconds, "0 (no limit) or more")
-        check(bool(self.name) and "/" not in self.name, "run.name", self.name, "a folder name without '/'")
+    """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("weight_sync")
 class WeightSyncConfig:
-    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "disk"] = "auto"
-    """auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where SGLang and one learner
-    rank share one, else disk."""
+    """How new weights reach the rollout servers."""
+
+    transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
+    """What carries the weights. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc
+    where SGLang and one learner rank share one, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """Requests that run when new weights come: in_place: pause, keep their KV, continue; retract: recompute it; drain:
-    finish first; abort: resubmit what there is of the answer."""
-    every_steps: int = 1
+    """What happens to requests that are running when new weights come. in_place: they pause, keep their KV cache and
+    continue. retract: their KV cache is computed again. drain: they finish first. abort: what there is of the answer is
+    submitted again."""
+    every_steps: PositiveInt = 1
+    """Learner steps between two pushes."""
     background: bool = False
-    """Servers generate on while new weights arrive beside the old, and pause to swap them. rollout.engine hf only."""
-    bucket_bytes: int = 512 * 2**20
+    """Servers go on generating while new weights arrive beside the old ones, and pause only to swap them."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
+    """Bytes that are sent at once."""
     verify: bool = True
-    """After the first push, compare the server's logprobs of a probe text with the learner's."""
+    """Compare the server's logprobs of a probe text with the learner's after the first push."""
 
-    def __post_init__(self) -> None:
-        check(self.every_steps >= 1, "weight_sync.every_steps", self.every_steps, "at least 1")
-        check(self.bucket_bytes >= 1024, "weight_sync.bucket_bytes", self.bucket_bytes, "at least 1024")
+    @property
+    def transport_entry(self) -> TransportEntry | None:
+        """What `transport` declares in the table; None for auto."""
+        return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("placement.learner")
 class LearnerPlacement:
-    nodes: int = 1
-    gpus_per_node: int = 0
-    """Ranks on each node, a GPU of its own each. 0: `ranks` says how many, on the GPUs that there are, else on CPU."""
-    ranks: int = 0
-    """On all nodes together. 0: nodes * gpus_per_node, or one a node."""
+    """Where the learner's ranks are."""
+
+    nodes: PositiveInt = 1
+    """Nodes that hold learner ranks."""
+    gpus_per_node: NonNegativeInt = 0
+    """Ranks on each node, with a GPU each. 0: `ranks` says how many, on the GPUs that there are, else on CPU."""
+    ranks: NonNegativeInt = 0
+    """Ranks on all nodes together. 0: nodes * gpus_per_node, or one on each node."""
     resource: str = ""
-    """Ray resource a node must offer (`ray start --resources`), to tell kinds of hosts apart; empty: any node will do.
+    """The Ray resource that a node must offer (`ray start --resources`), to tell kinds of hosts apart. Empty: any node.
     """
 
     def __post_init__(self) -> None:
-        check(self.nodes >= 1, "placement.learner.nodes", self.nodes, "at least 1")
-        check(self.gpus_per_node >= 0, "placement.learner.gpus_per_node", self.gpus_per_node, "0 or more")
         derived = self.nodes * max(1, self.gpus_per_node)
         ranks = self.ranks or derived
         check(
-            ranks == derived if self.gpus_per_node else ranks >= 1 and ranks % self.nodes == 0,
-            "placement.learner.ranks", ranks,
+            ranks == derived if self.gpus_per_node else ranks % self.nodes == 0, "placement.learner.ranks", ranks,
             f"nodes * gpus_per_node = {derived}" if self.gpus_per_node else f"a multiple of {self.nodes} nodes",
         )
         object.__setattr__(self, "ranks", ranks)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("placement.rollout")
 class RolloutPlacement:
-    nodes: int = 0
-    """Of their own, without learner ranks. 0: servers run on the learner's nodes."""
-    servers: int = 1
-    tp: int = 1
-    """GPUs of each server."""
+    """Where the rollout servers are."""
+
+    nodes: NonNegativeInt = 0
+    """Nodes reserved for rollout servers. 0: they share the learner's."""
+    servers: PositiveInt = 1
+    """Rollout servers on all nodes together."""
+    tp: PositiveInt = 1
+    """GPUs of each server (tensor parallelism)."""
     resource: str = ""
-    """As placement.learner.resource, for nodes of their own."""
-    max_restarts: int = 3
-    """Times one server may die between two learner steps; once more, or 0, and its death ends the run."""
+    """Like placement.learner.resource, for the nodes reserved for rollout servers."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts allowed for each server between two learner steps; one more failure ends the run."""
 
     def __post_init__(self) -> None:
-        check(self.nodes >= 0, "placement.rollout.nodes", self.nodes, "0 (on the learner's nodes) or more")
         check(
-            self.servers >= 1 and self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
-            f"a multiple of {self.nodes} nodes" if self.nodes > 1 else "at least 1",
+            self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
+            f"a multiple of {self.nodes} nodes",
         )
-        check(self.tp >= 1, "placement.rollout.tp", self.tp, "at least 1")
-        check(self.max_restarts >= 0, "placement.rollout.max_restarts", self.max_restarts, "0 or more")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("placement")
 class PlacementConfig:
-    learner: LearnerPlacement = field(default_factory=LearnerPlacement)
-    rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
+    """Where learner ranks and rollout servers are."""
+
+    learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
+    rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
     colocated: bool = False
     """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
     pin_cpus: bool = False
-    """Each rollout server and learner rank keeps to an equal share of this host's cores, all its own: without GPUs,
-    overlap is real only then."""
+    """Each rollout server and learner rank keeps to cores of its own, an equal share of this host's. Without GPUs, they
+    overlap only with this."""
 
     def __post_init__(self) -> None:
         check(
@@ -120,6 +131,7 @@ class PlacementConfig:
 
     @property
     def num_nodes(self) -> int:
+        """Nodes of the whole run."""
         return self.learner.nodes + self.rollout.nodes
 
     @property
@@ -130,70 +142,74 @@ class PlacementConfig:
 
     @property
     def servers_per_node(self) -> int:
+        """Rollout servers on each node that has any."""
         return self.rollout.servers // (self.rollout.nodes or self.learner.nodes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("checkpoint")
 class CheckpointConfig:
-    every_steps: int = 100
-    """Learner and buffer at one cut, in run_dir/checkpoints, every so many steps and at the end; 0: only after Ctrl-C
-    or SIGTERM."""
-    keep_last: int = 2
-    keep_best: int = 0
-    """Keep so many more: those with the highest `best_metric`."""
+    """When learner and buffer are saved, to one consistent state, in run_dir/checkpoints."""
+
+    every_steps: NonNegativeInt = 100
+    """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: NonNegativeInt = 0
+    """Further checkpoints to keep: those with the highest `best_metric`."""
     best_metric: str = "eval/accuracy"
-
-    def __post_init__(self) -> None:
-        check(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "0 (off) or more")
-        check(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
-        check(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")
+    """The metric that the best checkpoints are chosen by."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("logging")
 class LoggingConfig:
+    """Where metrics go besides run_dir/metrics.jsonl."""
+
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online when the user is logged in, else off."""
+    """The mode of wandb. auto: online when the user is logged in, else disabled."""
     project: str = "async-rl"
+    """The project in wandb."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _is_one_interface(host: str) -> bool:
+    try:
+        return not ipaddress.IPv4Address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+@section("network")
 class NetworkConfig:
-    """Of this host's sockets. On several nodes each process listens on the address by which Ray knows its node
-    (`ray start --node-ip-address` chooses it), and keys are made for the run where there are none."""
+    """The sockets of a run on one host. On several, each process listens on the address by which Ray knows its node
+    (`ray start --node-ip-address` chooses it), and keys are made for the run if there are none."""
 
-    host: str = "127.0.0.1"
-    """IPv4 address that sockets bind and others reach. Beyond loopback only with keys, or insecure."""
-    port: int = 0
-    """Of the buffer. 0: a free one."""
+    host: Annotated[str, checked(_is_one_interface, (
+        "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
+        "this host that the others reach)"
+    ))] = "127.0.0.1"  # fmt: skip
+    """The IPv4 address that sockets bind and others reach. Beyond loopback it needs keys, or insecure."""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """The port of the buffer. 0: a free one."""
     keys: str = ""
-    """Folder made by `async-rl keys new`: groups and batches are encrypted, only who holds the client's key is let in,
-    and rollout servers beyond loopback ask for an API key made from it."""
+    """The folder made by `async-rl keys new`. With keys, groups and batches are encrypted, only clients that hold the
+    client's key are let in, and rollout servers beyond loopback ask for an API key made from it."""
     insecure: bool = False
-    """Accept that whoever reaches `host` can read, and write into, the training data."""
+    """Accept that whoever reaches `host` can read the training data and write into it."""
 
     def __post_init__(self) -> None:
-        try:
-            address = ipaddress.IPv4Address(self.host)
-        except ValueError:
-            address = ipaddress.IPv4Address(0)
         check(
-            not address.is_unspecified, "network.host", self.host, "the IPv4 address of one interface, in numbers",
-            "127.0.0.1 where all processes share a host; else an address of this host that the others reach.",
-        )
-        check(0 <= self.port < 2**16, "network.port", self.port, "0 (a free one) to 65535")
-        check(
-            address.is_loopback or bool(self.keys) or self.insecure, "network.host", self.host,
+            self.is_on_loopback or bool(self.keys) or self.insecure, "network.host", self.host,
             "a loopback address unless network.keys or network.insecure is set",
             "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
         )
 
     @property
     def is_on_loopback(self) -> bool:
+        """Whether no other host can reach the sockets."""
         return ipaddress.IPv4Address(self.host).is_loopback
 
 
 class Limit(NamedTuple):
-    """How long one wait may last, with the key that says so: who gives up names it."""
+    """How long one wait may last, and the key that says so, for the error of a wait that lasts longer."""
 
     seconds: float
     key: str
@@ -202,37 +218,36 @@ class Limit(NamedTuple):
         return f"{self.seconds:.0f} s ({self.key})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("timeouts")
 class TimeoutsConfig:
-    """One per named wait, in seconds."""
+    """How long each wait may last, in seconds."""
 
-    server_start_s: float = 600.0
-    join_s: float = 120.0
+    server_start_s: Seconds = 600.0
+    """The start of a rollout server."""
+    join_s: Seconds = 120.0
     """Processes finding each other: torch.distributed, weight group, buffer."""
-    generate_s: float = 1800.0
+    generate_s: Seconds = 1800.0
     """One group at the engine."""
-    eval_s: float = 3600.0
-    """The whole held-out set, before and after training, or while a push waits for it (eval.pin_version)."""
-    reward_s: float = 30.0
-    """One call of the reward function, from when a thread begins on it."""
-    batch_s: float = 1800.0
+    eval_s: Seconds = 3600.0
+    """An evaluation before or after training, or while a push waits for it (eval.pin_version)."""
+    reward_s: Seconds = 30.0
+    """One call of the reward function, from when a thread begins with it."""
+    batch_s: Seconds = 1800.0
     """The learner waiting for a batch."""
-    push_s: float = 300.0
+    push_s: Seconds = 300.0
     """One weight push."""
-    wire_s: float = 30.0
+    wire_s: Seconds = 30.0
     """One request to the buffer."""
-    silent_s: float = 60.0
-    """A process that tells the driver nothing for so long counts as dead; a buffer with a journal after wire_s / 3."""
-    shutdown_s: float = 30.0
-    interrupt_s: float = 300.0
-    """After Ctrl-C or SIGTERM: the step that runs, and its checkpoint. Then the run ends without."""
-    checkpoint_s: float = 1800.0
-    """One checkpoint on its way to the disk."""
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            check(0 < value <= LONGEST_WAIT_S, f"timeouts.{name}", value, f"above 0, at most {LONGEST_WAIT_S:.0f}")
+    silent_s: Seconds = 60.0
+    """A process that tells the driver nothing for this long counts as dead; a buffer with a journal does so after
+    wire_s / 3."""
+    shutdown_s: Seconds = 30.0
+    """The end of a process that was asked to end."""
+    interrupt_s: Seconds = 300.0
+    """After Ctrl-C or SIGTERM, the step that runs and its checkpoint. After that the run ends without them."""
+    checkpoint_s: Seconds = 1800.0
+    """The writing of one checkpoint."""
 
     def limit(self, name: str) -> Limit:
+        """The timeout `name` with its key."""
         return Limit(getattr(self, name), f"timeouts.{name}")

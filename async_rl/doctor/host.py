@@ -22,7 +22,7 @@ from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
-from async_rl.seams import ENGINES, EngineEntry, find_entry
+from async_rl.seams import EngineEntry
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
@@ -54,7 +54,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
     Args:
         is_driver: else this is another host of the run, and only what every host needs is checked.
     """
-    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine") if config else None
+    engine = config.rollout.engine_entry if config else None
     checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
     checks += [_package(name) for name in ("torch", "transformers", "ray")]
     checks += [_sglang(engine), _gpu(engine), _loopback(), _memory(), _shared_memory(), _cores()]

@@ -23,7 +23,6 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.network import use_interface
-from async_rl.seams import ENGINES, find_entry
 from async_rl.telemetry.metrics import Report
 from async_rl.telemetry.status import Status
 
@@ -89,7 +88,7 @@ class RolloutActor:
         from rollout_server.engines.base import open_engine
         from rollout_server.tasks.base import open_task
 
-        if find_entry(ENGINES, self._config.rollout.engine, "rollout.engine").computes_in_worker:
+        if self._config.rollout.engine_entry.computes_in_worker:
             import torch
 
             torch.set_num_threads(threads_per_process(self._config))

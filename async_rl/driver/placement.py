@@ -17,6 +17,7 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.driver.resources import JOIN_COMMANDS, Bundle, Host, assign, bundles, compact
 from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.seams import choose_transport
 
 
 class NoClusterError(ConfigError):
@@ -99,7 +100,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         ConfigError: the transport does not fit the placement.
     """
     if config.weight_sync.transport == "auto":
-        transport: Any = _transport(config, reservation.bundles)
+        transport = _transport(config, reservation.bundles)
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
     check_ipc(config, reservation.bundles)
     network = config.network
@@ -119,9 +120,10 @@ def check_ipc(config: Config, parts: Sequence[Bundle]) -> None:
     Raises:
         ConfigError: weights are to go by cuda_ipc, and learner and servers will not be on one GPU.
     """
-    asked, gpus = config.weight_sync.transport, sum(part.gpus for part in parts)
+    asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
+    needs_one_device = entry is not None and entry.needs_one_device
     check(
-        asked != "cuda_ipc" or gpus == 0 or _on_one_gpu(config, parts), "weight_sync.transport", asked,
+        not needs_one_device or gpus == 0 or _on_one_gpu(config, parts), "weight_sync.transport", asked,
         f"auto, nccl or disk where learner and servers are not on one GPU, but on {gpus:g}",
         "Or set placement.colocated: true with one learner rank and one server.",
     )
@@ -129,14 +131,11 @@ def check_ipc(config: Config, parts: Sequence[Bundle]) -> None:
 
 def _transport(config: Config, parts: Sequence[Bundle]) -> str:
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
-    if shares == {0.0}:
-        return "gloo"
-    if config.rollout.server_url:
-        return "disk"  # which GPU it is on is not known here
-    if min(shares) >= 1:
-        return "nccl"
-    can_map = config.rollout.engine == "sglang" and config.network.is_on_loopback
-    return "cuda_ipc" if can_map and _on_one_gpu(config, parts) else "disk"
+    is_known = not config.rollout.server_url  # on which GPU the server is
+    one_device = is_known and config.network.is_on_loopback and _on_one_gpu(config, parts)
+    device_type = "cpu" if shares == {0.0} else "cuda"
+    own_gpus = is_known and min(shares) >= 1
+    return choose_transport(config.rollout.engine_entry, device_type, one_device=one_device, own_gpus=own_gpus)
 
 
 def _on_one_gpu(config: Config, parts: Sequence[Bundle]) -> bool:

@@ -98,13 +98,14 @@ def _check_placement(config: Config) -> None:
 
 
 def _check_transport(config: Config) -> None:
-    transport, gpus = config.weight_sync.transport, gpus_here()
+    transport, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, gpus_here()
     check(
-        gpus > 0 or transport != "nccl", "weight_sync.transport", transport,
+        gpus > 0 or entry is None or "cpu" in entry.devices, "weight_sync.transport", transport,
         "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
     )
     check(
-        gpus != 1 or transport != "nccl" or bool(config.rollout.server_url), "weight_sync.transport", transport,
+        gpus != 1 or entry is None or not entry.needs_own_gpus or bool(config.rollout.server_url),
+        "weight_sync.transport", transport,
         "auto, cuda_ipc or disk on a host with one GPU", "NCCL refuses two ranks on one device.",
     )
     check_ipc(config, bundles(config, gpus))

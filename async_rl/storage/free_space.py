@@ -13,7 +13,7 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, find_entry
+from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.model_folder import weight_files
 
@@ -76,10 +76,9 @@ def existing_parent(path: Path) -> Path:
 
 def _may_write_model_folders(config: Config) -> bool:
     """Whether the transport that weight_sync.transport names, or may choose, passes weights through folders."""
-    name = config.weight_sync.transport
-    if name != "auto":
-        return find_entry(TRANSPORTS, name, "weight_sync.transport").writes_files
-    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine")
+    if named := config.weight_sync.transport_entry:
+        return named.writes_files
+    engine = config.rollout.engine_entry
     return any(entry.writes_files for entry in TRANSPORTS.values() if entry.delivers in engine.receives)
 
 
@@ -104,7 +103,7 @@ def _checkpoint_bytes(config: Config) -> int:
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
         trained = sum(map(math.prod, shapes))
-    if find_entry(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage").needs_critic:
+    if config.algorithm.advantage_entry.needs_critic:
         trained += sum(map(math.prod, _shapes(Path(config.critic.path or config.model.path))))
     return BYTES_PER_PARAMETER * trained
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from async_rl.config import Config
-from async_rl.config.check import check
-from async_rl.seams import ENGINES, TRANSPORTS, choose_transport, find_entry
+from async_rl.seams import TRANSPORTS, choose_transport
 from async_rl.weights.base import PushReport, WeightPublisher
 
 if TYPE_CHECKING:
@@ -28,16 +27,11 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
     server on one device.
 
     Raises:
-        ConfigError: there is no such transport, it can't be imported, or the engine's servers can't receive from it.
+        ConfigError: the transport can't be imported.
     """
-    engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine")
-    name: str = config.weight_sync.transport
-    if name == "auto":
-        name = choose_transport(engine, device.type, one_device=True, own_gpus=False)
-    transport = find_entry(TRANSPORTS, name, "weight_sync.transport")
-    check(
-        transport.delivers in engine.receives, "weight_sync.transport", name,
-        f"one that delivers {', '.join(engine.receives)} with rollout.engine {config.rollout.engine}",
-    )
+    transport = config.weight_sync.transport_entry
+    if transport is None:
+        engine = config.rollout.engine_entry
+        transport = TRANSPORTS[choose_transport(engine, device.type, one_device=True, own_gpus=False)]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
     return publisher

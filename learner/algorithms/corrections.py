@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from async_rl.config import CorrectionKind, MasksConfig
+from async_rl.config import MasksConfig
 from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
 
 
@@ -24,7 +24,7 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 
 
 def importance_weights(
-    kind: CorrectionKind,
+    kind: str,
     log_rho: Tensor,  # [N]
     advantages: Tensor,  # [N]
     trained: Tensor,  # [N] bool

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from async_rl.config import AlgorithmConfig, Config
-from async_rl.config.algorithm import CRITIC_ADVANTAGES
 from async_rl.types import Batch, FloatArray, RolloutGroup
 from learner.algorithms.advantages import dr_grpo, gae, grpo, maxrl, remax, returns_to_go, rloo, vtrace, whiten
 from learner.packing.microbatches import MicroBatch
@@ -27,7 +26,7 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     tokens of the batch, but for a penalty that comes first (`whitens_penalised`).
     """
     algorithm = config.algorithm
-    if algorithm.advantage in CRITIC_ADVANTAGES:
+    if algorithm.advantage_entry.needs_critic:
         return [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
     masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
     if algorithm.advantage == "reinforce_pp":

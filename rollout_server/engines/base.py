@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from async_rl.config import Config
-from async_rl.seams import ENGINES, find_entry
 from async_rl.types import FloatArray, IntArray, Prompt
 
 
@@ -75,5 +74,5 @@ def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
     Raises:
         ConfigError: there is no such engine, or it can't be imported.
     """
-    engine: Engine = find_entry(ENGINES, config.rollout.engine, "rollout.engine").load()(config, index, log_dir)
+    engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine

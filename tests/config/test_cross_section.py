@@ -23,7 +23,8 @@ def load(tmp_path: Path, *overrides: str) -> Config:
     [
         (
             ["weight_sync.background=true"],
-            "weight_sync.background must be false with rollout.engine sglang, got True. SGLang loads what it receives",
+            "weight_sync.background must be false with rollout.engine sglang, got True (command line). "
+            "This engine loads what it receives into the weights it samples from",
         ),
         (
             ["weight_sync.every_steps=3", "staleness.max=1"],
@@ -36,50 +37,57 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
-        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0.0"),
-        (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid'."),
-        (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True. Nothing is"),
+        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0 (command line)"),
+        (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid' ("),
+        (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True (command line)."),
         (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
-            "buffer.max_uses must be 1 with staleness.max 0, got 2. A used group is at least one version old.",
+            "buffer.max_uses must be 1 with staleness.max 0, got 2 (command line). A used group is at least one "
+            "version old.",
         ),
         (
             ["staleness.late=mask", "weight_sync.on_update=drain"],
-            "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask'. All tokens of a",
+            "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask' (command line). All",
         ),
         (
             ["placement.rollout.tp=2", "rollout.engine=hf"],
-            "placement.rollout.tp must be 1 with rollout.engine hf, got 2. It computes on one device. Raise",
+            "placement.rollout.tp must be 1 with rollout.engine hf, got 2 (command line). It can't split",
         ),
         (
             ["rollout.server_args={disable_overlap_schedule: false}"],
-            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False}. Else tokens are",
+            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False} "
+            "(command line). Else tokens are",
         ),
         (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
         (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
         (
             ["staleness.mode=exact", "weight_sync.on_update=drain", "weight_sync.every_steps=2", "staleness.max=2"],
-            "weight_sync.every_steps must be 1 with staleness.mode exact, got 2. Every version trains a batch of its",
+            "weight_sync.every_steps must be 1 with staleness.mode exact, got 2 (command line). Every version trains a",
         ),
         (
             ["staleness.mode=exact", "weight_sync.on_update=drain", "staleness.max=2", "buffer.max_uses=2",
              "buffer.fresh_fraction=0.5"],
-            "buffer.max_uses must be 1 with staleness.mode exact, got 2. A group used again is older.",
+            "buffer.max_uses must be 1 with staleness.mode exact, got 2 (command line). A group used again is",
+        ),
+        (
+            ["weight_sync.transport=cuda_ipc", "rollout.engine=hf"],
+            "weight_sync.transport must be auto, nccl, gloo or disk with rollout.engine hf, got 'cuda_ipc' "
+            "(command line). Or set rollout.engine: sglang.",
         ),
         *(
             (
                 ["weight_sync.transport=cuda_ipc", elsewhere],
-                "weight_sync.transport must be auto, nccl, gloo or disk but for rollout.engine sglang on one GPU",
+                "weight_sync.transport must be auto, nccl, gloo or disk but for one server on one GPU of one host",
             )
             for elsewhere in (
-                "rollout.engine=hf", "placement.rollout.nodes=1", "placement.rollout.tp=2",
-                "placement.learner.gpus_per_node=2", "network={host: 10.0.0.1, insecure: true}",
+                "placement.rollout.nodes=1", "placement.rollout.tp=2", "placement.learner.gpus_per_node=2",
+                "network={host: 10.0.0.1, insecure: true}",
             )
         ),
     ],
 )
-def test_a_senseless_combination_is_refused_with_the_alternative(
+def test_settings_that_do_not_work_together_are_refused_with_the_alternative(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -94,8 +102,8 @@ BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=10", "eval.every_steps
     ("overrides", "message"),
     [
         (["checkpoint.best_metric=eval/acuracy"], "must be one of eval/accuracy, eval/reward, "),
-        (["checkpoint.best_metric=eval/pass_at_2"], "with eval.samples 1, got 'eval/pass_at_2'. Or one that steps"),
-        (["eval.size=0"], "eval.size must be above 0 with checkpoint.keep_best, got 0. eval/accuracy is measured on"),
+        (["checkpoint.best_metric=eval/pass_at_2"], "with eval.samples 1, got 'eval/pass_at_2' (command line). Or one"),
+        (["eval.size=0"], "eval.size must be above 0 with checkpoint.keep_best, got 0 (command line). eval/accuracy"),
         (["task={path: x.jsonl}"], "task.eval_path must be the held-out file with checkpoint.keep_best and task.path"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.config import CorrectionKind, MasksConfig
+from async_rl.config import MasksConfig
 from learner.algorithms.corrections import (
     dropped_tokens,
     importance_weights,
@@ -42,7 +42,7 @@ class Case:
         self.answers = torch.arange(self.count).repeat_interleave(self.rows.shape[1])
         self.advantages = torch.full_like(self.log_rho, adv)
 
-    def weights(self, kind: CorrectionKind) -> Tensor:
+    def weights(self, kind: str) -> Tensor:
         """[rows, T], 0 where not trained."""
         flat = importance_weights(
             kind, self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count

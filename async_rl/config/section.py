@@ -1,0 +1,104 @@
+"""How a section of the configuration is declared: a frozen pydantic dataclass that converts and guesses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from async_rl.config.schema import explain
+from async_rl.seams import find_entry
+
+T = TypeVar("T")
+
+_RULES = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+def section(key: str) -> Callable[[type[T]], type[T]]:
+    """Make a frozen, validated dataclass of a class. The string under a field is its description.
+
+    Unknown names, values of another type (only an int passes as a float), infinite numbers and values outside of the
+    range at the field raise SettingsError. A section inside another is validated together with it.
+
+    Args:
+        key: the section's own key, e.g. `algorithm.clip`; empty for the whole configuration.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        kind.__get_pydantic_core_schema__ = classmethod(_from_mapping)  # type: ignore[attr-defined]
+        validated: Any = dataclass(frozen=True, kw_only=True, config=_RULES)(kind)
+        construct = validated.__init__
+
+        def __init__(self: Any, **settings: Any) -> None:
+            try:
+                construct(self, **settings)
+            except ValidationError as error:
+                raise explain(error, validated, key) from None
+
+        validated.__init__ = __init__
+        return validated
+
+    return decorate
+
+
+def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """The schema of a section: a dict may fill it, though its own fields are strict."""
+    schema = handler(source)
+    resolved: Any = handler.resolve_ref_schema(schema)
+    resolved["strict"] = False
+    return schema
+
+
+class Named:
+    """A text that is a name in `table`, one of `also`, or, with `key`, `module:name` of an entry like the table's."""
+
+    def __init__(self, table: Mapping[str, Any], key: str = "", also: Collection[str] = ()) -> None:
+        self.table, self.key, self.names = table, key, [*also, *table]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        names: dict[str, Any] = {"type": "string", "enum": self.names}
+        outside = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "module:name of one from outside"}
+        return {"anyOf": [names, outside]} if self.key else names
+
+    def _check(self, name: str) -> str:
+        if name not in self.names:
+            if not (self.key and ":" in name):
+                raise PydanticCustomError("unknown_name", "unknown name")
+            find_entry(self.table, name, self.key)
+        return name
+
+
+def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
+    """A check of one field; `allowed` says in the error what the value must be."""
+
+    def validate(value: Any) -> Any:
+        if not is_allowed(value):
+            raise ValueError(allowed)
+        return value
+
+    return AfterValidator(validate)
+
+
+Section = Annotated[T, BeforeValidator(lambda given: {} if given is None else given)]
+"""A section, or a dict of free names; left empty it has its defaults."""
+List = Annotated[T, Strict(False)]
+"""A tuple that is written as a list."""
+Unbounded = Annotated[float, Field(allow_inf_nan=True, json_schema_extra={"mayBeInfinite": True})]
+"""A limit that .inf turns off."""

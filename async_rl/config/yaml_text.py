@@ -1,0 +1,76 @@
+"""YAML 1.2 text to values with the line of each key, and back: `1e-4` is a number, and `off` and dates are text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+
+def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
+    """The values in `text`, and the line, counted from 1, of every dotted key.
+
+    Raises:
+        yaml.YAMLError: it is not valid YAML, holds a tag that stands for an object, or a key stands twice.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines: dict[str, int] = {}
+        for key, line in _lines(node):
+            lines.setdefault(key, line)
+        return loader.construct_document(node), lines
+    finally:
+        loader.dispose()
+
+
+def write_yaml(value: Any) -> str:
+    """`value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen = set()
+    for name, value in node.value:
+        if not isinstance(name, yaml.ScalarNode):
+            continue
+        if name.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {name.value!r} stands twice", name.start_mark)
+        seen.add(name.value)
+        yield prefix + name.value, name.start_mark.line + 1
+        yield from _lines(value, f"{prefix}{name.value}.")
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that _Loader would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
+
+_TAG = "tag:yaml.org,2002:"
+_REPLACED = ("bool", "float", "timestamp")
+_BOOL = re.compile("^(?:true|True|TRUE|false|False|FALSE)$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:\.\d+|\d+\.\d*)(?:[eE][-+]?\d+)?$"
+    r"|^[-+]?\d+[eE][-+]?\d+$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0].removeprefix(_TAG) not in _REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _class.add_implicit_resolver(_TAG + "bool", _BOOL, list("tTfF"))
+    _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))

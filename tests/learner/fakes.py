@@ -38,8 +38,8 @@ class FakeClient:
     def served(self, version: int) -> None:
         self.calls.append(("served", version))
 
-    def cut(self, version: int) -> dict[str, Any]:
-        self.calls.append(("cut", version))
+    def buffer_checkpoint(self, version: int) -> dict[str, Any]:
+        self.calls.append(("buffer_checkpoint", version))
         return {}
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         ("take", 2),
         ("trained", 3),
         ("push", 3),
-        ("cut", 3),
+        ("buffer_checkpoint", 3),
         ("close", -1),
     ]
     assert [report.step for report in reports] == [1, 2, 3]

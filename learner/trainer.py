@@ -278,7 +278,7 @@ class Learner:
             self._await_evaluation()
         with self._timeline.span("sync", "make room"):
             if self.rank == 0:
-                self._publisher.make_room()
+                self._publisher.release_server_memory()
             dist.barrier()
 
     def _push(self, batch: Batch | None, is_last: bool) -> bool:

@@ -130,7 +130,7 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
         if report.eval_due:
             threading.Timer(0.3, end_the_evaluation).start()
     assert [call for call, _ in publisher.calls] == [
-        "connect", *["make_room", "push", "evaluated"] * 2, "make_room", "push",
+        "connect", *["release_server_memory", "push", "evaluated"] * 2, "release_server_memory", "push",
     ]
 
 

@@ -25,12 +25,13 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import threads_per_process
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import IntArray
 from rollout_server.engines.base import Completion, GenerationRequest, Load
-from rollout_server.engines.sglang.attach_server import take_over
+from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.sglang.attach_server import attach_server
 from rollout_server.engines.sglang.sglang_process import ServerProcess, server_flags
 
 LOAD_TIMEOUT_S = 2.0
@@ -80,7 +81,7 @@ class SGLangEngine:
         )
         self._aborting = asyncio.create_task(self._abort_given_up())
         if url := self._config.rollout.server_url:
-            await take_over(self._session, url, self._config)
+            await asyncio.to_thread(attach_server, SGLangAdmin(self._config, url), self._config)
             self.url = url
             return
         free_bytes = psutil.virtual_memory().available
@@ -92,21 +93,17 @@ class SGLangEngine:
         self.url = self._server.url
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """When cancelled it ends its requests on the server.
+        """Sample `request.n` answers. When cancelled, end the requests on the server too.
 
-        Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
-        `timeouts.generate_s`, and AsyncRLError when the server refuses, aborts or garbles the answer."""
+        Raises:
+            ValueError: the model can't take the prompt.
+            ProcessDiedError: the server is gone.
+            AsyncRLError: the server refuses, aborts or garbles the answer.
+        """
         check_tokens(request.prompt.tokens, self.vocab_size, request.prompt.index)
         answers = [Answer(seed=sampling_seed(request, sample)) for sample in range(request.n)]
-        timeout_s = self._config.timeouts.generate_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while open_answers := [answer for answer in answers if not answer.finish_reason]:
-                    await self._generate(request, open_answers)
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"group {request.group_id} waited {timeout_s:.0f} s (timeouts.generate_s) for {self._name}"
-            ) from None
+        while open_answers := [answer for answer in answers if not answer.finish_reason]:
+            await self._generate(request, open_answers)
         return [answer.completion() for answer in answers]
 
     async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:

@@ -24,13 +24,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
 from async_rl.config import Config
-from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.network import api_key, authorization
+from async_rl.errors import ProcessDiedError, WaitTimeoutError, WeightSyncError
+from async_rl.network import api_key
 from async_rl.storage.model_folder import check_positions
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
 
 LOG_TAIL_LINES = 20
@@ -130,7 +130,7 @@ class ServerProcess:
         self.log_file = log_file
         self._flags = flags
         self._timeouts = config.timeouts
-        self._network = config.network
+        self._config = config
         self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
         # A context length is longer than the model's by the tokens SGLang reserves, at most; it refuses
         # without this.
@@ -159,8 +159,8 @@ class ServerProcess:
         `timeouts.server_start_s`.
         """
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port, identity = free_port(self._network.host), f"async-rl-{uuid.uuid4().hex}"
-            self.url = f"http://{self._network.host}:{port}"
+            port, identity = free_port(self._config.network.host), f"async-rl-{uuid.uuid4().hex}"
+            self.url = f"http://{self._config.network.host}:{port}"
             self._process = self._spawn(self._flags | {"port": port, "served-model-name": identity})
             try:
                 await self._wait_ready(identity)
@@ -210,10 +210,10 @@ class ServerProcess:
             )
 
     async def _wait_ready(self, identity: str) -> None:
-        timeout_s, headers = self._timeouts.server_start_s, authorization(self._network)
+        timeout_s, admin = self._timeouts.server_start_s, SGLangAdmin(self._config, self.url)
         try:
-            async with aiohttp.ClientSession(headers=headers) as session, asyncio.timeout(timeout_s):
-                while not await self._answers(session, identity):
+            async with asyncio.timeout(timeout_s):
+                while not await asyncio.to_thread(_answers, admin, identity):
                     self.check_alive()
                     await asyncio.sleep(0.1)  # another program's start gives no event to wait for
         except TimeoutError:
@@ -223,27 +223,19 @@ class ServerProcess:
                 f"last lines of {self.log_file}:\n{self.log_tail()}"
             ) from None
 
-    async def _answers(self, session: aiohttp.ClientSession, identity: str) -> bool:
-        """True if our server is ready, and not one of another run that has taken the port.
-
-        Leaves what it has imported out of garbage collection, which would walk it for 0.3 s at a time.
-        (SGLang does so after its warm-up, which on CPU is left out.)
-        """
-        with suppress(aiohttp.ClientError):
-            async with session.get(f"{self.url}/ready") as ready:
-                if ready.status != 200:
-                    return False
-            async with session.get(f"{self.url}/v1/models") as models:
-                if identity not in await models.text():
-                    return False
-            async with session.post(f"{self.url}/freeze_gc"):
-                return True
-        return False
-
     def _log(self) -> str:
         with self.log_file.open("rb") as log:
             log.seek(self._log_start_bytes)
             return log.read().decode(errors="replace")
+
+
+def _answers(admin: SGLangAdmin, identity: str) -> bool:
+    """Whether the server is ready, and not one of another run that has taken the port. Then it is also set up."""
+    with suppress(WeightSyncError, WaitTimeoutError):
+        if admin.is_ready() and admin.serves_model(identity):
+            admin.freeze_garbage_collection()
+            return True
+    return False
 
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:

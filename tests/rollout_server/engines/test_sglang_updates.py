@@ -44,7 +44,7 @@ def push(config: Config, url: str) -> int:
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
     if config.takes_turns:
-        publisher.make_room()
+        publisher.release_server_memory()
     publisher.push(model.named_parameters(), version)
     tokens = list(range(5, 30))
     with torch.no_grad():

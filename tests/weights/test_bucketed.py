@@ -82,9 +82,9 @@ def test_in_the_background_the_servers_are_stopped_only_when_they_have_everythin
     asked: list[str] = []
 
     class Noting(SGLangAdmin):
-        def _ask(self, method, path, *arguments):  # type: ignore[no-untyped-def]
+        def ask(self, method, path, *arguments):  # type: ignore[no-untyped-def]
             asked.append(path)
-            return super()._ask(method, path, *arguments)
+            return super().ask(method, path, *arguments)
 
     class Watched(BroadcastPublisher):
         def _broadcast(self, data: Tensor) -> None:

@@ -45,21 +45,21 @@ class SGLangAdmin:
 
     def serves_model(self, name: str) -> bool:
         """Whether this is the server that was started with `--served-model-name name`."""
-        return name in str(self._ask("GET", "/v1/models"))
+        return name in str(self.ask("GET", "/v1/models"))
 
     def server_info(self) -> dict[str, Any]:
         """The arguments that the server was started with, and its state."""
-        return dict(self._ask("GET", "/server_info"))
+        return dict(self.ask("GET", "/server_info"))
 
     def served_version(self) -> str:
-        return str(self._ask("GET", "/model_info").get("weight_version"))
+        return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
         """Leave all objects that exist now out of garbage collection, which would walk them for 0.3 s at a time.
 
         SGLang does so after its warm-up, which it does not have on a CPU.
         """
-        self._ask("POST", "/freeze_gc")
+        self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
         """`retract` and `abort` leave no KV in use, so the cache is flushed: a prompt may wait in it for its answers.
@@ -68,28 +68,28 @@ class SGLangAdmin:
         are paused in place refuses, and one that is told so by the update itself (`flush_cache`) dies.
         """
         mode = PAUSE_MODES[on_update]
-        self._ask("POST", "/pause_generation", {"mode": mode})
+        self.ask("POST", "/pause_generation", {"mode": mode})
         if mode == "retract":
-            self._ask("POST", "/flush_cache", {})
+            self.ask("POST", "/flush_cache", {})
         elif mode == "abort":  # an aborted request may take a moment to end
             self.flush_when_idle()
 
     def flush_when_idle(self) -> None:
         """Empty the KV cache as soon as no request uses it, which must be within FLUSH_S."""
-        self._ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
+        self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
         """End all requests, with the tokens that they have."""
-        self._ask("POST", "/abort_request", {"abort_all": True})
+        self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
-        self._ask("POST", "/continue_generation", {})
+        self.ask("POST", "/continue_generation", {})
 
     def begin_update(self) -> None:
-        self._ask("POST", "/begin_weight_update", {})
+        self.ask("POST", "/begin_weight_update", {})
 
     def end_update(self) -> None:
-        self._ask("POST", "/end_weight_update", {})
+        self.ask("POST", "/end_weight_update", {})
 
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
@@ -98,34 +98,34 @@ class SGLangAdmin:
             "master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world_size,
             "group_name": name, "backend": backend,
         }
-        self._ask("POST", "/init_weights_update_group", body, self._join_limit)
+        self.ask("POST", "/init_weights_update_group", body, self._join_limit)
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
         layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group_name}
         body = {"load_format": "flattened_bucket", **_update(version)}
-        self._ask("POST", "/update_weights_from_distributed", layout | body)
+        self.ask("POST", "/update_weights_from_distributed", layout | body)
 
     def leave_group(self, name: str) -> None:
-        self._ask("POST", "/destroy_weights_update_group", {"group_name": name}, self._join_limit)
+        self.ask("POST", "/destroy_weights_update_group", {"group_name": name}, self._join_limit)
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         from rollout_server.engines.sglang.share_bucket import share_bucket
 
         tensors = [share_bucket(bucket)]  # for this server alone: the memory counts who maps it
         body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **_update(version)}
-        self._ask("POST", "/update_weights_from_tensor", body)
+        self.ask("POST", "/update_weights_from_tensor", body)
 
     def load_folder(self, folder: Path, version: int | None) -> None:
-        self._ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **_update(version)})
+        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **_update(version)})
 
     def release_memory(self) -> None:
-        self._ask("POST", "/pause_generation", {"mode": "retract"})
-        self._ask("POST", "/release_memory_occupation", {"tags": RELEASED})
+        self.ask("POST", "/pause_generation", {"mode": "retract"})
+        self.ask("POST", "/release_memory_occupation", {"tags": RELEASED})
         self._released = RELEASED
 
     def resume_memory(self, part: str) -> None:
         if part in self._released:  # a server dies of a tag that it has not released
-            self._ask("POST", "/resume_memory_occupation", {"tags": [part]})
+            self.ask("POST", "/resume_memory_occupation", {"tags": [part]})
             self._released = tuple(tag for tag in self._released if tag != part)
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
@@ -134,10 +134,10 @@ class SGLangAdmin:
             "return_logprob": True, "logprob_start_len": 0,
             "extra_key": f"score-{time.time_ns()}",  # no KV of older weights from the prefix cache
         }
-        reply = self._ask("POST", "/generate", body)
+        reply = self.ask("POST", "/generate", body)
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
         """The server's JSON reply, {} if it is none.
 
         Raises:

@@ -28,17 +28,23 @@ def use_interface(host: str) -> None:
         os.environ.setdefault(variable, interface_of(host))
 
 
-def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def open_store(
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta,
+    listener: socket.socket | None = None,
+) -> TCPStore:
     """Open the store by which the ranks of a torch.distributed group find each other.
 
     Rank 0 serves it at `address` only (torch by itself listens on every interface), and at a free port if `port` is 0:
     the store's attribute `port` is that port. The others connect to it.
+
+    Args:
+        listener: a socket of rank 0 that listens there already, so that no other process can have taken the port.
     """
     from torch.distributed import TCPStore
 
     if rank:
         return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    listener = socket.create_server((address, port))
+    listener = listener or socket.create_server((address, port))
     return TCPStore(
         address, listener.getsockname()[1], world_size, is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener.detach(),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from async_rl.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError
-from rollout_server.engines.hf.weights import WeightEndpoints, take_over
+from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 from rollout_server.engines.sglang.admin import SGLangAdmin
 
 START_S = 120.0
@@ -51,7 +51,7 @@ class Holder:
         pass
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        take_over(self.model, tensors)
+        replace_weights(self.model, tensors)
         self.version = version
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:

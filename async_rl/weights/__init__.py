@@ -1,9 +1,9 @@
 """The weight plane: from the learner's ranks into every running rollout server.
 
-Transports share one interface and differ only in how bytes travel; `open_publisher` is the one place that maps a
-transport's name to its class. A version is served whole or not at all: servers are paused, receive every bucket, get
-the version's label with the last one, and only then go on. A push that fails leaves its servers paused and raises,
-so no token is ever sampled from half-loaded weights.
+Transports share one interface and differ only in how bytes travel. Servers are paused and resumed through the
+`ServerAdmin` of their engine. A version is served whole or not at all: servers are paused, receive every bucket, get
+the version's number with the last one, and only then continue. A push that fails leaves its servers paused and raises
+an error, so no token is ever sampled from half-loaded weights.
 """
 
 from __future__ import annotations

@@ -111,25 +111,22 @@ open_gloo = partial(BroadcastPublisher, backend="gloo")
 
 
 class Receiver:
-    """Server half, for the hf engine (SGLang has its own). Blocking; call from a thread."""
+    """Server half, for engines without one of their own (SGLang has one). Its calls block: call them from a thread."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self._spare: list[Tensor] = []
-        """Buffers of weights that were replaced. Fresh memory of that size would take longer than to fill it."""
+        """Buffers of weights that were replaced. Allocating new memory of that size takes longer than filling it."""
         self._received: list[Tensor] = []
         self._in_use: list[Tensor] = []
 
-    def begin(self) -> None:
-        """A push begins; what one that broke off has brought is not wanted any more.
-
-        Nor is it spare: a thread of that push may still write to it.
-        """
+    def begin_push(self) -> None:
+        """Forget the buffers of a push that broke off. They are not spare: a thread of it may still write to them."""
         self._received = []
 
-    def taken(self) -> None:
-        """What this push has brought is in use, what the one before brought no longer is."""
-        self._spare = [data for data in self._in_use if not data.is_cuda]  # a GPU has a better use for it
+    def end_push(self) -> None:
+        """The weights received since `begin_push` are in use from now on, and those of the push before are not."""
+        self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 
     def join(
@@ -143,7 +140,7 @@ class Receiver:
         self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
         device: torch.device | None = None,
     ) -> list[tuple[str, Tensor]]:
-        """One bucket. Raises KeyError when `group_name` was never joined, RuntimeError when the sender is lost."""
+        """Receive one bucket. KeyError: `group_name` was never joined. RuntimeError: the sender is lost."""
         data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
         dist.broadcast(data, group=self.groups[group_name], group_src=0)
         return unpack(data, names, dtypes, shapes)
@@ -162,9 +159,9 @@ class Receiver:
 def join_group(
     store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A process group beside the default one, in the way SGLang makes its half.
+    """Create a process group beside the default one, in the way in which SGLang creates its half.
 
-    `torch.distributed.new_group` can't: it wants every member to be in one default group.
+    `torch.distributed.new_group` can't do so: it requires that all members are in one default group.
     """
     group, _ = _new_process_group_helper(
         world_size, rank, [], Backend(backend), PrefixStore(group_name, store),

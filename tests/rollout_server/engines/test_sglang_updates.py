@@ -191,7 +191,7 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: E
         await asyncio.to_thread(admin.ask, "POST", "/pause_generation", {"mode": "retract"})
         doomed.cancel()
         await asyncio.wait([doomed])
-        await engine._given_up.join()
+        await engine._cancelled.join()
         await asyncio.to_thread(admin.resume)
         while await asyncio.to_thread(unfinished) > 9:  # it counts anew with the first tokens after the pause
             assert not kept.done()

@@ -69,7 +69,7 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
-    request = request_for(6, n=8, max_tokens=300, temperature=TEMPERATURE)
+    request = request_for(6, n=16, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
     async def generate_over_two_updates() -> list[Completion]:

@@ -29,9 +29,9 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
     Raises:
         ConfigError: the transport can't be imported.
     """
-    transport = config.weight_sync.transport_entry
-    if transport is None:
-        engine = config.rollout.engine_entry
-        transport = TRANSPORTS[choose_transport(engine, device.type, one_device=True, own_gpus=False)]
+    engine = config.rollout.engine_entry
+    transport = config.weight_sync.transport_entry or TRANSPORTS[
+        choose_transport(engine, device.type, one_device=True, own_gpus=False)
+    ]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
     return publisher

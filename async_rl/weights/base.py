@@ -18,7 +18,6 @@ from torch import Tensor
 
 from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.seams import ENGINES, find_entry
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.server_admin import ServerAdmin
 
@@ -109,7 +108,7 @@ class WeightPublisher(ABC):
         """Wall-clock time at which the servers were last paused."""
         self.push_limit = config.timeouts.limit("push_s")
         self.dtype = serving_dtype(config, device.type)
-        self._open_admin = find_entry(ENGINES, config.rollout.engine, "rollout.engine").load_admin()
+        self._open_admin = config.rollout.engine_entry.load_admin()
         self._admins: dict[str, ServerAdmin] = {}
 
     @abstractmethod

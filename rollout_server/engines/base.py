@@ -95,7 +95,7 @@ def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
     """Open the engine that rollout.engine names, not started yet, as rollout server number `index`.
 
     Raises:
-        ConfigError: there is no such engine, or it can't be imported.
+        ConfigError: the engine can't be imported.
     """
     engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine

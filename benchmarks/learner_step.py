@@ -46,9 +46,12 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.types import Batch, Rollout, RolloutGroup
 from benchmarks.random_model import SIZES, save_random_model
+from learner.algorithms.token_advantages import batch_advantages
 from learner.models import token_scores as scoring
 from learner.models.policy import shard
-from learner.packing.microbatches import Layout, MicroBatch, attention_mask, collate, make_pieces
+from learner.packing.attention_mask import attention_mask
+from learner.packing.microbatches import MicroBatch, collate
+from learner.packing.plan import Layout, make_pieces
 from learner.train_step import Updater
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,14 +100,14 @@ class Plain(nn.Module):
 
     def forward(self, micro: MicroBatch, is_lean: bool) -> torch.Tensor:
         """Summed loss."""
-        mask = None if micro.segments is None else attention_mask(micro.segments, self.dtype)
-        inputs = {"attention_mask": mask, "position_ids": micro.positions, "use_cache": False}
+        mask = None if micro.inputs.segments is None else attention_mask(micro.inputs.segments, self.dtype)
+        inputs = {"attention_mask": mask, "position_ids": micro.inputs.positions, "use_cache": False}
         if is_lean:
-            states = self.lm.base_model(micro.tokens, **inputs).last_hidden_state
-            logits = self.lm.lm_head(states.flatten(0, 1)[micro.where])
+            states = self.lm.base_model(micro.inputs.tokens, **inputs).last_hidden_state
+            logits = self.lm.lm_head(states.flatten(0, 1)[micro.inputs.where])
         else:
-            logits = self.lm(micro.tokens, **inputs).logits.flatten(0, 1)[micro.where]
-        return (functional.cross_entropy(logits.float(), micro.targets, reduction="none") * micro.advantages).sum()
+            logits = self.lm(micro.inputs.tokens, **inputs).logits.flatten(0, 1)[micro.inputs.where]
+        return functional.cross_entropy(logits.float(), micro.inputs.targets, reduction="sum")
 
     def step(self, micro_batches: list[MicroBatch], is_lean: bool = False) -> None:
         for micro in micro_batches:
@@ -159,7 +162,7 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device, pro
     checkpointed = Updater(
         dataclasses.replace(config, learner=dataclasses.replace(config.learner, gradient_checkpointing=True)), device
     )
-    (minibatch,) = updater._plan(batch)
+    (minibatch,) = updater.pack(batch, batch_advantages(config, batch))
     packed, rows = list(minibatch.micro_batches), one_a_row(config, batch, device)
     sides: dict[str, Callable[[], Any]] = {
         "step": lambda: updater.update(batch),
@@ -185,12 +188,10 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device, pro
                 peaks[side] = memory.peak()
     if profile:
         write_profile(sides["step"], device, profile)
-    fill = {
-        "packed": sum(int(_real_tokens(m)) for m in packed) / sum(m.tokens.numel() for m in packed),
-        "rows": sum(int(_real_tokens(m)) for m in rows) / sum(m.tokens.numel() for m in rows),
-    }
-    counts = {"packed": len(packed), "rows": len(rows)}
-    tokens = {"packed": sum(m.tokens.numel() for m in packed), "rows": sum(m.tokens.numel() for m in rows)}
+    layouts = {"packed": packed, "rows": rows}
+    counts = {layout: len(micros) for layout, micros in layouts.items()}
+    tokens = {layout: sum(m.inputs.tokens.numel() for m in micros) for layout, micros in layouts.items()}
+    fill = {layout: sum(map(_real_tokens, micros)) / tokens[layout] for layout, micros in layouts.items()}
     return {
         "seconds": seconds, "peak_bytes": peaks, "fill": fill, "micro_batches": counts, "fed_tokens": tokens,
         "trained_tokens": minibatch.num_tokens,
@@ -221,9 +222,8 @@ def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) ->
 
 def _real_tokens(micro: MicroBatch) -> int:
     """Fed tokens that aren't padding."""
-    if micro.segments is not None:
-        return int((micro.segments[0] >= 0).sum())
-    return int((micro.tokens != 0).sum())
+    segments = micro.inputs.segments
+    return int((micro.inputs.tokens != 0 if segments is None else segments[0] >= 0).sum())
 
 
 def _clock(device: torch.device) -> float:

@@ -1,11 +1,10 @@
-"""A buffer alone, in the foreground: `async-rl buffer`. Its clients connect to the address that it shows."""
+"""The buffer alone, in the foreground: `async-rl buffer`. Its clients are whoever is told its address."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 
 from async_rl.config import Config
 from buffer.server import BufferServer
@@ -14,32 +13,45 @@ SHOWN = ("admitted", "trained", "running", "depth", "held", "slots_held", "refus
 
 
 def serve_alone(config: Config, show: Callable[[str], None], every_s: float) -> dict[str, float]:
-    """Serve until Ctrl-C or SIGTERM; show the address, then every `every_s` seconds the counters if they changed.
+    """Serves until Ctrl-C or SIGTERM; shows the address, then the counters whenever they changed, every `every_s`.
 
     Returns:
-        The final counters: what was left is dropped as `shutdown`.
+        The final account: what was left is dropped as `shutdown`.
 
     Raises:
         ConfigError: the address can't be bound.
-        StalenessError: the bound or the accounting was violated; this is a bug.
+        StalenessError: the bound or the account was violated: a bug.
     """
     server = BufferServer(config)
-    stop, start_s = threading.Event(), time.monotonic()
-    pool = ThreadPoolExecutor(1)
-    serving = pool.submit(server.serve, stop)
-    pool.shutdown(wait=False)
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve, name="serve")
+    thread.start()
+    start_s = time.monotonic()
     last: dict[str, float] = {}
     try:
         show(f"buffer at {server.address}")
-        while not wait([serving], every_s).done:
+        while thread.is_alive():
+            thread.join(every_s)
             if (counters := server.counters()) != last:
                 last = counters
-                values = "  ".join(f"{name} {counters[f'buffer/{name}']:.0f}" for name in SHOWN)
-                show(f"{time.monotonic() - start_s:.0f} s  {values}")
+                show(_line(time.monotonic() - start_s, counters))
     except KeyboardInterrupt:
         pass
     finally:
         stop.set()
-    if wait([serving], config.timeouts.shutdown_s).done:
-        serving.result()
+        thread.join(config.timeouts.shutdown_s)
+    if failures:
+        raise failures[0]
     return server.close()
+
+
+def _line(seconds: float, counters: dict[str, float]) -> str:
+    return f"{seconds:.0f} s  " + "  ".join(f"{name} {counters[f'buffer/{name}']:.0f}" for name in SHOWN)

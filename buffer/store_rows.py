@@ -11,12 +11,12 @@ from buffer.frames import Frame
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
 State = Literal["running", "finished", "held", "used", "trained", "dropped"]
-"""running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A running or a finished
-group may be dropped instead. The last two states are final."""
+"""running -> finished -> held (by the learner) -> used (may be in a batch again) or trained; dropped from any of the
+first two. The last two are final."""
 
 
 class Outcome(NamedTuple):
-    """What the rules and the accounting need of a finished group, so that the group is decoded only once."""
+    """What the rules and the account need of a finished group, so that it is decoded once."""
 
     newest_version: int
     response_tokens: float
@@ -37,10 +37,7 @@ class Outcome(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A change makes a new row, so a journal may keep what it was given. A tuple, as rows change very often.
-
-    The fields up to `outcome` are the columns of the journal's table of groups, in the same order.
-    """
+    """A change makes a new row, so a journal may keep what it was given. Changed so often that a tuple pays."""
 
     group_id: int
     prompt_index: int
@@ -49,18 +46,18 @@ class Row(NamedTuple):
     grant: int = 0
     """Id of the worker's request that was answered with this slot: a repeated request gets the same slots."""
     granted_s: float = 0.0
-    """On the buffer's clock; only for messages and durations."""
+    """On the clock of whoever admits; only for messages and durations."""
     batch: int = -1
     """Exact mode: the batch it was admitted for."""
     state: State = "running"
-    drop_reason: DropReason | Literal[""] = ""
+    payload: Frame = b""
+    """The group as it arrived; empty before that."""
+    outcome: Outcome | None = None
     finished_version: int = -1
     """Served version when it arrived."""
-    outcome: Outcome | None = None
     trained_versions: tuple[int, ...] = ()
-    """Numbers of the batches it was trained in, one for each use."""
-    payload: Frame = b""
-    """The encoded group as it arrived; empty before that."""
+    """Numbers of the batches it was trained in, one a use."""
+    drop_reason: DropReason | Literal[""] = ""
 
     @property
     def slot(self) -> Slot:
@@ -68,10 +65,10 @@ class Row(NamedTuple):
 
     @property
     def newest_version(self) -> int:
-        """Version of its newest token; of a running group the lowest that this can be."""
+        """Of its tokens; of a running group the oldest that its newest token can have."""
         return self.outcome.newest_version if self.outcome else self.start_version
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it was in no trained batch yet."""
+        """In no trained batch yet."""
         return not self.trained_versions

@@ -1,16 +1,22 @@
-"""One batch becomes one new policy version: advantages, micro-batches, forward, backward, optimizer steps.
+"""One batch becomes one new policy version. `Updater.update` is the whole step, from top to bottom:
 
-proximal logprobs  The policy at step start. With one optimizer step per batch its forward pass is the
-                   gradient's, so no other is run; with several, a pass without gradient comes first.
-values             The critic at step start, in the same way.
-loss               objective.py: a sum over trained tokens, divided by what the minibatch holds on all ranks, so
-                   that any split into ranks and micro-batches gives the same gradient.
+    advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
+    pack            packing/                        rollouts -> rows, micro-batches and minibatches of this rank
+    at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
+    for each minibatch:
+        forward, loss, backward   models/, algorithms/objective.py
+        step                      optimizer.py
+    metrics         algorithms/diagnostics.py
+
+A loss is a sum over trained tokens, divided by what the minibatch holds on all ranks: any split into ranks and
+micro-batches gives the same gradient.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +25,7 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.telemetry.metrics import Metric
-from async_rl.types import Batch
+from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
@@ -37,15 +43,19 @@ from learner.models.policy import layout_of, load_policy, shard
 from learner.models.reference import Reference
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay
-from learner.packing.microbatches import (
-    MicroBatch,
-    MiniBatch,
-    collate,
-    make_pieces,
-    plan_microbatches,
-    split_minibatches,
-)
+from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate, for_each, with_start
+from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
 from learner.ranks import open_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchPass:
+    """What forward and backward passes over one rank's part of a minibatch gave, besides the gradients."""
+
+    policy_loss: Tensor
+    critic_loss: Tensor
+    logprobs: tuple[Tensor, ...]
+    """Learner logprobs [N] of each micro-batch, detached."""
 
 
 class Updater:
@@ -73,7 +83,7 @@ class Updater:
             self._reference = Reference(config, self.policy, device, dtype, mesh)
             self._layout = self._layout.for_both(self._reference.layout)
         self.critic = None
-        if config.algorithm.advantage_entry.needs_critic:
+        if self.objective.advantage.needs_critic:
             self.critic = load_critic(config, device, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self._layout = self._layout.for_both(layout_of(self.critic.lm))
@@ -81,7 +91,7 @@ class Updater:
 
     @property
     def networks(self) -> dict[str, Network]:
-        """What a checkpoint holds."""
+        """The networks that a checkpoint holds, with their optimizers."""
         networks = {"policy": Network(self.policy, self._optimizer)}
         if self.critic is not None:
             networks["critic"] = Network(self.critic, self._critic_optimizer)
@@ -93,103 +103,57 @@ class Updater:
         Raises:
             AsyncRLError: learner.max_skipped_steps optimizer steps in a row without finite numbers.
         """
+        algorithm = self.config.algorithm
         metrics: list[Metric] = []
         if self._reward_model:
             metrics.append(Metric("reward/rule_mean", mean_reward(batch)))
             batch = self._reward_model.score(batch)
-        moves_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
-        minibatches = self._plan(batch)
-        self._remember_step_start(minibatches)
+
+        advantages = batch_advantages(self.config, batch)
+        minibatches = self.at_step_start(self.pack(batch, advantages))
+
         tally = MetricAccumulator()
+        policy_steps: list[OptimizerStep] = []
+        critic_steps: list[OptimizerStep] = []
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
-        steps, stops = self._step_all(minibatches, tally, moves_policy, decay)
+        trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
+        is_skipped = is_stopped = False
+        for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
+            passed = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
+            if algorithm.skip_batch_kl and not policy_steps and not critic_steps:
+                is_skipped = self._kl_behaviour_proximal(minibatches, passed) > algorithm.skip_batch_kl
+            if is_skipped:
+                break
+            if algorithm.early_stop_kl and trains_policy:
+                is_stopped = self._kl_proximal_learner(minibatch, passed) > algorithm.early_stop_kl
+                trains_policy = not is_stopped
+            if self.critic is not None:
+                critic_steps.append(self._critic_optimizer.step(passed.critic_loss, decay))
+            if trains_policy:
+                policy_steps.append(self._optimizer.step(passed.policy_loss, decay))
+            elif self.critic is None:
+                break
+        self._drop_gradients()
+
         totals = tally.reduce()
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, median_trained_tokens(batch))
-        metrics += [metric for network, taken in steps.items() for metric in _step_metrics(network, taken)]
+        metrics += [*_step_metrics("policy", policy_steps), *_step_metrics("critic", critic_steps)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
-        return metrics + stops
+        if algorithm.skip_batch_kl:
+            metrics.append(Metric("policy/skipped_batches", float(is_skipped), "sum"))
+        if algorithm.early_stop_kl:
+            metrics.append(Metric("policy/early_stops", float(is_stopped), "sum"))
+        return metrics
 
-    def _step_all(
-        self, minibatches: Sequence[MiniBatch], tally: MetricAccumulator, moves_policy: bool, decay: float
-    ) -> tuple[dict[str, list[OptimizerStep]], list[Metric]]:
-        """The optimizer steps of a batch, unless it is too far off or the policy has moved enough.
+    def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
+        """This rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks.
 
-        Returns:
-            (steps by network, how often a KL limit ended them).
+        Args:
+            advantages: [group][answer], [T] each.
         """
-        algorithm = self.config.algorithm
-        steps: dict[str, list[OptimizerStep]] = {"policy": [], "critic": []}
-        is_skipped = is_stopped = False
-        for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
-            policy_loss, critic_loss = self._accumulate(minibatch, tally, moves_policy, is_first_epoch=epoch == 0)
-            if algorithm.skip_batch_kl and not any(steps.values()):
-                is_skipped = self._kl_behaviour_proximal(minibatches) > algorithm.skip_batch_kl
-            elif algorithm.early_stop_kl and moves_policy:
-                is_stopped = self._kl_proximal_learner(minibatch) > algorithm.early_stop_kl
-            if is_skipped or is_stopped:
-                self._optimizer.drop()
-                if self.critic is not None:
-                    self._critic_optimizer.drop()
-                break
-            if self.critic is not None:
-                steps["critic"].append(self._critic_optimizer.step(critic_loss, decay))
-            if moves_policy:
-                steps["policy"].append(self._optimizer.step(policy_loss, decay))
-        stops = {"policy/skipped_batches": is_skipped, "policy/early_stops": is_stopped}
-        limits = (algorithm.skip_batch_kl, algorithm.early_stop_kl)
-        counts = zip(stops.items(), limits, strict=True)
-        return steps, [Metric(key, float(happened), "sum") for (key, happened), limit in counts if limit]
-
-    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch]) -> float:
-        """KL(behaviour || proximal) of the batch (k3, nats a token)."""
-        pairs = [(m.behaviour, m.proximal, m.trained) for b in minibatches for m in b.micro_batches]
-        return self._mean_kl(pairs, sum(minibatch.num_tokens for minibatch in minibatches))
-
-    def _kl_proximal_learner(self, minibatch: MiniBatch) -> float:
-        """KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token)."""
-        pairs = [(m.proximal, m.learner, m.trained) for m in minibatch.micro_batches]
-        return self._mean_kl(pairs, minibatch.num_tokens)
-
-    def _mean_kl(self, pairs: Sequence[tuple[Tensor | None, Tensor | None, Tensor]], num_tokens: int) -> float:
-        """Over all ranks; collective. A non-finite one is over no limit: the optimizer deals with it."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for p, q, trained in pairs:
-            assert p is not None and q is not None
-            total += torch.where(trained, kl_k3(p, q), 0.0).double().sum()
-        dist.all_reduce(total)
-        return float(total) / num_tokens
-
-    @torch.no_grad()
-    def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
-        ids = torch.tensor([tokens], device=self.device)
-        nothing = torch.zeros(len(tokens) - 1, device=self.device)
-        micro = MicroBatch(
-            tokens=ids,
-            segments=None,
-            positions=None,
-            where=torch.arange(len(tokens) - 1, device=self.device),
-            targets=ids[0, 1:],
-            temperature=torch.ones_like(nothing),
-            behaviour=nothing,
-            trained=nothing.bool(),
-            comparable=nothing.bool(),
-            old_kv=nothing.bool(),
-            staleness=nothing.long(),
-            rewards=nothing[:1],
-            advantages=nothing,
-            lengths=(len(tokens) - 1,),
-            answers=(),
-        )
-        logprobs: list[float] = self.policy(micro)[0].tolist()
-        return logprobs
-
-    def _plan(self, batch: Batch) -> list[MiniBatch]:
-        """This rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks."""
         config = self.config
-        advantages = batch_advantages(config, batch)
         rng = np.random.default_rng((config.run.seed, batch.version))
         sizes = [len(group.rollouts) for group in batch.groups]
         budget = config.learner.max_tokens_per_microbatch
@@ -197,40 +161,45 @@ class Updater:
         for pairs in split_minibatches(sizes, config.algorithm.minibatches, rng):
             pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
             cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
+            filler = [[min(pieces, key=lambda piece: piece.length)]]  # of a rank that has fewer micro-batches
             num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
-            micro_batches = tuple(collate(batch, cut, advantages, self.device) for cut in cuts)
+            micro_batches = tuple(
+                collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
+            )
             normaliser = policy_normaliser(config, batch.groups, pairs)
             minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
         return minibatches
 
     @torch.no_grad()
-    def _remember_step_start(self, minibatches: Sequence[MiniBatch]) -> None:
-        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        for micro in micro_batches:
-            if self.objective.needs_proximal:
-                micro.proximal = self.policy(micro)[0]
-            if self.critic is not None and self.objective.needs_values:
-                micro.values = self.critic(micro)
-            if self._reference:
-                micro.reference = self._reference.logprobs(micro)
-        if self.objective.whitens_penalised:
-            self.objective.penalise(micro_batches)
-        for minibatch in minibatches:
-            self.objective.prepare(minibatch.micro_batches)
+    def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
+        """The minibatches with what the networks make of them before the first optimizer step. Collective.
 
-    def _accumulate(
-        self, minibatch: MiniBatch, tally: MetricAccumulator, moves_policy: bool, is_first_epoch: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of one optimizer step; returns this rank's part of (policy loss, critic loss)."""
+        With one optimizer step a batch the gradient's own forward pass gives proximal logprobs and values, and no
+        other is run.
+        """
+        objective, critic, reference = self.objective, self.critic, self._reference
+
+        def started(micro: MicroBatch) -> MicroBatch:
+            return with_start(
+                micro,
+                proximal=self.policy(micro.inputs)[0] if objective.needs_proximal else None,
+                values=critic(micro.inputs) if critic is not None and objective.needs_values else None,
+                reference=reference.logprobs(micro.inputs) if reference else None,
+            )
+
+        return objective.prepare(for_each(minibatches, started))
+
+    def forward_backward(
+        self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
+    ) -> MiniBatchPass:
+        """Add up the gradients of one optimizer step; the losses are this rank's part."""
         policy_loss = torch.zeros((), device=self.device)
         critic_loss = torch.zeros((), device=self.device)
+        all_logprobs = []
         for micro in minibatch.micro_batches:
-            with torch.set_grad_enabled(moves_policy):
-                logprobs, entropy = self.policy(micro)
-            micro.learner = logprobs.detach()
-            if self.config.algorithm.steps_per_batch == 1:
-                micro.proximal = micro.learner
-            values = None if self.critic is None else self.critic(micro)
+            with torch.set_grad_enabled(trains_policy):
+                logprobs, entropy = self.policy(micro.inputs)
+            values = None if self.critic is None else self.critic(micro.inputs)
             losses = self.objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch)
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
             if losses.critic is not None:
@@ -238,13 +207,64 @@ class Updater:
                 (loss * self.world_size).backward()
                 critic_loss += loss.detach()
             loss = losses.policy / minibatch.normaliser
-            if moves_policy:
+            if trains_policy:
                 (loss * self.world_size).backward()
             policy_loss += loss.detach()
-        return policy_loss, critic_loss
+            all_logprobs.append(logprobs.detach())
+        return MiniBatchPass(policy_loss, critic_loss, tuple(all_logprobs))
+
+    def _drop_gradients(self) -> None:
+        """Forget gradients that no optimizer step has used."""
+        self._optimizer.drop()
+        if self.critic is not None:
+            self._critic_optimizer.drop()
+
+    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], passed: MiniBatchPass) -> float:
+        """KL(behaviour || proximal) of the batch (k3, nats a token).
+
+        Args:
+            passed: the pass over the first minibatch: without proximal logprobs of their own, it is the batch.
+        """
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        proximal = [m.start.proximal for m in micro_batches] if self.objective.needs_proximal else passed.logprobs
+        behaviour = (micro.response.behaviour for micro in micro_batches)
+        return self._mean_kl(micro_batches, behaviour, proximal, sum(m.num_tokens for m in minibatches))
+
+    def _kl_proximal_learner(self, minibatch: MiniBatch, passed: MiniBatchPass) -> float:
+        """KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token)."""
+        proximal = [micro.start.proximal for micro in minibatch.micro_batches]
+        return self._mean_kl(minibatch.micro_batches, proximal, passed.logprobs, minibatch.num_tokens)
+
+    def _mean_kl(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        p: Iterable[Tensor | None],  # logprobs [N] of each micro-batch
+        q: Iterable[Tensor | None],
+        num_tokens: int,
+    ) -> float:
+        """KL(p || q) over all ranks; collective. A non-finite one is over no limit: the optimizer deals with it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, of_p, of_q in zip(micro_batches, p, q, strict=True):
+            assert of_p is not None and of_q is not None
+            total += torch.where(micro.response.trained, kl_k3(of_p, of_q), 0.0).double().sum()
+        dist.all_reduce(total)
+        return float(total) / num_tokens
+
+    @torch.no_grad()
+    def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
+        ids = torch.tensor([tokens], device=self.device)
+        count = len(tokens) - 1
+        inputs = ForwardInputs(
+            tokens=ids, segments=None, positions=None, where=torch.arange(count, device=self.device),
+            targets=ids[0, 1:], temperature=torch.ones(count, device=self.device),
+        )
+        logprobs: list[float] = self.policy(inputs)[0].tolist()
+        return logprobs
 
 
 def mean_reward(batch: Batch) -> float:
+    """Mean reward of the batch's rollouts."""
     rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
     return sum(rewards) / len(rewards)
 

@@ -129,8 +129,8 @@ class AlgorithmConfig:
     minibatches: PositiveInt = 1
     """Parts into which a batch is split. Optimizer steps per batch are epochs * minibatches."""
     early_stop_kl: NonNegativeFloat = 0.0
-    """When a minibatch's KL(proximal || learner) is above this, in nats a token, the batch's remaining optimizer steps
-    are left out. 0 turns it off."""
+    """When a minibatch's KL(proximal || learner) is above this, in nats a token, the policy's remaining optimizer steps
+    of the batch are left out. A critic takes all of its own. 0 turns it off."""
     skip_batch_kl: NonNegativeFloat = 0.0
     """A batch with a KL(behaviour || proximal) above this, in nats a token, is counted and not trained on. 0: off."""
     filter_zero_variance: bool = True

@@ -1,6 +1,7 @@
-"""How much better than expected: pure functions from rewards (and values) to advantages.
+"""Advantages as pure functions of rewards, and of values where there is a critic.
 
-Functions of a rollout group take its rewards [G] and give one advantage for all tokens of a rollout.
+Functions of a rollout group take its rewards [G] and give one advantage for all tokens of a rollout;
+async_rl/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def remax(rewards: Tensor, greedy_reward: float) -> Tensor:
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """R_t = r_t + gamma * R_{t+1} over the masked-in tokens, 0 elsewhere. [B, T], [B, T] -> [B, T]."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
+    zeros = torch.zeros_like(rewards)
+    return gae(rewards, zeros, zeros, mask, gamma, lam=1.0)[0]
 
 
 def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
@@ -79,6 +81,7 @@ def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
 def gae(
     rewards: Tensor,  # [B, T]
     values: Tensor,  # [B, T]
+    log_ratios: Tensor,  # [B, T] not used: GAE is not corrected
     mask: Tensor,  # [B, T] bool
     gamma: float,
     lam: float,

@@ -1,12 +1,11 @@
-"""What multiplies the loss, or leaves tokens out of it, for being off-policy: one weight rule, any number of masks.
+"""Corrections for off-policy data as pure functions: weights that multiply the loss, masks that leave tokens out of it.
 
-All work on log rho = proximal - behaviour logprobs of the sampled tokens, detached, in float32, 0 where a token is not
-trained. A token that a mask drops still counts in the normaliser, else dropping tokens would raise the step.
+All work on log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
+trained; `answers` [N] is the index of each token's answer, `count` the number of answers. A token that a mask drops
+still counts in the normaliser, else dropping tokens would raise the step.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -23,33 +22,35 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
     return torch.where(trained, proximal.detach().float() - behaviour.float(), 0.0)
 
 
-def importance_weights(
-    kind: str,
-    log_rho: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    trained: Tensor,  # [N] bool
-    answers: Tensor,  # [N] index of each token's answer
-    count: int,
-) -> Tensor:
-    """The weight of each token before it is held in [floor, cap]. [N]
+def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+    """rho_t: biased by what came before the token, of least variance. [N]
 
-        none           1
-        token_tis      rho_t                        biased by the prefix, of least variance
-        sequence_tis   prod rho over the answer     unbiased, its variance grows with the length
-        geometric_tis  (prod rho)^(1 / length)      the answer's mean drift
-        topr           1 where A >= 0, min(prod rho, 1) where A < 0
-
-    Sources: token and sequence TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training", and Ionides 2008, "Truncated importance sampling"; TOPR, Le Roux et al. 2025, arXiv 2503.14286.
+    Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
+    "Truncated importance sampling".
     """
-    if kind == "none":
-        return torch.ones_like(log_rho)
-    if kind == "token_tis":
-        return bounded_exp(log_rho)
-    if kind == "geometric_tis":
-        return bounded_exp(mean_by_answer(log_rho, trained, answers, count))[answers]
-    products = bounded_exp(sum_by_answer(log_rho, answers, count))[answers]
-    return products if kind == "sequence_tis" else torch.where(advantages < 0, products.clamp(max=1), 1.0)
+    return bounded_exp(log_rho)
+
+
+def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+    """The product of rho over the answer: unbiased, its variance grows with the length. [N]
+
+    Source: as for token_weights.
+    """
+    return bounded_exp(sum_by_answer(log_rho, answers, count))[answers]
+
+
+def geometric_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+    """(prod rho)^(1 / length), the mean drift of the answer. [N]"""
+    return bounded_exp(mean_by_answer(log_rho, trained, answers, count))[answers]
+
+
+def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+    """1 where A >= 0, min(prod rho, 1) where A < 0. [N]
+
+    Source: TOPR, Le Roux et al. 2025, arXiv 2503.14286.
+    """
+    products = sequence_weights(log_rho, advantages, trained, answers, count)
+    return torch.where(advantages < 0, products.clamp(max=1), 1.0)
 
 
 def dropped_tokens(
@@ -59,39 +60,50 @@ def dropped_tokens(
     trained: Tensor,  # [N] bool
     answers: Tensor,  # [N]
     count: int,
-    m2po_limit: float = math.inf,
 ) -> Tensor:
-    """The tokens that some mask drops, a bool [N]. What each mask does: `MasksConfig`. A NaN is never dropped: it
-    has to reach the loss, where it is noticed.
+    """The tokens that any mask but M2PO drops, a bool [N]. `MasksConfig` says what each mask does.
+
+    A NaN is never dropped: it has to reach the loss, where it is noticed.
 
     Sources: token, IcePop (Ring-1T, arXiv 2510.18855); sequence and geometric, Liu et al. 2025, "When speed kills
-    stability"; m2po, arXiv 2510.01161, with `m2po_limit` of the whole minibatch; opsm, DeepSeek-V3.2's off-policy
-    sequence masking; veto, slime's rs_veto_threshold.
+    stability"; opsm, DeepSeek-V3.2's off-policy sequence masking; veto, slime's rs_veto_threshold.
     """
     rho = bounded_exp(log_rho)
     means = mean_by_answer(log_rho, trained, answers, count)
     products = bounded_exp(sum_by_answer(log_rho, answers, count))
-    dropped = _outside(rho, masks.token) | (log_rho.square() > m2po_limit)
     whole = _outside(products, masks.sequence) | _outside(bounded_exp(means), masks.geometric)
     if masks.veto > 0:
         whole |= sum_by_answer((rho < masks.veto).float(), answers, count) > 0
+    dropped = _outside(rho, masks.token) | whole[answers]
     if masks.opsm > 0:
         dropped |= (advantages < 0) & (means < -masks.opsm)[answers]
-    return dropped | whole[answers]
+    return dropped
 
 
 def m2po_limit(
     squares: Tensor,  # [M] (log rho)^2 of all trained tokens of the minibatch
+    places: Tensor,  # [M] int64, all different: the order of tokens with equal squares
     tau: float,
-) -> float:
-    """The largest (log rho)^2 to keep: the largest are dropped until the mean of the rest is below tau.
+) -> tuple[float, int]:
+    """(square, place) of the last token to keep: the largest squares are dropped until the mean of the rest is below
+    tau. One token always stays.
 
-    One token always stays. Source: M2PO, arXiv 2510.01161, algorithm 1.
+    Source: M2PO, arXiv 2510.01161, algorithm 1.
     """
-    ascending = squares.double().sort().values
+    if not len(squares):
+        return 0.0, 0
+    order = places.argsort()
+    order = order[squares[order].argsort(stable=True)]
+    ascending = squares[order].double()
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
-    kept = int((means < tau).sum())  # the means ascend too
-    return float(ascending[max(kept, 1) - 1]) if len(ascending) else 0.0
+    last = max(int((means < tau).sum()), 1) - 1  # the means ascend too
+    return float(ascending[last]), int(places[order[last]])
+
+
+def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Tensor:
+    """The tokens that M2PO drops: those that come after `limit`, see m2po_limit. [N] bool; a NaN never is."""
+    squares = log_rho.square()
+    return (squares > limit[0]) | ((squares == limit[0]) & (places > limit[1]))
 
 
 def interpolated_proximal(

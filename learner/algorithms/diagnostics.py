@@ -1,4 +1,4 @@
-"""What a step says about itself: additive statistics of tokens by staleness, reduced over ranks, and batch metrics.
+"""Metrics of a step: additive statistics of tokens by staleness, reduced over ranks, and statistics of the batch.
 
 Keys: `offpolicy/...`, `policy/...` over all trained tokens, `by_staleness/<n>/...` over those of staleness n; the last
 bucket, 10, holds everything older.
@@ -16,6 +16,7 @@ from async_rl.telemetry.metrics import Metric, Reduction
 from async_rl.types import Batch
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_answer
+from learner.packing.microbatches import ResponseTokens
 
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11
@@ -68,64 +69,56 @@ class MetricAccumulator:
 
 def tally_offpolicy(
     tally: MetricAccumulator,
-    proximal: Tensor,  # [N]
-    behaviour: Tensor,  # [N]
-    trained: Tensor,  # [N] bool
-    comparable: Tensor,  # [N] bool: sampled by the weights being trained, from their own KV
-    staleness: Tensor,  # [N] int64
-    answers: Tensor,  # [N] index of each token's answer
-    count: int,
+    response: ResponseTokens,
+    log_rho: Tensor,  # [N] proximal - behaviour logprobs, 0 where not trained
     weights: Tensor,  # [N] applied to the loss
     truncated: Tensor,  # [N] bool: the weight was held at floor or cap
-    dropped: Tensor,  # [N] bool: by a mask
+    dropped: Tensor,  # [N] bool: by a mask, so that its weight is 0
+    shows_mismatch: bool,
 ) -> None:
-    """How far the data is from the policy at step start, and what the correction made of it."""
-    log_rho = torch.where(trained, proximal - behaviour, 0.0)
+    """How far the data is from the policy at step start, and how the correction changed its weights.
+
+    Args:
+        shows_mismatch: the proximal logprobs are the learner's own, so that they can be compared with the engine's.
+    """
+    trained = response.trained
     rho = bounded_exp(log_rho).double()
-    weights = weights.double()
+    weights = torch.where(dropped, 0.0, weights.double())
+    comparable = response.comparable & trained & shows_mismatch
     tally.add_by_staleness(
-        staleness, trained,
+        response.staleness, trained,
         tokens=torch.ones_like(rho), rho=rho, rho_squared=rho.square(),
         weight=weights, weight_squared=weights.square(),
         truncated=truncated, dropped=dropped,
-        k1=kl_k1(behaviour, proximal), k3=kl_k3(behaviour, proximal),
+        k1=-log_rho, k3=kl_k3(torch.zeros_like(log_rho), log_rho),
         comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
     )
     tally.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
-        0, staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
+        0, response.staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
     ))
-    products = bounded_exp(sum_by_answer(log_rho, answers, count)).double()
-    exist = sum_by_answer(trained.double(), answers, count) > 0
+    count = len(response.lengths)
+    products = bounded_exp(sum_by_answer(log_rho, response.answers, count)).double()
+    exist = sum_by_answer(trained.double(), response.answers, count) > 0
+    old_kv = response.old_kv & trained & shows_mismatch
     tally.add(
-        answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum()
+        answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum(),
+        old_kv=old_kv.sum(), old_kv_mismatch=torch.where(old_kv, log_rho.abs(), 0.0).double().sum(),
     )
-
-
-def tally_old_kv(
-    tally: MetricAccumulator,
-    proximal: Tensor,  # [N]
-    behaviour: Tensor,  # [N]
-    old_kv: Tensor,  # [N] bool: trained, sampled by the weights being trained, from KV of older ones
-) -> None:
-    """What a recompute from scratch makes of tokens that were sampled in place, after an update of the weights."""
-    difference = torch.where(old_kv, (behaviour - proximal).abs(), 0.0)
-    tally.add(old_kv=old_kv.sum(), old_kv_mismatch=difference.double().sum())
 
 
 def tally_policy(
     tally: MetricAccumulator,
+    response: ResponseTokens,
     logprobs: Tensor,  # [N]
     proximal: Tensor,  # [N]
     entropy: Tensor,  # [N]
     advantages: Tensor,  # [N]
     clipped: Tensor,  # [N] bool
-    trained: Tensor,  # [N] bool
-    staleness: Tensor,  # [N] int64
 ) -> None:
-    """Where the learner has moved since the step's start, and where the loss's clip acted, by sign of advantage."""
+    """How far the learner has moved since the step's start, and where the loss was clipped, by sign of advantage."""
     positive, negative = advantages > 0, advantages < 0
     tally.add_by_staleness(
-        staleness, trained,
+        response.staleness, response.trained,
         policy_tokens=torch.ones_like(entropy), entropy=entropy,
         moved_k1=kl_k1(proximal, logprobs), moved_k3=kl_k3(proximal, logprobs),
         positive=positive, negative=negative, clipped_positive=clipped & positive, clipped_negative=clipped & negative,
@@ -137,12 +130,12 @@ _OVERALL_KEYS = {_ENTROPY: "policy/entropy"}
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
-    """Metrics of `tally_offpolicy`, `tally_old_kv` and `tally_policy`, over all tokens and by staleness.
+    """Metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
 
     Importance weights are those of tokens, rho = proximal / behaviour, before any rule. ESS/N = (sum w)^2 / (N sum w^2)
-    of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied. chi2, which is
-    mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the tokens with that sign of
-    advantage.
+    of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied, 0 for tokens that a
+    mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
+    tokens with that sign of advantage.
 
     A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is what engine and
     learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on
@@ -160,7 +153,7 @@ def token_metrics(totals: Totals) -> list[Metric]:
     metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, answers) - 1))
     if overall["comparable"]:
         metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
-    if (old_kv := float(totals.get("old_kv", 0.0))) > 0:
+    if (old_kv := float(totals["old_kv"])) > 0:
         metrics.append(Metric("mismatch/old_kv_mean_abs", float(totals["old_kv_mismatch"]) / old_kv))
     for bucket in range(BUCKETS):
         cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
@@ -222,29 +215,32 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     """Reward, staleness and length metrics, and the buffer's counters as they came.
 
     Staleness of a rollout is that of its oldest trained token; `in_flight` is the part it aged while it was
-    generated, `in_queue` the part it aged in the buffer, and they add up.
+    generated, `in_queue` the part it aged in the buffer, and they add up. A batch without any trained token has none.
     """
     rollouts = [r for group in batch.groups for r in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([len(r.tokens) for r in rollouts])
-    finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])
-    trained = np.array([bool(r.mask.any()) for r in rollouts])
-    oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
-    finished = finished[trained]
-    staleness = batch.version - oldest
     values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "staleness/mean": staleness.mean(),
-        "staleness/max": staleness.max(),
-        "staleness/in_flight": (finished - oldest).mean(),
-        "staleness/in_queue": (batch.version - finished).mean(),
         "batch/rollouts": len(rollouts),
         "batch/response_tokens": lengths.sum(),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated_fraction": np.mean([r.finish_reason == "length" for r in rollouts]),
         **batch.counters,
+    }
+    trained = np.array([bool(r.mask.any()) for r in rollouts])
+    if not trained.any():
+        return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
+    finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])[trained]
+    oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
+    staleness = batch.version - oldest
+    values |= {
+        "staleness/mean": staleness.mean(),
+        "staleness/max": staleness.max(),
+        "staleness/in_flight": (finished - oldest).mean(),
+        "staleness/in_queue": (batch.version - finished).mean(),
     }
     counts = enumerate(np.bincount(staleness))
     at_staleness = [Metric(f"staleness/rollouts_{k}", float(count), "sum") for k, count in counts if count]
@@ -257,7 +253,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def median_trained_tokens(batch: Batch) -> float:
-    """Of the batch's answers."""
+    """Median number of trained tokens of the batch's answers."""
     return float(np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts]))
 
 

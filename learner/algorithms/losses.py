@@ -1,27 +1,43 @@
-"""Per-token losses as pure functions. The caller sums them and divides by the normaliser of the minibatch.
+"""Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
-`centre` is the policy that a ratio is taken to: the proximal one (decoupled) or the behaviour policy (coupled).
-A policy loss returns (loss [N], clipped [N] bool: its clip acted on the token).
+A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from learner.algorithms.masked_ops import bounded_exp, mean_by_answer
+from async_rl.config.algorithm import ClipConfig
+from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_answer
 
-PolicyLoss = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """N response tokens of several answers. Logprobs are 0 where a token is not trained."""
+
+    logprobs: Tensor  # [N] learner logprobs, with gradient
+    centre: Tensor  # [N] logprobs that the ratio is taken to: proximal (decoupled) or behaviour (coupled)
+    advantages: Tensor  # [N]
+    trained: Tensor  # [N] bool
+    answers: Tensor  # [N] int64 index of each token's answer
+    count: int
+    """Number of answers."""
+    clip: ClipConfig
+    """algorithm.clip of the configuration."""
 
 
-def ppo_clip_loss(
-    logprobs: Tensor,  # [N] learner logprobs, with gradient
-    centre: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    low: float,
-    high: float,
-    dual: float,
-) -> PolicyLoss:
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The loss of each token, and where it was clipped."""
+
+    loss: Tensor  # [N] with gradient
+    clipped: Tensor  # [N] bool: the clip acted on the token
+
+
+def ppo_clip_loss(x: LossInputs) -> LossOutput:
     """Clipped loss, r = exp(learner - centre):
 
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
@@ -31,70 +47,52 @@ def ppo_clip_loss(
     dual clip, Ye et al. 2019, arXiv 1912.09729, equation 5; centred on the proximal instead of the behaviour
     policy, Hilton et al. 2021, arXiv 2110.00641.
     """
-    ratio = bounded_exp(logprobs - centre)
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1 - low, 1 + high) * advantages
-    loss = torch.maximum(plain, bounded)
-    if dual > 0:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
-    return loss, bounded > plain
+    output = _clipped(bounded_exp(x.logprobs - x.centre), x)
+    if x.clip.dual == 0:
+        return output
+    bounded = torch.minimum(output.loss, -x.clip.dual * x.advantages)
+    return LossOutput(torch.where(x.advantages < 0, bounded, output.loss), output.clipped)
 
 
-def cispo_loss(
-    logprobs: Tensor,  # [N]
-    centre: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    low: float,
-    high: float,
-) -> PolicyLoss:
+def cispo_loss(x: LossInputs) -> LossOutput:
     """L = -w A log p, w = clip(r, 1 - low, 1 + high) without gradient: a clipped token keeps its gradient.
 
     Source: MiniMax-M1, arXiv 2506.13585, equation 4.
     """
-    ratio = bounded_exp(logprobs.detach() - centre)
-    weight = ratio.clamp(1 - low, 1 + high)
-    return -weight * advantages * logprobs, weight != ratio
+    ratio = bounded_exp(x.logprobs.detach() - x.centre)
+    weight = ratio.clamp(1 - x.clip.low, 1 + x.clip.high)
+    return LossOutput(-weight * x.advantages * x.logprobs, weight != ratio)
 
 
-def gspo_loss(
-    logprobs: Tensor,  # [N]
-    centre: Tensor,  # [N]
-    advantages: Tensor,  # [N] equal within an answer
-    trained: Tensor,  # [N] bool
-    answers: Tensor,  # [N] index of each token's answer
-    count: int,
-    low: float,
-    high: float,
-) -> PolicyLoss:
+def gspo_loss(x: LossInputs) -> LossOutput:
     """PPO-clip with one ratio an answer, the geometric mean of its tokens', which every token of it carries:
 
         s = exp(mean_t (learner - centre)),  L = max(-s A, -clip(s, 1 - low, 1 + high) A)
 
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, equations 5 and 7.
     """
-    ratio = bounded_exp(mean_by_answer(logprobs - centre, trained, answers, count))[answers]
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1 - low, 1 + high) * advantages
-    return torch.maximum(plain, bounded), bounded > plain
+    means = mean_by_answer(x.logprobs - x.centre, x.trained, x.answers, x.count)
+    return _clipped(bounded_exp(means)[x.answers], x)
 
 
-def dppo_tv_loss(
-    logprobs: Tensor,  # [N]
-    centre: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    max_change: float,
-    pull: float,
-) -> PolicyLoss:
-    """L = -keep r A + pull (log r)^2: a token is dropped once its probability has moved by more than `max_change`
-    in the direction of its advantage. Rare tokens, whose ratios are large while their probability hardly changes, stay.
+def dppo_tv_loss(x: LossInputs) -> LossOutput:
+    """L = -keep r A + tv_pull (log r)^2: a token is dropped once its probability has moved from the centre's by more
+    than `tv` in the direction of its advantage. Rare tokens, whose ratios are large while their probability hardly
+    changes, stay.
 
     Source: prime-rl's default loss (DPPO, binary total variation).
     """
-    log_ratio = logprobs - centre
-    change = (logprobs.exp() - centre.exp()).detach()
-    dropped = torch.where(advantages > 0, change > max_change, (advantages < 0) & (change < -max_change))
-    loss = torch.where(dropped, 0.0, -bounded_exp(log_ratio) * advantages)
-    return loss + pull * log_ratio.square(), dropped
+    log_ratio = x.logprobs - x.centre
+    change = (x.logprobs.exp() - x.centre.exp()).detach()
+    dropped = torch.where(x.advantages > 0, change > x.clip.tv, (x.advantages < 0) & (change < -x.clip.tv))
+    loss = torch.where(dropped, 0.0, -bounded_exp(log_ratio) * x.advantages)
+    return LossOutput(loss + x.clip.tv_pull * log_ratio.square(), dropped)
+
+
+def _clipped(ratio: Tensor, x: LossInputs) -> LossOutput:
+    plain = -ratio * x.advantages
+    bounded = -ratio.clamp(1 - x.clip.low, 1 + x.clip.high) * x.advantages
+    return LossOutput(torch.maximum(plain, bounded), bounded > plain)
 
 
 def value_loss(
@@ -141,4 +139,4 @@ def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
     As a loss its gradient is that of the other divergence, KL(q || p). Source: as for k1.
     """
     log_ratio = other - logprobs
-    return bounded_exp(log_ratio) - 1 - log_ratio
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio

@@ -1,7 +1,8 @@
-"""Ratios of probabilities without overflow, and sums over the tokens of an answer."""
+"""Ratios of probabilities without overflow, and sums and means over the tokens of each answer."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -18,7 +19,7 @@ def sum_by_answer(
     answers: Tensor,  # [N] index of each token's answer
     count: int,
 ) -> Tensor:
-    """[count]"""
+    """Sum over the tokens of each answer. [count]"""
     return values.new_zeros(count).index_add(0, answers, values)
 
 
@@ -30,4 +31,4 @@ def mean_by_answer(
 ) -> Tensor:
     """Mean over the trained tokens of each answer, 0 where it has none. [count]"""
     tokens = sum_by_answer(trained.to(values.dtype), answers, count).clamp(min=1)
-    return sum_by_answer(values * trained, answers, count) / tokens
+    return sum_by_answer(torch.where(trained, values, 0.0), answers, count) / tokens

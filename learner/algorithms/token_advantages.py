@@ -1,92 +1,95 @@
 """From the reward of a whole answer to an advantage for each of its trained tokens.
 
-Only tokens the model sampled are trained: those of the prompt and, in answers of several turns, of the environment get
-no credit and are stepped over, as if they were part of the state.
+Only tokens that the model sampled are trained. Those of the prompt and, in answers of several turns, of the environment
+have no advantage, and returns step over them as if they were part of the state.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_rl.config import AlgorithmConfig, Config
+from async_rl.config import Config
 from async_rl.types import Batch, FloatArray, RolloutGroup
-from learner.algorithms.advantages import dr_grpo, gae, grpo, maxrl, remax, returns_to_go, rloo, vtrace, whiten
-from learner.packing.microbatches import MicroBatch
-
-_OF_GROUPS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "maxrl": maxrl, "reinforce_pp_baseline": dr_grpo}
+from learner.algorithms.advantages import returns_to_go, whiten
+from learner.packing.microbatches import ResponseTokens
 
 
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Advantages [group][answer], [T] each, of the estimators that need no critic; zeros where one is used.
 
-    Whole groups in, so that every rank gets the same numbers whatever its share. REINFORCE++ whitens over the trained
-    tokens of the batch, but for a penalty that comes first (`whitens_penalised`).
+    Whole groups in, so that every rank gets the same numbers whatever its share. They are whitened over the trained
+    tokens of the batch where that is asked for, unless it has to wait for the step's start (`whitens_at_start`).
     """
-    algorithm = config.algorithm
-    if algorithm.advantage_entry.needs_critic:
+    algorithm, entry = config.algorithm, config.algorithm.advantage_entry
+    if entry.needs_critic:
         return [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
+    function = entry.load()
     masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
-    if algorithm.advantage == "reinforce_pp":
-        rewards = [r.reward for group in batch.groups for r in group.rollouts]
-    else:
-        rewards = [x for group in batch.groups for x in _group_advantages(algorithm, group).tolist()]
     mask = pad_sequence(masks, batch_first=True)  # [k, T]
-    scores = torch.tensor(rewards, dtype=torch.float64)
-    if algorithm.advantage == "reinforce_pp":
-        advantages = returns_to_go(_at_last_token(scores, mask), mask, algorithm.gamma)
+    if entry.of_returns:
+        rewards = torch.cat([_rewards(group) for group in batch.groups])
+        advantages = function(_at_last_token(rewards, mask), mask, algorithm.gamma)
+    elif entry.needs_greedy_baseline:
+        parts = [function(_rewards(group), _greedy_reward(group)) for group in batch.groups]
+        advantages = torch.cat(parts)[:, None] * mask
     else:
-        advantages = scores[:, None] * mask
-    if algorithm.advantage.startswith("reinforce_pp") and not whitens_penalised(algorithm):
+        advantages = torch.cat([function(_rewards(group)) for group in batch.groups])[:, None] * mask
+    if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
     return [[next(rows)[: len(r.tokens)] for r in group.rollouts] for group in batch.groups]
 
 
-def whitens_penalised(algorithm: AlgorithmConfig) -> bool:
-    """REINFORCE++ takes a KL penalty off the rewards before it whitens them, so it needs the logprobs at step start.
+def whitens_at_start(config: Config) -> bool:
+    """Whether advantages are whitened after the forward passes at step start, because they depend on them.
 
+    A critic's advantages do, and those of rewards with a KL penalty: REINFORCE++ takes it off before it whitens them.
     Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
     """
-    return algorithm.kl.kind == "k1_reward" and algorithm.advantage.startswith("reinforce_pp")
-
-
-def _group_advantages(algorithm: AlgorithmConfig, group: RolloutGroup) -> Tensor:
-    """[G]"""
-    rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
-    if algorithm.advantage == "remax":
-        assert group.baseline_reward is not None, "the worker rolls out a greedy baseline for remax"
-        return remax(rewards, group.baseline_reward)
-    return _OF_GROUPS[algorithm.advantage](rewards)
+    algorithm, entry = config.algorithm, config.algorithm.advantage_entry
+    if not (entry.whitens or algorithm.whiten):
+        return False
+    return entry.needs_critic or algorithm.kl.kind == "k1_reward"
 
 
 def critic_advantages(
-    algorithm: AlgorithmConfig,
-    micro: MicroBatch,
+    config: Config,
+    function: Callable[..., tuple[Tensor, Tensor]],  # of_tokens of the advantage
+    response: ResponseTokens,
     values: Tensor,  # [N] detached
     log_rho: Tensor,  # [N] proximal - behaviour logprobs
     penalty: Tensor,  # [N] taken off the reward of each token
 ) -> tuple[Tensor, Tensor]:
-    """GAE or V-trace of every answer, its reward given at its last trained token; (advantages [N], targets [N])."""
-    mask = _rows(micro.trained, micro)
-    rewards = _at_last_token(micro.rewards, mask) - _rows(penalty, micro)
-    if algorithm.advantage == "vtrace":
-        ratios = _rows(log_rho, micro)
-        both = vtrace(rewards, _rows(values, micro), ratios, mask, algorithm.gamma, algorithm.lam)
-    else:
-        both = gae(rewards, _rows(values, micro), mask, algorithm.gamma, algorithm.lam)
-    return _tokens(both[0], micro), _tokens(both[1], micro)
+    """(advantages [N], targets of the critic [N]); an answer's reward is given at its last trained token."""
+    mask = _rows(response.trained, response)
+    rewards = _at_last_token(response.rewards, mask) - _rows(penalty, response)
+    ratios = _rows(log_rho, response)
+    gamma, lam = config.algorithm.gamma, config.algorithm.lam
+    both = function(rewards, _rows(values, response), ratios, mask, gamma, lam)
+    return _tokens(both[0], response), _tokens(both[1], response)
 
 
 def penalty_to_go(
     penalty: Tensor,  # [N]
-    micro: MicroBatch,
+    response: ResponseTokens,
     gamma: float,
 ) -> Tensor:
-    """What a penalty on each token takes off the advantages of the tokens before it; [N], 0 where not trained."""
-    return _tokens(returns_to_go(_rows(penalty, micro), _rows(micro.trained, micro), gamma), micro)
+    """How much penalties on single tokens lower the advantages of the tokens before them; [N], 0 where not trained."""
+    return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
+
+
+def _rewards(group: RolloutGroup) -> Tensor:
+    return torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
+
+
+def _greedy_reward(group: RolloutGroup) -> float:
+    assert group.baseline_reward is not None, "the worker samples a greedy answer for this advantage"
+    return group.baseline_reward
 
 
 def _at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -96,11 +99,11 @@ def _at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
     return torch.where(steps == last, rewards[:, None], 0.0)
 
 
-def _rows(tokens: Tensor, micro: MicroBatch) -> Tensor:
+def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:
     """[N] to [k, T], padded with zeros."""
-    return pad_sequence(list(tokens.split(list(micro.lengths))), batch_first=True)
+    return pad_sequence(list(tokens.split(list(response.lengths))), batch_first=True)
 
 
-def _tokens(rows: Tensor, micro: MicroBatch) -> Tensor:
+def _tokens(rows: Tensor, response: ResponseTokens) -> Tensor:
     """[k, T] back to [N]."""
-    return torch.cat([row[:length] for row, length in zip(rows, micro.lengths, strict=True)])
+    return torch.cat([row[:length] for row, length in zip(rows, response.lengths, strict=True)])

@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 
 from async_rl.config import Config
 from learner.models.policy import hidden_states
-from learner.packing.microbatches import MicroBatch
+from learner.packing.microbatches import ForwardInputs
 
 
 class Critic(nn.Module):
@@ -21,9 +21,9 @@ class Critic(nn.Module):
         self.lm = lm
         self.compute_dtype = compute_dtype
 
-    def forward(self, micro: MicroBatch) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> Tensor:
         """Values [N], float32."""
-        return self.lm.score(hidden_states(self.lm, micro, self.compute_dtype)).float().sum(-1)
+        return self.lm.score(hidden_states(self.lm, inputs, self.compute_dtype)).float().sum(-1)
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:

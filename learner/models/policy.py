@@ -21,8 +21,9 @@ from async_rl.errors import ConfigError
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
 from learner.models.token_scores import score_tokens
-from learner.packing.block_mask import block_mask
-from learner.packing.microbatches import Layout, MicroBatch, attention_mask
+from learner.packing.attention_mask import attention_mask, block_mask
+from learner.packing.microbatches import ForwardInputs
+from learner.packing.plan import Layout
 
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _MASKED = ("sdpa", "eager")
@@ -56,23 +57,23 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self._dropouts = dropouts(lm)
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
         """(learner logprobs [N], entropy [N]) at the logged temperature, float32, with gradient."""
         for dropout in self._dropouts:
             dropout.train(torch.is_grad_enabled())
-        states = hidden_states(self.lm, micro, self.compute_dtype)
-        return score_tokens(states, self.lm.get_output_embeddings().weight, micro.targets, micro.temperature)
+        states = hidden_states(self.lm, inputs, self.compute_dtype)
+        return score_tokens(states, self.lm.get_output_embeddings().weight, inputs.targets, inputs.temperature)
 
 
-def hidden_states(lm: Any, micro: MicroBatch, dtype: torch.dtype) -> Tensor:
+def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
     """Last hidden states that predict the response tokens; [N, hidden]."""
     mask: Tensor | BlockMask | None = None
-    if micro.segments is not None and lm.config._attn_implementation == "flex_attention":
-        mask = block_mask(micro.segments)
-    elif micro.segments is not None and lm.config._attn_implementation in _MASKED:
-        mask = attention_mask(micro.segments, dtype)
-    output = lm.base_model(micro.tokens, attention_mask=mask, position_ids=micro.positions, use_cache=False)
-    return output.last_hidden_state.flatten(0, 1)[micro.where]
+    if inputs.segments is not None and lm.config._attn_implementation == "flex_attention":
+        mask = block_mask(inputs.segments)
+    elif inputs.segments is not None and lm.config._attn_implementation in _MASKED:
+        mask = attention_mask(inputs.segments, dtype)
+    output = lm.base_model(inputs.tokens, attention_mask=mask, position_ids=inputs.positions, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)[inputs.where]
 
 
 def load_policy(

@@ -12,7 +12,7 @@ from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
 from learner.models.policy import Policy, layout_of, load_policy, shard
-from learner.packing.microbatches import MicroBatch
+from learner.packing.microbatches import ForwardInputs
 
 
 class Reference:
@@ -42,9 +42,9 @@ class Reference:
         self.layout = self.layout.for_both(layout_of(self._own.lm))
 
     @torch.no_grad()
-    def logprobs(self, micro: MicroBatch) -> Tensor:
+    def logprobs(self, inputs: ForwardInputs) -> Tensor:
         """Of the response tokens, at the logged temperature; [N] float32. Collective."""
         if self._own is None:
             with without_adapters(self._policy.lm):
-                return self._policy(micro)[0]
-        return self._own(micro)[0]
+                return self._policy(inputs)[0]
+        return self._own(inputs)[0]

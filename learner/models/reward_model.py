@@ -19,7 +19,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, IntArray
 from learner.models.policy import shard
-from learner.packing.microbatches import Layout, Piece, plan_microbatches
+from learner.packing.plan import Layout, Piece, plan_microbatches
 
 _PLACEHOLDER = "\x00"
 

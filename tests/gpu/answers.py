@@ -11,6 +11,7 @@ import torch
 
 from async_rl.config import Config
 from async_rl.types import Batch, Rollout, RolloutGroup
+from learner.algorithms.token_advantages import batch_advantages
 from learner.train_step import Updater
 from rollout_server.engines.base import Completion, GenerationRequest
 from tests.conftest import EngineInThread
@@ -53,11 +54,11 @@ def behaviour_logprobs(batch: Batch) -> np.ndarray:
 
 def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
     """As the learner computes them in a step, in the order of `behaviour_logprobs`."""
-    (minibatch,) = updater._plan(batch)
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     found = {}
     for micro in minibatch.micro_batches:
         with torch.no_grad():
-            parts = updater.policy(micro)[0].split(micro.lengths)
+            parts = updater.policy(micro.inputs)[0].split(micro.response.lengths)
         found |= {answer: part.float().cpu().numpy() for answer, part in zip(micro.answers, parts, strict=True)}
     return np.concatenate([found[answer] for answer in sorted(found)])
 

@@ -13,6 +13,7 @@ from transformers.utils import is_flash_attn_2_available
 from async_rl.config import Config
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
+from learner.algorithms.token_advantages import batch_advantages
 from learner.train_step import Updater
 from rollout_server.engines.base import Completion
 from tests.gpu.answers import batch_of, learner_logprobs, with_dtype
@@ -47,9 +48,8 @@ def opened(config: Config, attention: str, max_tokens: int, device: torch.device
 
 
 def gradients(updater: Updater, batch: Batch) -> dict[str, Tensor]:
-    (minibatch,) = updater._plan(batch)
-    updater.objective.prepare(minibatch.micro_batches)
-    updater._accumulate(minibatch, MetricAccumulator(), moves_policy=True, is_first_epoch=True)
+    (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(updater.config, batch)))
+    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""What a learner rank of a test does, in a process of its own or in the test's."""
+"""The work of a learner rank in a test, in a process of its own or in the test's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from async_rl.config import (
     RolloutPlacement,
 )
 from learner.algorithms.diagnostics import MetricAccumulator
+from learner.algorithms.token_advantages import batch_advantages
 from learner.models.policy import full_parameters, save_policy
 from learner.ranks import broadcast_frames
 from learner.train_step import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
 ALGORITHMS = {
-    "token_mean": AlgorithmConfig(advantage="gae"),
+    "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
     "sequence_mean": AlgorithmConfig(
         loss="gspo",
         aggregation="sequence_mean",
@@ -40,7 +41,7 @@ ALGORITHMS = {
         advantage="reinforce_pp",
         kl=KlConfig(kind="k1_reward", coef=0.1),
         aggregation="constant",
-        correction=CorrectionConfig(kind="sequence_tis", batch_normalised=True, masks=MasksConfig(m2po=0.04, opsm=0.5)),
+        correction=CorrectionConfig(kind="sequence_tis", batch_normalised=True, masks=MasksConfig(m2po=0.5, opsm=0.5)),
         entropy_coef=0.01,
     ),
 }
@@ -95,9 +96,8 @@ def measure(
         networks["critic"] = updater.critic.lm
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_batch()
-    (minibatch,) = updater._plan(batch)
-    updater._remember_step_start([minibatch])
-    loss, _ = updater._accumulate(minibatch, MetricAccumulator(), moves_policy=True, is_first_epoch=True)
+    (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
+    loss = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True).policy_loss
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}
     for name, module in networks.items():
@@ -108,7 +108,7 @@ def measure(
             parameter.grad = None
     result["num_trained"] = [None] * dist.get_world_size()
     dist.all_gather_object(
-        result["num_trained"], [int(micro.trained.sum()) for micro in minibatch.micro_batches]
+        result["num_trained"], [int(micro.response.trained.sum()) for micro in minibatch.micro_batches]
     )
     result["metrics"] = {metric.key: metric.value for metric in updater.update(batch)}
     return result

@@ -15,7 +15,8 @@ from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective, policy_normaliser
 from learner.check_staleness import check_staleness
-from learner.packing.microbatches import Piece, collate
+from learner.packing.microbatches import collate
+from learner.packing.plan import Piece
 from learner.train_step import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
@@ -69,7 +70,7 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
         losses.policy.backward()
         assert logprobs.grad is not None
         gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))
-        trained.append(micro.trained)
+        trained.append(micro.response.trained)
     whole, masked = gradients
     young = trained[1]
     assert 0 < young.sum() < trained[0].sum()

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
+from learner.algorithms.token_advantages import batch_advantages
 from learner.models.policy import full_parameters
-from learner.packing.microbatches import Layout, MicroBatch
+from learner.packing.microbatches import MicroBatch
+from learner.packing.plan import Layout
 from learner.train_step import Updater
 from tests.learner.rank_process import measure_roles
 from tests.learner.test_train_step import reference_logprobs
@@ -31,24 +33,25 @@ def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **
 
 
 def gradients(updater: Updater) -> dict[str, Tensor]:
-    (minibatch,) = updater._plan(make_batch(groups=6))
-    updater._accumulate(minibatch, MetricAccumulator(), moves_policy=True, is_first_epoch=True)
+    batch = make_batch(groups=6)
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
+    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 
 
 def check_logprobs(updater: Updater, path: Path, batch: Batch) -> tuple[MicroBatch, ...]:
     """Every answer of the batch scored once, as transformers scores it alone; returns the micro-batches."""
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    (minibatch,) = updater._plan(batch)
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     answers = []
     for micro in minibatch.micro_batches:
         with torch.no_grad():
-            logprobs = updater.policy(micro)[0].split(micro.lengths)
+            logprobs = updater.policy(micro.inputs)[0].split(micro.response.lengths)
         for (g, i), ours in zip(micro.answers, logprobs, strict=True):
             group = batch.groups[g]
             with torch.no_grad():
                 alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
-            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=1e-5)
             answers.append((g, i))
     assert sorted(answers) == [(g, i) for g in range(6) for i in range(4)]
     return minibatch.micro_batches
@@ -77,13 +80,13 @@ def test_packed_logprobs_are_those_of_transformers_on_each_sequence_alone(
     prompts_in_a_row = [
         len(set(roots[roots >= 0].tolist()))
         for micro in micro_batches
-        if micro.segments is not None
-        for roots in micro.segments[1]
+        if micro.inputs.segments is not None
+        for roots in micro.inputs.segments[1]
     ]
     assert max(prompts_in_a_row) > 1
     if (attention, max_tokens) == ("flex_attention", 4096):
         assert prompts_in_a_row == [6]
-        assert (micro_batches[0].segments[0] >= 0).all()  # type: ignore[index]
+        assert (micro_batches[0].inputs.segments[0] >= 0).all()  # type: ignore[index]
 
 
 def test_rows_parted_by_their_positions_alone_are_what_transformers_takes_without_a_mask(
@@ -94,8 +97,8 @@ def test_rows_parted_by_their_positions_alone_are_what_transformers_takes_withou
     monkeypatch.setattr(updater, "_layout", Layout(masked=False, sparse=True))
     monkeypatch.setattr("learner.models.policy._MASKED", ())
     (micro,) = check_logprobs(updater, tiny_model_path, make_batch(groups=6))
-    assert micro.positions is not None and micro.tokens.shape[0] == 1
-    assert (micro.positions == 0).sum() == 6 * 4
+    assert micro.inputs.positions is not None and micro.inputs.tokens.shape[0] == 1
+    assert (micro.inputs.positions == 0).sum() == 6 * 4
 
 
 def test_all_four_roles_on_two_ranks_give_the_metrics_and_pushed_weights_of_one(

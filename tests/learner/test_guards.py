@@ -1,4 +1,4 @@
-"""What keeps a step from harm: KL limits, and numbers that aren't finite."""
+"""Limits of a step: KL limits, numbers that aren't finite, dropout, batches without a trained token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from async_rl.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    LearnerConfig,
+    LoraConfig,
+    MasksConfig,
+    ModelConfig,
+)
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.train_step import Updater
@@ -84,6 +92,62 @@ def test_epochs_end_as_soon_as_the_policy_has_moved_too_far(tiny_model_path: Pat
     never = open_updater(tiny_model_path, epochs=epochs, early_stop_kl=100.0)
     assert values_of(never.update(batch))["policy/early_stops"] == 0
     assert all(torch.equal(tensor, expected[3][name]) for name, tensor in weights_of(never).items())
+
+
+def test_a_policy_that_is_stopped_early_lets_the_critic_take_its_steps(tiny_model_path: Path, one_rank: None) -> None:
+    batch = make_batch()
+    stopped, whole, once = (
+        open_updater(tiny_model_path, advantage="gae", minibatches=2, epochs=epochs, early_stop_kl=limit)
+        for epochs, limit in ((3, 1e-9), (3, 0.0), (1, 0.0))
+    )
+    metrics = {name: values_of(u.update(batch)) for name, u in (("stopped", stopped), ("whole", whole), ("once", once))}
+    assert metrics["stopped"]["policy/early_stops"] == 1
+    assert metrics["stopped"]["critic/loss"] == metrics["whole"]["critic/loss"] != metrics["once"]["critic/loss"]
+    weights = [all_weights(updater) for updater in (stopped, whole)]
+    policy = [name for name in weights[0] if not name.startswith("critic.")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() - set(policy))
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in policy)
+
+
+@pytest.mark.parametrize("m2po", [0.0, 0.5])
+def test_dropout_does_not_reach_the_proximal_logprobs(tiny_model_path: Path, one_rank: None, m2po: float) -> None:
+    """On fresh data with one optimizer step a batch: weights of 1, whatever the dropout of the gradient's pass."""
+    lora = LoraConfig(rank=4, dropout=0.5)
+    config = make_config(
+        tiny_model_path, model=ModelConfig(path=str(tiny_model_path), lora=lora), learner=LEARNER,
+        algorithm=AlgorithmConfig(correction=CorrectionConfig(masks=MasksConfig(m2po=m2po))),
+    )
+    updater = Updater(config, CPU)
+    for _ in range(2):  # adapters start at zero
+        updater.update(make_batch(temperature=1.0))
+    batch = make_batch(temperature=1.0)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            tokens = [*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]
+            rollout.logprobs[:] = updater.probe_logprobs(tokens)[len(group.prompt_tokens) - 1 :]
+    metrics = values_of(updater.update(batch))
+    assert metrics["mismatch/mean_abs"] < 1e-5
+    assert metrics["offpolicy/ess"] == pytest.approx(1.0, rel=1e-5)
+    assert metrics["offpolicy/kl_proximal_learner_k3"] > 1e-3  # the gradient's own pass has dropout
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {}, {"advantage": "gae", "whiten": True}, {"advantage": "vtrace"}, {"aggregation": "sequence_mean"},
+        {"correction": CorrectionConfig(kind="token_tis", batch_normalised=True, masks=MasksConfig(m2po=0.04))},
+    ],
+)  # fmt: skip
+def test_a_batch_without_any_trained_token_raises_nothing(
+    tiny_model_path: Path, one_rank: None, algorithm: dict[str, Any]
+) -> None:
+    batch = make_batch()
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            rollout.mask[:] = False
+    metrics = values_of(open_updater(tiny_model_path, **algorithm).update(batch))
+    assert metrics["policy/loss"] == 0 == metrics["policy/grad_norm"]
+    assert "staleness/max" not in metrics and all(np.isfinite(list(metrics.values())))
 
 
 def kl_moved(path: Path, updater: Updater, batch: Batch) -> list[float]:

@@ -1,4 +1,4 @@
-"""Any number of ranks, however the model is split over them, trains as one does."""
+"""Several ranks, however the model is split over them, train as one rank does."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_equal(model: Path, results: dict[Case, dict[str, Any]]) -> None:
     for (algorithm, _, _), split in results.items():
         whole = wholes[algorithm]
         assert [len(share) for share in whole["num_trained"]] == [1]
-        assert split["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+        assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
         for network in whole.keys() & {"policy", "critic"}:
             for parameter, gradient in whole[network].items():
                 torch.testing.assert_close(split[network][parameter], gradient, atol=2e-6, rtol=1e-4)
-        assert split["metrics"] == pytest.approx(whole["metrics"], abs=1e-5)
+        assert split["metrics"] == pytest.approx(whole["metrics"], rel=1e-5, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Tiny models, configurations and batches made by hand, importable by the processes that tests start."""
+"""Tiny models, configurations, batches and micro-batches, importable by the processes that tests start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from async_rl.config import (
@@ -22,6 +23,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.types import Batch, Rollout, RolloutGroup
+from learner.packing.microbatches import ForwardInputs, MicroBatch, ResponseTokens, StepStart
 
 VOCAB = 23
 
@@ -127,3 +129,25 @@ def make_group(
         rollouts=tuple(rollouts),
         duration_s=1.0,
     )
+
+
+def make_response(lengths: Sequence[int], **given: Any) -> ResponseTokens:
+    """Tokens of answers of these lengths, float64; all trained, of staleness 0 and advantage 0 unless given."""
+    n = sum(lengths)
+    zeros = torch.zeros(n, dtype=torch.float64)
+    values: dict[str, Any] = {
+        "behaviour": zeros, "trained": torch.ones(n).bool(), "comparable": zeros.bool(), "old_kv": zeros.bool(),
+        "staleness": zeros.long(), "advantages": zeros,
+        "answers": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        "places": torch.arange(n), "rewards": torch.zeros(len(lengths)), "too_old": torch.zeros(len(lengths)),
+    }  # fmt: skip
+    return ResponseTokens(lengths=tuple(lengths), **values | given)
+
+
+def make_micro(response: ResponseTokens, **start: Tensor) -> MicroBatch:
+    """A micro-batch for the loss alone: its forward inputs are empty."""
+    nothing = torch.zeros(0).long()
+    inputs = ForwardInputs(
+        tokens=nothing[None], segments=None, positions=None, where=nothing, targets=nothing, temperature=nothing
+    )
+    return MicroBatch(inputs, response, (), StepStart(**start))

@@ -1,3 +1,5 @@
+"""Importance weights, masks and interpolated logprobs against reference vectors and by hand."""
+
 from __future__ import annotations
 
 import math
@@ -10,14 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from async_rl.config import MasksConfig
+from async_rl.config.algorithm import ClipConfig
+from async_rl.seams import CORRECTIONS
 from learner.algorithms.corrections import (
+    beyond_m2po,
     dropped_tokens,
-    importance_weights,
     interpolated_proximal,
     log_ratios,
     m2po_limit,
 )
-from learner.algorithms.losses import ppo_clip_loss
+from learner.algorithms.losses import LossInputs, ppo_clip_loss
 from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
 
 LOGPROB = st.floats(-30, 0, width=32)
@@ -44,16 +48,20 @@ class Case:
 
     def weights(self, kind: str) -> Tensor:
         """[rows, T], 0 where not trained."""
-        flat = importance_weights(
-            kind, self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count
-        )
+        weigh = CORRECTIONS[kind].load()
+        flat = weigh(self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count)
         return flat.reshape(self.rows.shape) * self.trained
 
-    def dropped(self, limit: float = math.inf, **masks: Any) -> list[list[bool]]:
+    def dropped(self, **masks: Any) -> list[list[bool]]:
         flat = dropped_tokens(
-            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count, limit
+            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count
         )
         return flat.reshape(self.rows.shape).tolist()
+
+
+def dropped_by_m2po(log_rho: Tensor, tau: float) -> list[bool]:
+    places = torch.arange(len(log_rho))
+    return beyond_m2po(log_rho, places, m2po_limit(log_rho.square(), places, tau)).tolist()
 
 
 def test_weights_and_masks_match_the_reference_vectors(vectors: dict[str, Any]) -> None:
@@ -89,7 +97,11 @@ def test_decoupled_losses_with_their_weights_match_the_reference_vectors(vectors
         close(weights, vector["weight"])
         logprobs = tensor(vector["logp"])
         close((logprobs - proximal).exp(), vector["ratio"])
-        loss, _ = ppo_clip_loss(logprobs, proximal, tensor(vector["adv"]), vector["eps"], vector["eps"], 0.0)
+        clip = ClipConfig(low=vector["eps"], high=vector["eps"], dual=0.0)
+        loss = ppo_clip_loss(LossInputs(
+            logprobs=logprobs, centre=proximal, advantages=tensor(vector["adv"]), trained=case.trained.flatten(),
+            answers=case.answers, count=1, clip=clip,
+        )).loss
         close(weights * loss, vector["token_loss"])
         close((weights * loss).sum() / len(loss), vector["loss_mean_original_denominator"])
     assert modes == {"truncate", "mask_upper", "icepop"}
@@ -98,21 +110,30 @@ def test_decoupled_losses_with_their_weights_match_the_reference_vectors(vectors
 def test_m2po_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for vector in vectors["m2po_mask"]:
         case = Case([vector["log_ratio"]])
-        limit = m2po_limit(case.log_rho.square(), vector["tau"])
-        dropped = case.dropped(limit)[0]
+        dropped = dropped_by_m2po(case.log_rho, vector["tau"])
         assert [float(not d) for d in dropped] == vector["keep"]
         assert sum(dropped) == vector["masked"]
         assert float(case.log_rho.square().mean()) == pytest.approx(vector["m2"], rel=1e-5)
 
 
-def test_m2po_of_no_tokens_keeps_none_and_raises_nothing() -> None:
-    assert m2po_limit(torch.zeros(0), 0.04) == 0.0
+def test_m2po_of_no_tokens_raises_nothing() -> None:
+    assert dropped_by_m2po(torch.zeros(0), 0.04) == []
+
+
+def test_m2po_drops_some_of_the_tokens_with_equal_squares() -> None:
+    """Five squares of 0.01 and one of 0.5 have a mean of 0.092, below 0.1; with a second it is 0.15."""
+    squares = tensor([0.5] * 5 + [0.01] * 5)
+    log_rho = squares.sqrt() * tensor([1.0, -1.0] * 5)
+    assert dropped_by_m2po(log_rho, 0.1) == [False] + [True] * 4 + [False] * 5
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))  # another split of the same batch
+    limit = m2po_limit(log_rho.square()[order], torch.arange(10)[order], 0.1)
+    assert beyond_m2po(log_rho, torch.arange(10), limit).tolist() == dropped_by_m2po(log_rho, 0.1)
 
 
 def test_opsm_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for vector in vectors["opsm_keep"]:
         log_rho = (tensor(vector["logp"]) - tensor(vector["behav_logp"])).tolist()
-        assert -sum(log_rho) / len(log_rho) == pytest.approx(vector["seq_kl"], abs=1e-6)
+        assert -sum(log_rho) / len(log_rho) == pytest.approx(vector["seq_kl"], rel=1e-6, abs=1e-6)
         case = Case([log_rho], adv=vector["adv"])
         assert case.dropped(opsm=vector["delta"])[0] == [not vector["keep"]] * len(log_rho)
 
@@ -166,7 +187,8 @@ def test_masks_add_up() -> None:
 
 def test_without_masks_nothing_is_dropped_not_even_what_is_not_a_number() -> None:
     assert Case([[20.0, -90.0, 0.0]]).dropped() == [[False] * 3]
-    assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), m2po=0.1, veto=0.1) == [[False] * 3]
+    assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), veto=0.1) == [[False] * 3]
+    assert dropped_by_m2po(tensor([math.nan, 0.0, 0.0]), 0.1) == [False] * 3
 
 
 @given(LOGPROB, LOGPROB)
@@ -174,7 +196,7 @@ def test_log_ratios_are_detached_in_float32_and_zero_where_not_trained(proximal:
     prox = torch.tensor([proximal, math.nan], dtype=torch.float64, requires_grad=True)
     got = log_ratios(prox, torch.tensor([behaviour, 0.0], dtype=torch.float64), torch.tensor([True, False]))
     assert got.dtype == torch.float32 and not got.requires_grad
-    assert got.tolist() == [pytest.approx(proximal - behaviour, abs=1e-5), 0.0]
+    assert got.tolist() == [pytest.approx(proximal - behaviour, rel=1e-6, abs=1e-6), 0.0]
     assert torch.isfinite(bounded_exp(100 * got)).all()
 
 

@@ -1,5 +1,9 @@
+"""Metrics of a step by hand and against reference vectors."""
+
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,39 +20,33 @@ from learner.algorithms.diagnostics import (
     median_trained_tokens,
     tally_critic,
     tally_offpolicy,
-    tally_old_kv,
     tally_policy,
     token_metrics,
 )
-from tests.learner.tiny_batches import make_batch, make_group, make_rollout
+from tests.learner.tiny_batches import make_batch, make_group, make_response, make_rollout
 
 
 def offpolicy(
-    log_rho: torch.Tensor,
-    trained: torch.Tensor,
-    answers: torch.Tensor,
-    parts: list[slice],
+    log_rho: torch.Tensor,  # [N]
+    lengths: Sequence[int] = (),
+    rows_apart: bool = False,
     cap: float = 2.0,
-    **other: torch.Tensor,
+    dropped: torch.Tensor | None = None,
+    **response: torch.Tensor,
 ) -> dict[str, float]:
-    """Metrics by key, of micro-batches that hold these parts of the tokens."""
-    behaviour = torch.full_like(log_rho, -2.0)
+    """Metrics by key; the answers may be in micro-batches of their own."""
+    lengths = lengths or (len(log_rho),)
     tally = MetricAccumulator()
-    for part in parts:
-        rho = log_rho[part].exp()
-        tally_offpolicy(
-            tally,
-            behaviour[part] + log_rho[part],
-            behaviour[part],
-            trained[part],
-            other.get("comparable", torch.zeros_like(trained))[part],
-            other.get("staleness", torch.zeros_like(answers))[part],
-            answers[part] - answers[part].min(),
-            int(answers[part].max() - answers[part].min()) + 1,
-            rho.clamp(max=cap),
-            rho > cap,
-            other.get("dropped", torch.zeros_like(trained))[part],
-        )
+    sizes = list(lengths) if rows_apart else [len(log_rho)]
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        start += size
+        given = {name: values[part] for name, values in response.items()}
+        of_part = make_response((size,) if rows_apart else lengths, **given)
+        own = log_rho[part] * of_part.trained
+        drops = torch.zeros(size).bool() if dropped is None else dropped[part]
+        tally_offpolicy(tally, of_part, own, own.exp().clamp(max=cap), own.exp() > cap, drops, shows_mismatch=True)
     return {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **tally.reduce()})}
 
 
@@ -68,10 +66,9 @@ def test_importance_weight_diagnostics_match_the_reference_vectors(
 ) -> None:
     for case in vectors["is_weights"]:
         log_ratio, trained = torch.tensor(case["log_ratio"]), torch.tensor(case["mask"]).bool()
-        answers = torch.arange(len(log_ratio)).repeat_interleave(log_ratio.shape[1])
-        per_row = [slice(i * log_ratio.shape[1], (i + 1) * log_ratio.shape[1]) for i in range(len(log_ratio))]
-        for parts in (per_row, [slice(None)]):  # two micro-batches give what one does
-            got = offpolicy(log_ratio.flatten(), trained.flatten(), answers, parts, case["cap"])
+        lengths = [log_ratio.shape[1]] * len(log_ratio)
+        for rows_apart in (True, False):  # two micro-batches give what one does
+            got = offpolicy(log_ratio.flatten(), lengths, rows_apart, case["cap"], trained=trained.flatten())
             expected = {
                 "offpolicy/is_weight_var": case["is_var_token"],
                 "offpolicy/is_weight_max": case["rho_max"],
@@ -84,7 +81,7 @@ def test_importance_weight_diagnostics_match_the_reference_vectors(
                 "offpolicy/kl_behaviour_proximal": case["kl_behav_cur_k1"],
                 "offpolicy/kl_behaviour_proximal_k3": case["kl_behav_cur_k3"],
             }
-            assert {key: got[key] for key in expected} == pytest.approx(expected, abs=2e-6)
+            assert {key: got[key] for key in expected} == pytest.approx(expected, rel=2e-6, abs=2e-6)
             assert "mismatch/mean_abs" not in got
 
 
@@ -95,7 +92,7 @@ def test_statistics_by_staleness_are_of_the_tokens_of_that_staleness_and_the_las
     staleness = torch.tensor([0, 3, 3, 12, 0])
     trained = torch.tensor([True, True, True, True, False])
     dropped = torch.tensor([False, True, False, False, True])
-    got = offpolicy(log_rho, trained, torch.zeros(5).long(), [slice(None)], staleness=staleness, dropped=dropped)
+    got = offpolicy(log_rho, staleness=staleness, dropped=dropped, trained=trained)
     prefixes = {key.rsplit("/", 1)[0] for key in got if key.startswith("by_staleness/")}
     assert prefixes == {"by_staleness/0", "by_staleness/3", "by_staleness/10"}
     rho = np.exp([0.2, 0.8])
@@ -111,25 +108,26 @@ def test_statistics_by_staleness_are_of_the_tokens_of_that_staleness_and_the_las
 
 
 def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_rank: None) -> None:
-    log_rho = torch.tensor([-0.5, 0.25, 9.0, 9.0])
     got = offpolicy(
-        log_rho,
-        torch.tensor([True, True, False, True]),
-        torch.zeros(4).long(),
-        [slice(None)],
-        comparable=torch.tensor([True, True, True, False]),
-    )
+        torch.tensor([-0.5, 0.25, 9.0, 9.0]),
+        trained=torch.tensor([True, True, False, True]), comparable=torch.tensor([True, True, True, False]),
+    )  # fmt: skip
     assert got["mismatch/mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+    assert "mismatch/old_kv_mean_abs" not in got
+
 
 def test_the_mismatch_of_old_kv_counts_only_its_own_tokens(one_rank: None) -> None:
-    tally = MetricAccumulator()
-    behaviour, proximal = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -0.75, 9.0])
-    tally_old_kv(tally, proximal, behaviour, torch.tensor([True, True, False]))
-    totals = {**NO_POLICY, **NO_OFFPOLICY, **tally.reduce()}
-    totals |= dict.fromkeys(("answers", "product", "product_squared"), np.zeros(()))
-    got = {metric.key: metric.value for metric in token_metrics(totals)}
+    got = offpolicy(torch.tensor([-0.5, 0.25, 9.0]), old_kv=torch.tensor([True, True, False]))
     assert got["mismatch/old_kv_mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
     assert "mismatch/mean_abs" not in got
+
+
+def test_the_truncated_ess_counts_tokens_that_a_mask_drops_with_weight_zero(one_rank: None) -> None:
+    """Weights of 1, 1, 2 and 0 of four tokens: (1 + 1 + 2)^2 / (4 (1 + 1 + 4))."""
+    log_rho = torch.tensor([1.0, 1.0, 2.0, 7.0]).log()
+    got = offpolicy(log_rho, cap=math.inf, dropped=torch.tensor([False, False, False, True]))
+    assert got["offpolicy/ess_truncated"] == pytest.approx(16 / 24)
+    assert got["offpolicy/ess"] == pytest.approx(11**2 / (4 * 55))
 
 
 def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_from_the_steps_start(
@@ -138,15 +136,16 @@ def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_
     tally = MetricAccumulator()
     tally_policy(
         tally,
+        make_response(
+            (4,), trained=torch.tensor([True, True, True, False]), staleness=torch.tensor([0, 0, 1, 1])
+        ),
         logprobs=torch.tensor([-1.0, -1.5, -0.5, -9.0]),
         proximal=torch.tensor([-1.0, -1.0, -1.0, -1.0]),
         entropy=torch.tensor([1.0, 2.0, 3.0, 100.0]),
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         clipped=torch.tensor([True, False, False, True]),
-        trained=torch.tensor([True, True, True, False]),
-        staleness=torch.tensor([0, 0, 1, 1]),
     )
-    tally.add(answers=torch.zeros(()), product=torch.zeros(()), product_squared=torch.zeros(()))
+    tally.add(**dict.fromkeys(("answers", "product", "product_squared", "old_kv"), torch.zeros(())))
     got = {metric.key: metric.value for metric in token_metrics({**NO_OFFPOLICY, **tally.reduce()})}
     k3 = (np.exp(-0.5) - 1 + 0.5 + np.exp(0.5) - 1 - 0.5) / 3
     expected = {
@@ -208,3 +207,13 @@ def test_the_median_is_of_trained_tokens() -> None:
     rollouts[2].mask[:7] = False
     batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
     assert median_trained_tokens(batch) == 3
+
+
+def test_a_batch_without_any_trained_token_has_no_staleness() -> None:
+    batch = make_batch()
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            rollout.mask[:] = False
+    got = {metric.key: metric.value for metric in batch_metrics(batch)}
+    assert got["batch/rollouts"] == 12 and "reward/mean" in got
+    assert not any(key.startswith(("staleness/", "by_staleness/")) for key in got)

@@ -1,3 +1,5 @@
+"""Losses and KL estimators against reference vectors, numbers worked out by hand, and finite differences."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from async_rl.config.algorithm import ClipConfig
 from learner.algorithms.losses import (
+    LossInputs,
     cispo_loss,
     dppo_tv_loss,
     gspo_loss,
@@ -31,17 +35,30 @@ def close(got: Tensor, expected: Any) -> None:
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=1e-9, rtol=1e-9)
 
 
+def inputs(logprobs: Tensor, centre: Tensor, advantages: Tensor, **given: Any) -> LossInputs:
+    """Inputs of a loss, by default all trained and of one answer; other keys are those of the clip."""
+    n = len(logprobs)
+    own = {key: given.pop(key) for key in ("trained", "answers", "count") if key in given}
+    defaults = {"trained": torch.ones(n).bool(), "answers": torch.zeros(n, dtype=torch.int64), "count": 1}
+    return LossInputs(
+        logprobs=logprobs, centre=centre, advantages=advantages, clip=ClipConfig(**{"dual": 0.0, **given}),
+        **defaults | own,
+    )  # fmt: skip
+
+
 def test_ppo_clip_with_and_without_dual_clip_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     duals = set()
     for case in vectors["ppo_clip"]:
         dual = case["dual_clip_c"] or 0.0
         duals.add(dual)
         logprobs, centre = double(case["logp"]), double(case["old_logp"])
-        loss, clipped = ppo_clip_loss(logprobs, centre, double(case["adv"]), case["eps_low"], case["eps_high"], dual)
+        output = ppo_clip_loss(
+            inputs(logprobs, centre, double(case["adv"]), low=case["eps_low"], high=case["eps_high"], dual=dual)
+        )
         close((logprobs - centre).exp(), case["ratio"])
-        close(loss, case["token_loss"])
-        close(loss.mean(), case["loss_mean"])
-        close(clipped.double().mean(), case["clip_frac"])
+        close(output.loss, case["token_loss"])
+        close(output.loss.mean(), case["loss_mean"])
+        close(output.clipped.double().mean(), case["clip_frac"])
     assert duals == {0.0, 3.0}
 
 
@@ -49,10 +66,10 @@ def test_cispo_and_its_gradient_match_the_reference_vectors(vectors: dict[str, A
     for case in vectors["cispo"]:
         logprobs = double(case["logp"]).requires_grad_()
         centre, advantages = double(case["old_logp"]), double(case["adv"])
-        loss, clipped = cispo_loss(logprobs, centre, advantages, case["eps_low"], case["eps_high"])
-        close(loss.detach(), case["token_loss"])
-        close(clipped.double().mean(), case["clip_frac"])
-        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        output = cispo_loss(inputs(logprobs, centre, advantages, low=case["eps_low"], high=case["eps_high"]))
+        close(output.loss.detach(), case["token_loss"])
+        close(output.clipped.double().mean(), case["clip_frac"])
+        (gradient,) = torch.autograd.grad(output.loss.sum(), logprobs)
         if "grad_wrt_logp" in case:
             close(gradient, case["grad_wrt_logp"])
         close(-gradient / advantages, case["weight"])
@@ -61,33 +78,34 @@ def test_cispo_and_its_gradient_match_the_reference_vectors(vectors: dict[str, A
 def test_gspo_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for case in vectors["gspo"]:
         log_ratio = double(case["log_ratio"])
-        trained, answers = torch.ones(len(log_ratio)).bool(), torch.zeros(len(log_ratio), dtype=torch.int64)
         advantages = torch.full_like(log_ratio, case["adv"])
-        loss, clipped = gspo_loss(
-            log_ratio, torch.zeros_like(log_ratio), advantages, trained, answers, 1, case["eps_low"], case["eps_high"]
+        output = gspo_loss(
+            inputs(log_ratio, torch.zeros_like(log_ratio), advantages, low=case["eps_low"], high=case["eps_high"])
         )
-        close(loss, [case["seq_loss"]] * len(log_ratio))
-        assert clipped.tolist() == [case["clipped"]] * len(log_ratio)
+        close(output.loss, [case["seq_loss"]] * len(log_ratio))
+        assert output.clipped.tolist() == [case["clipped"]] * len(log_ratio)
         if not case["clipped"]:
-            close(-loss / advantages, [case["seq_ratio"]] * len(log_ratio))
+            close(-output.loss / advantages, [case["seq_ratio"]] * len(log_ratio))
 
 
 def test_the_ratio_of_gspo_is_of_the_trained_tokens_of_its_own_answer() -> None:
     log_ratio = double([0.1, 9.0, 0.3, -0.2])
     trained, answers = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1])
-    loss, _ = gspo_loss(log_ratio, double([0.0] * 4), double([1.0] * 4), trained, answers, 2, 0.9, 9.0)
-    close(loss, (-double([0.2, 0.2, 0.2, -0.2]).exp()).tolist())
+    x = inputs(
+        log_ratio, double([0.0] * 4), double([1.0] * 4), trained=trained, answers=answers, count=2, low=0.9, high=9.0
+    )
+    close(gspo_loss(x).loss, (-double([0.2, 0.2, 0.2, -0.2]).exp()).tolist())
 
 
 def test_dppo_tv_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for case in vectors["dppo_tv_keep"]:
         assert case["mask_low"] == case["mask_high"]
         logprobs, centre = double([case["p_trainer"]]).log(), double([case["p_behav"]]).log()
-        loss, dropped = dppo_tv_loss(logprobs, centre, double([case["adv"]]), case["mask_high"], 0.0)
-        assert dropped.tolist() == [not case["keep"]]
-        close(loss, [-case["weight"] * case["adv"] if case["keep"] else 0.0])
-    pulled, _ = dppo_tv_loss(double([-1.0]), double([-1.5]), double([0.0]), 0.2, 1e-3)
-    close(pulled, [1e-3 * 0.25])
+        output = dppo_tv_loss(inputs(logprobs, centre, double([case["adv"]]), tv=case["mask_high"], tv_pull=0.0))
+        assert output.clipped.tolist() == [not case["keep"]]
+        close(output.loss, [-case["weight"] * case["adv"] if case["keep"] else 0.0])
+    pulled = dppo_tv_loss(inputs(double([-1.0]), double([-1.5]), double([0.0]), tv=0.2, tv_pull=1e-3))
+    close(pulled.loss, [1e-3 * 0.25])
 
 
 def test_value_loss_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
@@ -136,6 +154,16 @@ def test_expected_gradients_of_the_kl_estimators_match_the_reference_vectors(vec
         close(rewarded, case["true_grad_reverse_KL"])
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e-3, 1e-2])
+def test_k3_in_float32_is_accurate_for_small_divergences(size: float) -> None:
+    difference = size * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    got = kl_k3(torch.zeros(1000), difference)
+    exact = torch.expm1(difference.double()) - difference.double()
+    torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-7 * size)
+    assert float(got.double().mean()) == pytest.approx(float(exact.mean()), rel=1e-3)
+    assert float(got.min()) >= 0
+
+
 def test_the_mean_of_both_unbiased_kl_estimators_over_the_distribution_is_the_divergence() -> None:
     p, q = double([0.7, 0.2, 0.1]), double([0.3, 0.3, 0.4])
     exact = float((p * (p / q).log()).sum())
@@ -148,29 +176,30 @@ def test_a_token_has_no_gradient_where_it_is_clipped_and_a_ratio_of_one_never_is
     logprob: float, proximal: float, advantage: float
 ) -> None:
     learner = double([logprob]).requires_grad_()
-    loss, clipped = ppo_clip_loss(learner, double([proximal]), double([advantage]), 0.2, 0.28, 0.0)
-    loss.sum().backward()
-    if clipped.item():
+    output = ppo_clip_loss(inputs(learner, double([proximal]), double([advantage]), low=0.2, high=0.28))
+    output.loss.sum().backward()
+    if output.clipped.item():
         assert learner.grad is not None and learner.grad.item() == 0
         assert logprob != proximal
     ratio = min(max(logprob - proximal, -20.0), 20.0)
     moved_far = (advantage > 0 and ratio > 0.247) or (advantage < 0 and ratio < -0.2232)
-    assert bool(clipped.item()) == moved_far
+    assert bool(output.clipped.item()) == moved_far
 
 
 @given(LOGPROB, LOGPROB, st.floats(-3, -0.125, width=32))
 def test_dual_clip_bounds_the_loss_of_a_bad_token(logprob: float, proximal: float, advantage: float) -> None:
-    loss, _ = ppo_clip_loss(double([logprob]), double([proximal]), double([advantage]), 0.2, 0.28, 3.0)
-    assert loss.item() <= 3.0 * abs(advantage) + 1e-12
+    x = inputs(double([logprob]), double([proximal]), double([advantage]), low=0.2, high=0.28, dual=3.0)
+    assert ppo_clip_loss(x).loss.item() <= 3.0 * abs(advantage) + 1e-12
 
 
 ANSWERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
 TRAINED = torch.tensor([True, True, False, True, True, True, True, False])
+OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "answers": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(lp, centre, adv, 0.2, 0.28, 0.0)[0],
-    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(lp, centre, adv, 0.2, 0.28, 3.0)[0],
-    "gspo": lambda lp, centre, adv: gspo_loss(lp, centre, adv, TRAINED, ANSWERS, 3, 0.2, 0.28)[0],
-    "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(lp, centre, adv, 0.2, 1e-3)[0],
+    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
+    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS, dual=3.0)).loss,
+    "gspo": lambda lp, centre, adv: gspo_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
+    "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
     "k1": lambda lp, centre, adv: kl_k1(lp, centre),
     "k2": lambda lp, centre, adv: kl_k2(lp, centre),
     "k3": lambda lp, centre, adv: kl_k3(lp, centre),
@@ -194,9 +223,8 @@ def test_the_gradient_of_cispo_is_that_of_finite_differences_with_its_weight_hel
     generator = torch.Generator().manual_seed(seed)
     logprobs, centre, advantages = torch.randn(3, 8, generator=generator, dtype=torch.float64).sub(3)
     weight = (logprobs - centre).exp().clamp(0, 5)
-    (gradient,) = torch.autograd.grad(
-        cispo_loss(logprobs.requires_grad_(), centre, advantages, 1.0, 4.0)[0].sum(), logprobs
-    )
+    output = cispo_loss(inputs(logprobs.requires_grad_(), centre, advantages, low=1.0, high=4.0))
+    (gradient,) = torch.autograd.grad(output.loss.sum(), logprobs)
     step = 1e-6
     for i in range(8):
         moved = [(logprobs.detach()[i] + sign * step) * -weight[i] * advantages[i] for sign in (1, -1)]

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch as a whole, by every rule there is, on tensors made by hand."""
+"""The loss of a micro-batch as a whole, by every rule there is, on small tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from async_rl.config import (
     MasksConfig,
     StalenessConfig,
 )
+from async_rl.seams import LOSSES
+from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
-from learner.algorithms.objective import Objective, policy_normaliser
-from learner.packing.microbatches import MicroBatch
-from tests.learner.tiny_batches import make_batch, make_config
+from learner.algorithms.objective import AGGREGATIONS, Objective, _at_start, policy_normaliser
+from learner.packing.microbatches import MicroBatch, MiniBatch
+from tests.learner.tiny_batches import make_batch, make_config, make_micro, make_response
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
@@ -49,6 +51,7 @@ RULES: dict[str, AlgorithmConfig] = {
     "k3_loss": AlgorithmConfig(kl=KlConfig(kind="k3_loss", coef=0.1)),
     "gae": AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k1_reward", coef=0.1)),
     "vtrace": AlgorithmConfig(advantage="vtrace"),
+    "whitened_vtrace": AlgorithmConfig(advantage="vtrace", whiten=True),
 }
 NOT_THE_GRADIENT_OF_THEIR_VALUE = {
     "cispo": AlgorithmConfig(loss="cispo", proximal="behaviour", clip=ClipConfig(low=1.0, high=4.0)),
@@ -71,16 +74,22 @@ def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
     behaviour = -2 * torch.rand(n, generator=generator, dtype=torch.float64) - 0.5
     proximal = behaviour + normal(0.5)
     advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
-    micro = MicroBatch(
-        tokens=torch.zeros(1, 1).long(), segments=None, positions=None, where=torch.zeros(n).long(),
-        targets=torch.zeros(n).long(), temperature=torch.ones(n), behaviour=behaviour,
-        trained=torch.rand(n, generator=generator) >= masked, comparable=torch.zeros(n).bool(),
-        old_kv=torch.zeros(n).bool(),
+    response = make_response(
+        LENGTHS, behaviour=behaviour, trained=torch.rand(n, generator=generator) >= masked,
         staleness=torch.randint(0, 4, (n,), generator=generator), rewards=torch.rand(len(LENGTHS), generator=generator),
-        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)), lengths=LENGTHS, answers=(),
-        proximal=proximal, values=normal(), reference=proximal + normal(0.3),
+        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
     )  # fmt: skip
+    micro = make_micro(response, proximal=proximal, values=normal(), reference=proximal + normal(0.3))
     return micro, (proximal + normal(0.3)).requires_grad_(), (normal() + 3).requires_grad_()
+
+
+def prepared(objective: Objective, micro: MicroBatch) -> MicroBatch:
+    (minibatch,) = objective.prepare([MiniBatch((micro,), 1, 1.0)])
+    return minibatch.micro_batches[0]
+
+
+def with_response(micro: MicroBatch, **changes: Any) -> MicroBatch:
+    return dataclasses.replace(micro, response=dataclasses.replace(micro.response, **changes))
 
 
 def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, on
     objective = Objective(config_of(RULES[name], tmp_path))
     for seed in range(3):
         micro, logprobs, entropy = made(seed)
-        objective.prepare([micro])
+        micro = prepared(objective, micro)
         assert torch.autograd.gradcheck(
             lambda lp, m=micro, h=entropy: policy_loss(objective, m, lp, h), logprobs, eps=1e-7, atol=1e-5
         )
@@ -108,16 +117,17 @@ def test_tokens_that_are_not_trained_have_exactly_no_gradient_and_do_not_matter(
     algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
     objective = Objective(config_of(algorithm, tmp_path))
     micro, logprobs, entropy = made(7)
-    objective.prepare([micro])
+    micro = prepared(objective, micro)
+    trained = micro.response.trained
     loss = policy_loss(objective, micro, logprobs, entropy)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert torch.equal(gradient[~micro.trained], torch.zeros_like(gradient[~micro.trained]))
+    assert torch.equal(gradient[~trained], torch.zeros_like(gradient[~trained]))
     assert gradient.any()
-    for tensor in (micro.behaviour, micro.proximal, micro.values, micro.reference):
+    for tensor in (micro.response.behaviour, micro.start.proximal, micro.start.values, micro.start.reference):
         assert tensor is not None
-        tensor[~micro.trained] += 1.7
+        tensor[~trained] += 1.7
     moved = logprobs.detach().clone()
-    moved[~micro.trained] -= 0.9
+    moved[~trained] -= 0.9
     assert policy_loss(objective, micro, moved, entropy).item() == pytest.approx(loss.item(), rel=1e-9)
 
 
@@ -128,8 +138,8 @@ def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path
     )
     objective = Objective(config_of(algorithm, tmp_path))
     micro, logprobs, entropy = made(3, masked=0.0)
-    assert micro.proximal is not None
-    rho = (micro.proximal - micro.behaviour).exp()
+    assert micro.start.proximal is not None
+    rho = (micro.start.proximal - micro.response.behaviour).exp()
     inside = (rho >= bounds[0]) & (rho <= bounds[1])
     assert inside.any() and not inside.all()
     gradients = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), [logprobs, entropy])
@@ -137,16 +147,69 @@ def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path
     assert not gradients[0][~inside].any()
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_path: Path, one_rank: None) -> None:
+    aggregation: Any = "sequence_mean"
+    algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation, kl=KlConfig(kind="k2_loss", coef=0.1))
+    objective = Objective(config_of(algorithm, tmp_path))
+    micro, logprobs, entropy = made(7)
+    untrained = ~micro.response.trained
+    for tensor in (logprobs.detach(), micro.start.proximal, micro.start.reference):
+        assert tensor is not None
+        tensor[untrained] = -torch.inf
+    total = policy_loss(objective, micro, logprobs, entropy)
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    assert torch.isfinite(total) and torch.isfinite(gradient).all()
+    assert gradient.any() and not gradient[untrained].any()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, tmp_path: Path, one_rank: None) -> None:
+    gradients = []
+    micro, logprobs, entropy = made(3)
+    for masks in (MasksConfig(), MasksConfig(token=(0.7, 1.4))):
+        algorithm = AlgorithmConfig(aggregation=aggregation, correction=CorrectionConfig(masks=masks))
+        objective = Objective(config_of(algorithm, tmp_path))
+        (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
+        gradients.append(gradient)
+    whole, masked = gradients
+    kept = masked != 0
+    assert 0 < kept.sum() < (whole != 0).sum()
+    assert torch.equal(masked[kept], whole[kept])
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("advantage", ["gae", "vtrace"])
+def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
+    advantage: Any, whiten: bool, tmp_path: Path, one_rank: None
+) -> None:
+    objective = Objective(config_of(AlgorithmConfig(advantage=advantage, whiten=whiten), tmp_path))
+    assert objective.needs_values == objective.needs_proximal == whiten
+    micro_batches = [made(seed)[0] for seed in (1, 2, 3)]
+    plain = [objective._advantages(m, *_at_start(m), m.start.values) for m in micro_batches]
+    minibatches = objective.prepare([MiniBatch(tuple(part), 1, 1.0) for part in (micro_batches[:2], micro_batches[2:])])
+    starts = [micro.start for minibatch in minibatches for micro in minibatch.micro_batches]
+    if not whiten:
+        assert all(start.advantages is None for start in starts)
+        return
+    trained = torch.cat([micro.response.trained for micro in micro_batches])
+    expected = whiten_values(torch.cat([advantages for advantages, _ in plain]), trained)
+    torch.testing.assert_close(torch.cat([start.advantages for start in starts]), expected)  # type: ignore[misc]
+    for start, (_, returns) in zip(starts, plain, strict=True):  # the critic's targets stay as they are
+        assert start.returns is not None and returns is not None and torch.equal(start.returns, returns)
+
+
 def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, one_rank: None) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), clip=ClipConfig(dual=0.0))
     objective = Objective(config_of(algorithm, tmp_path))
     micro, _, entropy = made(5, masked=0.0)
-    assert micro.proximal is not None
-    logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
-    micro.behaviour = micro.proximal - torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
+    assert micro.start.proximal is not None
+    logprobs = micro.start.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
+    log_rho = torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
+    micro = with_response(micro, behaviour=micro.start.proximal - log_rho)
     (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
-    weights = (micro.proximal - micro.behaviour).exp().clamp(0.5, 2.0)
-    torch.testing.assert_close(gradient, -weights * micro.advantages, atol=1e-6, rtol=1e-5)
+    weights = log_rho.exp().clamp(0.5, 2.0)
+    torch.testing.assert_close(gradient, -weights * micro.response.advantages, atol=1e-6, rtol=1e-5)
     assert float(weights.min()) == 0.5 and float(weights.max()) == 2.0
 
 
@@ -159,15 +222,12 @@ def test_batch_normalised_weights_are_those_of_the_reference_vectors(
         lengths = tuple(len(row) for row in mask)
         correction = CorrectionConfig(kind="token_tis", cap=vector["cap"], batch_normalised=True)
         objective = Objective(config_of(AlgorithmConfig(correction=correction), tmp_path))
-        micro, _, _ = made(0)
         log_rho = torch.tensor(vector["log_ratio"], dtype=torch.float64).flatten()
-        n = len(log_rho)
-        zeros = torch.zeros(n, dtype=torch.float64)
-        micro = dataclasses.replace(
-            micro, behaviour=zeros - 1 - log_rho, proximal=zeros - 1, trained=mask.flatten(), lengths=lengths,
-            comparable=zeros.bool(), old_kv=zeros.bool(), staleness=zeros.long(), advantages=zeros - 1, reference=None,
-        )  # fmt: skip
-        objective.prepare([micro])
+        zeros = torch.zeros(len(log_rho), dtype=torch.float64)
+        response = make_response(
+            lengths, behaviour=zeros - 1 - log_rho, trained=mask.flatten(), advantages=zeros - 1
+        )
+        micro = prepared(objective, make_micro(response, proximal=zeros - 1))
         logprobs = (zeros - 1).requires_grad_()
         (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, zeros), logprobs)
         expected = torch.tensor(vector["batchnorm_tis_mean1"]).double() * mask
@@ -178,16 +238,15 @@ def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Pat
     """Rows of 1 and 2 tokens, rewards 1 and 0, penalties 0.5; 0.25 and 0.25: returns to go 0.5; -0.5, -0.25."""
     algorithm = AlgorithmConfig(advantage="reinforce_pp", kl=KlConfig(kind="k1_reward", coef=0.5))
     objective = Objective(config_of(algorithm, tmp_path))
-    micro, _, _ = made(0)
-    trained = torch.ones(3).bool()
     returns = np.array([0.5, -0.5, -0.25])
-    micro = dataclasses.replace(
-        micro, advantages=torch.tensor([1.0, 0.0, 0.0]).double(), lengths=(1, 2), trained=trained,
+    micro = make_micro(
+        make_response((1, 2), advantages=torch.tensor([1.0, 0.0, 0.0]).double()),
         proximal=torch.tensor([-1.0, -1.0, -1.0]).double(), reference=torch.tensor([-2.0, -1.5, -1.5]).double(),
     )
-    objective.penalise([micro])
+    whitened = prepared(objective, micro).start.advantages
+    assert whitened is not None
     expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
-    assert micro.advantages.tolist() == pytest.approx(expected.tolist())
+    assert whitened.tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -202,15 +261,10 @@ def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_pa
         total = torch.zeros((), dtype=torch.float64)
         for token in range(3):
             logprob = logits.log_softmax(0)[token : token + 1]
-            micro, _, _ = made(0)
-            one = {name: torch.zeros(1, dtype=torch.float64) for name in ("advantages", "rewards", "values")}
-            micro = MicroBatch(
-                tokens=micro.tokens, segments=None, positions=None, where=torch.zeros(1).long(),
-                targets=torch.zeros(1).long(), temperature=torch.ones(1), trained=torch.ones(1).bool(),
-                comparable=torch.zeros(1).bool(), old_kv=torch.zeros(1).bool(),
-                staleness=torch.zeros(1).long(), lengths=(1,), answers=(),
-                behaviour=logprob.detach(), reference=q.log()[token : token + 1], **one,
-            )  # fmt: skip
+            response = make_response((1,), behaviour=logprob.detach(), rewards=torch.zeros(1).double())
+            micro = make_micro(
+                response, reference=q.log()[token : token + 1], values=torch.zeros(1, dtype=torch.float64)
+            )
             total = total + p[token] * policy_loss(objective, micro, logprob, torch.zeros(1))
         gradients.append(torch.autograd.grad(total, logits, retain_graph=True)[0])
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-6)
@@ -232,16 +286,17 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
 def test_sequence_mean_gives_every_answer_the_same_say(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
     micro, _, entropy = made(1, masked=0.4)
-    assert micro.proximal is not None
-    micro.behaviour, micro.advantages = micro.proximal.clone(), torch.ones_like(micro.advantages)
+    proximal, ones = micro.start.proximal, torch.ones_like(micro.response.advantages)
+    assert proximal is not None
+    micro = with_response(micro, behaviour=proximal.clone(), advantages=ones)
     (gradient,) = torch.autograd.grad(
-        policy_loss(objective, micro, micro.proximal.clone().requires_grad_(), entropy), entropy, allow_unused=True
+        policy_loss(objective, micro, proximal.clone().requires_grad_(), entropy), entropy, allow_unused=True
     )
     assert gradient is None
-    logprobs = micro.proximal.clone().requires_grad_()
+    logprobs = proximal.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
     shares = [float(part.sum()) for part in gradient.split(list(LENGTHS))]
-    has_tokens = [bool(part.any()) for part in micro.trained.split(list(LENGTHS))]
+    has_tokens = [bool(part.any()) for part in micro.response.trained.split(list(LENGTHS))]
     assert shares == pytest.approx([-1.0 if has else 0.0 for has in has_tokens])
 
 
@@ -261,8 +316,8 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     tally = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
     objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch=True)
-    assert micro.proximal is not None
-    log_rho = (micro.proximal - micro.behaviour)[micro.trained]
+    assert micro.start.proximal is not None
+    log_rho = (micro.start.proximal - micro.response.behaviour)[micro.response.trained]
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 6))
     (metric,) = objective.finish(tally.reduce(), median_tokens=6.0)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
@@ -274,7 +329,8 @@ def test_interpolated_logprobs_show_no_mismatch(
 ) -> None:
     objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
     micro, logprobs, entropy = made(3)
-    micro = dataclasses.replace(micro, comparable=micro.trained, staleness=torch.zeros_like(micro.staleness))
+    response = micro.response
+    micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))
     tally = MetricAccumulator()
     objective.losses(micro, logprobs, entropy, None, tally, is_first_epoch=True)
     keys = {metric.key for metric in token_metrics(tally.reduce())}

@@ -1,4 +1,4 @@
-"""The same numbers from other people's code: torchrl's GAE and V-trace, TRL's GRPO loss on the same tensors."""
+"""GAE and V-trace compared with torchrl's, and losses with those of TRL's GRPOTrainer, on the same tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from async_rl.config import (
 from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective
-from learner.packing.microbatches import MicroBatch
-from tests.learner.tiny_batches import make_config
+from tests.learner.tiny_batches import make_config, make_micro, make_response
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"
@@ -46,7 +45,8 @@ def test_gae_is_that_of_torchrl(gamma: float, lam: float) -> None:
     expected = functional.generalized_advantage_estimate(
         gamma, lam, values[..., None], following[..., None], rewards[..., None], done, done
     )
-    got = gae(rewards, values, torch.ones_like(values).bool(), gamma, lam, bootstrap=0.4)
+    log_ratios = torch.zeros_like(values)
+    got = gae(rewards, values, log_ratios, torch.ones_like(values).bool(), gamma, lam, bootstrap=0.4)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs[..., 0], atol=2e-6, rtol=1e-5)
 
@@ -124,16 +124,13 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     config = make_config(tmp_path / "none", algorithm=algorithm, rollout=rollout)
     flat: dict[str, Any] = {name: getattr(batch, name).flatten() for name in ("old", "reference", "logprobs")}
     trained = batch.mask.bool().flatten()
-    n = len(trained)
-    micro = MicroBatch(
-        tokens=torch.zeros(1, 1).long(), segments=None, positions=None, where=torch.zeros(n).long(),
-        targets=torch.zeros(n).long(), temperature=torch.ones(n), behaviour=flat["old"], trained=trained,
-        comparable=torch.zeros(n).bool(), old_kv=torch.zeros(n).bool(), staleness=torch.zeros(n).long(),
-        rewards=torch.zeros(ROWS),
-        advantages=batch.advantages.repeat_interleave(LENGTH), lengths=(LENGTH,) * ROWS, answers=(),
-        reference=flat["reference"],
+    response = make_response(
+        (LENGTH,) * ROWS, behaviour=flat["old"], trained=trained,
+        advantages=batch.advantages.repeat_interleave(LENGTH),
     )  # fmt: skip
-    total = Objective(config).losses(micro, flat["logprobs"], torch.zeros(n), None, MetricAccumulator(), True).policy
+    micro = make_micro(response, reference=flat["reference"])
+    zeros = torch.zeros(len(trained))
+    total = Objective(config).losses(micro, flat["logprobs"], zeros, None, MetricAccumulator(), True).policy
     count = {"token_mean": int(trained.sum()), "sequence_mean": ROWS, "constant": ROWS * LENGTH}
     return total / count[algorithm.aggregation]
 

@@ -13,7 +13,8 @@ from async_rl.config import AlgorithmConfig
 from async_rl.types import Batch
 from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
-from learner.packing.microbatches import Layout, collate, make_pieces
+from learner.packing.microbatches import collate
+from learner.packing.plan import Layout, make_pieces
 from tests.learner.tiny_batches import make_config, make_group, make_rollout
 
 TURNS = [True, True, False, False, True, False, True]
@@ -38,6 +39,14 @@ def test_only_assistant_tokens_of_a_multi_turn_rollout_get_an_advantage(advantag
     assert len(set(good[TURNS])) == 1
 
 
+def test_any_advantage_is_whitened_on_request(tmp_path: Path) -> None:
+    ((good, bad),) = advantages_of(multi_turn_batch(), tmp_path, advantage="dr_grpo", whiten=True)
+    ((expected_good, expected_bad),) = advantages_of(multi_turn_batch(), tmp_path, advantage="reinforce_pp_baseline")
+    assert np.array_equal(good, expected_good) and np.array_equal(bad, expected_bad)
+    ((plain, _),) = advantages_of(multi_turn_batch(), tmp_path, advantage="dr_grpo")
+    assert not np.array_equal(good, plain)
+
+
 def test_a_discounted_return_counts_assistant_tokens_only(tmp_path: Path) -> None:
     batch = multi_turn_batch()
     ((good, bad),) = advantages_of(batch, tmp_path, advantage="reinforce_pp", gamma=0.5)
@@ -60,22 +69,23 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
 
 
-def test_the_reward_of_a_rollout_is_given_at_its_last_assistant_token_and_gae_steps_over_the_rest() -> None:
+def test_the_reward_of_a_rollout_is_given_at_its_last_assistant_token_and_gae_steps_over_the_rest(
+    tmp_path: Path,
+) -> None:
     batch = multi_turn_batch()
     layout = Layout(masked=True)
     pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, layout)
     zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
     micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
-    values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.trained
-    got, returns = critic_advantages(
-        AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8), micro, values, torch.zeros(14), penalty
-    )
+    values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.response.trained
+    config = make_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
+    got, returns = critic_advantages(config, gae, micro.response, values, torch.zeros(14), penalty)
     kept = torch.tensor(TURNS)
     for index, reward in enumerate((1.0, 0.0)):
         part = slice(7 * index, 7 * index + 7)
         own = values[part][kept][None]
         rewards = torch.tensor([[-0.1, -0.1, -0.1, reward - 0.1]])
-        expected, targets = gae(rewards, own, torch.ones(1, 4).bool(), 0.9, 0.8)
+        expected, targets = gae(rewards, own, torch.zeros(1, 4), torch.ones(1, 4).bool(), 0.9, 0.8)
         torch.testing.assert_close(got[part][kept], expected[0])
         torch.testing.assert_close(returns[part][kept], targets[0])
         assert not got[part][~kept].any()
@@ -87,7 +97,7 @@ def test_a_penalty_reaches_back_to_the_tokens_before_it_within_its_answer() -> N
     zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
     micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
     penalty = torch.tensor([1.0, 2, 0, 0, 4, 0, 8, *[0] * 7])
-    assert penalty_to_go(penalty, micro, 1.0).tolist() == [15, 14, 0, 0, 12, 0, 8, *[0] * 7]
+    assert penalty_to_go(penalty, micro.response, 1.0).tolist() == [15, 14, 0, 0, 12, 0, 8, *[0] * 7]
 
 
 def test_with_a_critic_the_advantages_follow_from_values_later(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
 from async_rl.errors import ConfigError
+from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
 from learner.train_step import Updater
 from tests.learner.test_train_step import reference_logprobs
@@ -31,11 +32,11 @@ def open_both(model_path: Path, rank: int = 0, dtype: Any = "float32", **referen
 def check_logprobs(updater: Updater, reference: Reference, path: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = make_batch()
-    (minibatch,) = updater._plan(batch)
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     (micro,) = minibatch.micro_batches
-    found = reference.logprobs(micro)
+    found = reference.logprobs(micro.inputs)
     assert not found.requires_grad
-    for (g, i), logprobs in zip(micro.answers, found.split(micro.lengths), strict=True):
+    for (g, i), logprobs in zip(micro.answers, found.split(micro.response.lengths), strict=True):
         group = batch.groups[g]
         with torch.no_grad():
             alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
@@ -70,8 +71,9 @@ def test_a_frozen_model_is_held_in_the_compute_type_and_stays_sharded_after_use(
 ) -> None:
     updater, reference = open_both(tiny_model_path, dtype="bfloat16")
     assert reference._own is not None
-    (minibatch,) = updater._plan(make_batch())
-    reference.logprobs(minibatch.micro_batches[0])
+    batch = make_batch()
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
+    reference.logprobs(minibatch.micro_batches[0].inputs)
     for parameter in reference._own.parameters():
         assert isinstance(parameter, DTensor)
         assert (parameter.dtype, parameter.requires_grad) == (torch.bfloat16, False)

@@ -9,15 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.types import Batch
-from learner.packing.microbatches import (
-    Layout,
-    Piece,
-    attention_mask,
-    collate,
-    make_pieces,
-    plan_microbatches,
-    split_minibatches,
-)
+from learner.packing.attention_mask import attention_mask
+from learner.packing.microbatches import collate
+from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
 from tests.learner.tiny_batches import make_batch, make_group, make_rollout
 
 
@@ -97,12 +91,12 @@ def test_a_row_of_two_pieces_by_hand() -> None:
     row = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
     advantages = [[np.full(3, 0.5, np.float32)], [np.full(2, -0.5, np.float32)]]
     micro = collate(batch, [row], advantages, torch.device("cpu"))
-    assert micro.tokens.tolist() == [[5, 6, 11, 12, 7, 8, 9, 21]]
-    assert micro.segments is not None
-    assert micro.segments.tolist() == [[[0, 0, 1, 1, 2, 2, 2, 3]], [[0, 0, 0, 0, 2, 2, 2, 2]]]
-    assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
-    assert micro.where.tolist() == [1, 2, 3, 6, 7]
-    assert micro.targets.tolist() == [11, 12, 13, 21, 22]
+    assert micro.inputs.tokens.tolist() == [[5, 6, 11, 12, 7, 8, 9, 21]]
+    assert micro.inputs.segments is not None
+    assert micro.inputs.segments.tolist() == [[[0, 0, 1, 1, 2, 2, 2, 3]], [[0, 0, 0, 0, 2, 2, 2, 2]]]
+    assert micro.inputs.positions is not None and micro.inputs.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert micro.inputs.where.tolist() == [1, 2, 3, 6, 7]
+    assert micro.inputs.targets.tolist() == [11, 12, 13, 21, 22]
     assert micro.answers == ((0, 0), (1, 0))
 
 
@@ -118,8 +112,8 @@ def test_a_token_of_the_learners_version_is_comparable_unless_its_group_kept_old
     pieces = make_pieces(batch.groups, [(g, a) for g in (0, 1) for a in (0, 1)], 100, 1, DENSE)
     advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]] * 2
     micro = collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu"))
-    assert micro.comparable.tolist() == [False, False, True, True, True] + [False] * 5
-    assert micro.old_kv.tolist() == [False] * 5 + [False, False, True, True, True]
+    assert micro.response.comparable.tolist() == [False, False, True, True, True] + [False] * 5
+    assert micro.response.old_kv.tolist() == [False] * 5 + [False, False, True, True, True]
 
 
 def test_a_shared_row_by_hand() -> None:
@@ -131,17 +125,18 @@ def test_a_shared_row_by_hand() -> None:
     pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, DENSE)
     advantages = [[np.array([0.5, 0.6, 0.7], np.float32), np.array([-0.5], np.float32)]]
     micro = collate(batch, [pieces], advantages, torch.device("cpu"))
-    assert micro.tokens.tolist() == [[5, 6, 7, 11, 12]]
-    assert micro.segments is not None and micro.segments.tolist() == [[[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]]
-    assert micro.positions is not None and micro.positions.tolist() == [[0, 1, 2, 3, 4]]
-    assert micro.where.tolist() == [2, 3, 4, 2]
-    assert micro.targets.tolist() == [11, 12, 13, 21]
-    assert micro.behaviour.tolist() == [-1.0, 0.0, -3.0, -4.0]
-    assert micro.trained.tolist() == [True, False, True, True]
-    assert micro.comparable.tolist() == [False, False, False, True]
-    assert micro.advantages.tolist() == pytest.approx([0.5, 0.6, 0.7, -0.5])
-    assert micro.staleness.tolist() == [1, 1, 1, 0]
-    assert micro.lengths == (3, 1)
+    assert micro.inputs.tokens.tolist() == [[5, 6, 7, 11, 12]]
+    assert micro.inputs.segments is not None
+    assert micro.inputs.segments.tolist() == [[[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]]
+    assert micro.inputs.positions is not None and micro.inputs.positions.tolist() == [[0, 1, 2, 3, 4]]
+    assert micro.inputs.where.tolist() == [2, 3, 4, 2]
+    assert micro.inputs.targets.tolist() == [11, 12, 13, 21]
+    assert micro.response.behaviour.tolist() == [-1.0, 0.0, -3.0, -4.0]
+    assert micro.response.trained.tolist() == [True, False, True, True]
+    assert micro.response.comparable.tolist() == [False, False, False, True]
+    assert micro.response.advantages.tolist() == pytest.approx([0.5, 0.6, 0.7, -0.5])
+    assert micro.response.staleness.tolist() == [1, 1, 1, 0]
+    assert micro.response.lengths == (3, 1)
 
 
 def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> None:
@@ -162,10 +157,12 @@ def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> N
     assert (mask[0, 0] == 0).int().tolist() == expected
 
 
-def test_rows_of_single_answers_need_no_mask_and_an_empty_micro_batch_trains_nothing() -> None:
+def test_rows_of_single_answers_need_no_mask_and_a_filler_trains_nothing() -> None:
     batch = make_batch()
     pieces = make_pieces(batch.groups, [(0, 0), (1, 0)], 100, 16, DENSE)
     advantages = [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    assert collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu")).segments is None
-    empty = collate(batch, [], [], torch.device("cpu"))
-    assert empty.tokens.shape == (1, 1) and not empty.trained.any()
+    rows = [[piece] for piece in pieces]
+    assert collate(batch, rows, advantages, torch.device("cpu")).inputs.segments is None
+    filler = collate(batch, rows[:1], advantages, torch.device("cpu"), is_trained=False)
+    assert filler.inputs.tokens.shape == (1, pieces[0].length) and not filler.response.trained.any()
+    assert filler.answers == () and not filler.response.behaviour.any()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.packing.block_mask import SLAB, block_mask
-from learner.packing.microbatches import PADDING, attention_mask
+from learner.packing.attention_mask import SLAB, attention_mask, block_mask
+from learner.packing.microbatches import PADDING
 
 
 def packed_row(size: int, rng: np.random.Generator) -> Tensor:

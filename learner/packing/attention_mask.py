@@ -1,0 +1,64 @@
+"""Attention masks of packed rows: as numbers that are added to scores, and as blocks for flex attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Tokens: the side of a block."""
+SLAB = 8 * BLOCK
+"""Tokens whose pairs exist at a time."""
+
+
+def attention_mask(
+    segments: Tensor,  # [2, B, S] segment of each token and of its prompt
+    dtype: torch.dtype,
+) -> Tensor:
+    """Added to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, S, S]"""
+    allowed = may_attend(segments, 0, segments.shape[2])
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
+    """Where the tokens start..end may attend: to their own segment and their prompt, not ahead. [B, end - start, S]"""
+    own, root = segments[:, :, start:end, None]
+    other = segments[0][:, None, :]
+    place = torch.arange(segments.shape[2], device=segments.device)
+    return ((other == own) | (other == root)) & (place <= place[start:end, None])
+
+
+def block_mask(
+    segments: Tensor,  # [2, B, S] segment of each token and of its prompt
+) -> BlockMask:
+    """The mask that torch's create_block_mask gives for the rule of `may_attend`, in less memory.
+
+    create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a row of
+    16k tokens.
+    """
+    own, root = segments
+    size = own.shape[1]
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((own[b, k] == own[b, q]) | (own[b, k] == root[b, q]))
+
+    some, full = [], []
+    for start in range(0, size, SLAB):
+        slab = may_attend(segments, start, min(start + SLAB, size))
+        slab = F.pad(slab, (0, -size % BLOCK, 0, -slab.shape[1] % BLOCK))
+        blocks = slab.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))  # [B, blocks, BLOCK, blocks, BLOCK]
+        some.append(blocks.any(4).any(2))
+        full.append(blocks.all(4).all(2))
+    in_some, in_all = torch.cat(some, 1), torch.cat(full, 1)
+    return BlockMask.from_kv_blocks(
+        *_listed(in_some & ~in_all), *_listed(in_all), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(size, size)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, q, k] bool -> (number of blocks set in each row [B, 1, q], block numbers, those first [B, 1, q, k])."""
+    numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
+    return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]

@@ -1,0 +1,157 @@
+"""Which answers share a row, a micro-batch and a rank: a deterministic plan, the same on every rank.
+
+A piece is a prompt followed by k answers to it, so that a group's shared prompt is computed once; a row is one or
+more pieces, so that little is padding:
+
+    prompt a | answer 1 | answer 2 | prompt b | answer 3 | padding
+
+An answer attends to its prompt and to itself, and its positions continue those of the prompt: exactly the
+sequences prompt + answer, without copies of the prompt. The last token of an answer predicts nothing that is
+trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask: padding is on
+the right, where nothing trained looks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A prompt with `answers`, the indices of some rollouts of `groups[group]`."""
+
+    group: int
+    answers: tuple[int, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the attention of all networks can do with a row."""
+
+    masked: bool
+    """It takes a mask, so answers may share a prompt and pieces a row."""
+    sparse: bool = False
+    """It skips what is masked, or cuts where positions restart: a micro-batch is one row without padding. Else each
+    token pays for the width of its row, and pieces share rows no wider than the longest piece."""
+    pair_cost: float = 0.0
+    """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
+
+    def for_both(self, other: Layout) -> Layout:
+        """What two networks can do with the same rows."""
+        return Layout(self.masked and other.masked, self.sparse and other.sparse, max(self.pair_cost, other.pair_cost))
+
+
+def split_minibatches(
+    group_sizes: Sequence[int], count: int, rng: np.random.Generator
+) -> list[list[tuple[int, int]]]:
+    """All (group, answer) pairs in `count` parts of equal size, give or take one; groups are shuffled."""
+    order = rng.permutation(len(group_sizes))
+    pairs = [(int(group), answer) for group in order for answer in range(group_sizes[group])]
+    edges = [len(pairs) * i // count for i in range(count + 1)]
+    return [pairs[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def make_pieces(
+    groups: Sequence[RolloutGroup],
+    pairs: Sequence[tuple[int, int]],
+    max_tokens: int,
+    max_answers: int,
+    layout: Layout,
+) -> list[Piece]:
+    """Pieces of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its piece.
+
+    With prompt length P and fed answer tokens that add up to R, k answers share a piece while R^2 <= k * P^2, and
+    always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R
+    tokens, dense attention sees (P + R)^2 <= k * (P + R / k)^2 pairs (the difference is (k - 1) * (P^2 - R^2 / k)).
+    """
+    by_group: dict[int, list[int]] = {}
+    for group, answer in pairs:
+        by_group.setdefault(group, []).append(answer)
+    pieces = []
+    for group, answers in by_group.items():
+        prompt = len(groups[group].prompt_tokens)
+        taken: list[int] = []
+        fed = 0
+        for answer in answers:
+            more = len(groups[group].rollouts[answer].tokens) - 1
+            k = len(taken) + 1
+            fits = prompt + fed + more <= max_tokens and k <= max_answers and layout.masked
+            if taken and not (fits and (layout.sparse or (fed + more) ** 2 <= k * prompt**2)):
+                pieces.append(Piece(group, tuple(taken), prompt + fed))
+                taken, fed = [], 0
+            taken.append(answer)
+            fed += more
+        pieces.append(Piece(group, tuple(taken), prompt + fed))
+    return pieces
+
+
+def plan_microbatches(
+    pieces: Sequence[Piece], ranks: int, max_tokens: int, layout: Layout
+) -> list[list[list[list[Piece]]]]:
+    """Rows of every micro-batch of every rank, indexed [rank][micro-batch][row].
+
+    Longest piece first to the rank with the fewest tokens so far; each rank packs its own, or leaves one piece a
+    row where that is cheaper. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
+    """
+    loads = [0] * ranks
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        rank = loads.index(min(loads))
+        shares[rank].append(piece)
+        loads[rank] += piece.length
+    plan = []
+    for share in shares:
+        packings = [_pack(share, max_tokens, layout.sparse, may_share_rows=layout.sparse)]
+        if layout.masked and not layout.sparse:
+            packings.append(_pack(share, max_tokens, False, may_share_rows=True))
+        plan.append(min(packings, key=lambda packing: sum(_cost(rows, layout.pair_cost) for rows in packing)))
+    most = max(len(cuts) for cuts in plan)
+    return [cuts + [[] for _ in range(most - len(cuts))] for cuts in plan]
+
+
+def _pack(
+    share: Sequence[Piece], max_tokens: int, is_sparse: bool, may_share_rows: bool
+) -> list[list[list[Piece]]]:
+    """First-fit: each piece, longest first, goes into the first row with room, else into a new row of the last
+    micro-batch, else into a new micro-batch.
+
+    The first piece of a micro-batch sets the width of its rows (of one row as wide as the budget where attention is
+    sparse), and rows * width stays within `max_tokens`.
+    """
+    cuts: list[list[list[Piece]]] = []
+    width = 0
+    room: list[tuple[int, list[Piece]]] = []  # of rows that the shortest piece would fit in
+    for piece in share:
+        if may_share_rows:
+            found = next((i for i, (free, _) in enumerate(room) if piece.length <= free), None)
+            if found is not None:
+                free, row = room[found]
+                row.append(piece)
+                room[found] = (free - piece.length, row)
+                if room[found][0] < share[-1].length:
+                    del room[found]
+                continue
+        if not cuts or (len(cuts[-1]) + 1) * width > max_tokens:
+            width = max(max_tokens, piece.length) if is_sparse else piece.length
+            cuts.append([])
+        row = [piece]
+        cuts[-1].append(row)
+        room.append((width - piece.length, row))
+    return cuts
+
+
+def _cost(rows: Sequence[Sequence[Piece]], pair_cost: float) -> float:
+    """Of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
+    width = max(sum(piece.length for piece in row) for row in rows)
+    return len(rows) * width * (1 + pair_cost * width * (1.0 if needs_mask(rows) else 0.5))
+
+
+def needs_mask(rows: Sequence[Sequence[Piece]]) -> bool:
+    return any(len(row) > 1 or len(row[0].answers) > 1 for row in rows)

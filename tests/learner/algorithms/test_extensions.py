@@ -1,0 +1,68 @@
+"""Losses, advantages, corrections and aggregations are found by name, and may come from outside the packages."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import AlgorithmConfig, CorrectionConfig
+from async_rl.errors import ConfigError
+from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
+from learner.algorithms.objective import Objective
+from learner.train_step import Updater
+from tests.learner.test_train_step import reference_logprobs, values_of
+from tests.learner.tiny_batches import make_batch, make_config
+
+OUTSIDE = AlgorithmConfig(
+    advantage="tests.extensions.advantage:WIN_RATE",  # type: ignore[arg-type]
+    loss="tests.extensions.loss:POLICY_GRADIENT",  # type: ignore[arg-type]
+    correction=CorrectionConfig(kind="tests.extensions.correction:ROOT", cap=1.5),  # type: ignore[arg-type]
+)
+
+
+def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    batch = make_batch()
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    total, tokens = 0.0, 0
+    for group in batch.groups:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        for rollout in group.rollouts:
+            wins = sum((rollout.reward > x) - (rollout.reward < x) for x in rewards) / len(rewards)
+            with torch.no_grad():
+                logprobs = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature)
+            weights = (0.5 * (logprobs - torch.tensor(rollout.logprobs))).exp().clamp(0.0, 1.5)
+            total -= float((weights * wins * logprobs)[torch.tensor(rollout.mask)].sum())
+            tokens += int(rollout.mask.sum())
+    updater = Updater(make_config(tiny_model_path, algorithm=OUTSIDE), torch.device("cpu"))
+    metrics = values_of(updater.update(batch))
+    assert metrics["policy/loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert metrics["policy/grad_norm"] > 0 == metrics["offpolicy/clip_fraction_negative"]
+
+
+def test_every_entry_names_a_function_that_exists() -> None:
+    for table in (ADVANTAGES, CORRECTIONS, LOSSES):
+        assert all(callable(entry.load()) for entry in table.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantage": "grop"}, "algorithm.advantage must be one of .*, got 'grop'. Did you mean grpo?"),
+        ({"loss": "ppo"}, "algorithm.loss must be one of ppo_clip, cispo, gspo, dppo_tv, or module:name, got 'ppo'"),
+        ({"loss": "tests.extensions.advantage:WIN_RATE"}, "must be an instance of async_rl.seams.algorithms.Loss"),
+        ({"aggregation": "mean"}, "algorithm.aggregation must be one of token_mean, .*, got 'mean'"),
+    ],
+)
+def test_an_unknown_name_is_an_error_and_never_a_default(change: dict[str, str], message: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "none")
+    object.__setattr__(config, "algorithm", dataclasses.replace(config.algorithm))
+    for key, value in change.items():  # past the checks of the configuration
+        object.__setattr__(config.algorithm, key, value)
+    with pytest.raises(ConfigError, match=message):
+        Objective(config)

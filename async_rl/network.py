@@ -1,4 +1,4 @@
-"""What leaving loopback asks for: the right network interface, and an API key on the rollout servers."""
+"""Network interfaces, rendezvous stores, and the API key of the rollout servers of a run that leaves loopback."""
 
 from __future__ import annotations
 
@@ -14,39 +14,48 @@ from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import TCPStore
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def use_interface(host: str) -> None:
-    """Make torch.distributed and NCCL, here and in child processes, talk over the interface that has address `host`.
+    """Make torch.distributed and NCCL, here and in child processes, use the interface that has address `host`.
 
-    Left to themselves they take the one that the host's name resolves to. What the user has set is kept.
+    By default they take the one to which the host's name resolves. Variables that the user has set are kept.
     """
     for variable in _INTERFACE_VARIABLES:
         os.environ.setdefault(variable, interface_of(host))
 
 
-def open_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Where the ranks of a torch.distributed group find each other. Rank 0 serves it, at `address` and nowhere else:
-    torch by itself listens on every interface.
+def open_store(
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta,
+    listener: socket.socket | None = None,
+) -> TCPStore:
+    """Open the store by which the ranks of a torch.distributed group find each other.
+
+    Rank 0 serves it at `address` only (torch by itself listens on every interface), and at a free port if `port` is 0:
+    the store's attribute `port` is that port. The others connect to it.
+
+    Args:
+        listener: a socket of rank 0 that listens there already, so that no other process can have taken the port.
     """
     from torch.distributed import TCPStore
 
     if rank:
         return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    listener = socket.create_server((address, port))
+    listener = listener or socket.create_server((address, port))
     return TCPStore(
-        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+        address, listener.getsockname()[1], world_size, is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
 
 
 def interface_of(host: str) -> str:
-    """
+    """The name of the network interface that has address `host`.
+
     Raises:
-        ConfigError: no interface has this address; lists those there are.
+        ConfigError: no interface has this address; lists the ones that exist.
     """
     import psutil
 
@@ -58,14 +67,14 @@ def interface_of(host: str) -> str:
     if host not in addresses:
         found = ", ".join(f"{name} {a}" for a, name in addresses.items() if a.count(".") == 3)
         raise ConfigError(
-            f"network.host must be an address of this host, got {host}; it has {found}. Where Ray chose it: "
-            "`ray start --node-ip-address` names another"
+            f"network.host must be an address of this host, got {host}; it has {found}. If Ray chose it, start "
+            "Ray with `ray start --node-ip-address` and another one"
         )
     return addresses[host]
 
 
 def api_key(network: NetworkConfig) -> str:
-    """Of the rollout servers of a run; who may talk to the buffer may talk to them. Empty: none is asked for.
+    """The API key of a run's rollout servers, which every client of its buffer can compute. Empty: none is needed.
 
     Raises:
         ConfigError: network.keys has no client key.

@@ -161,12 +161,12 @@ class _Simulation:
                 self._group_seconds += len(self._ends) * workload.standstill_s
                 store.served(version + 1)
                 self._admit()
-        store.state.check_identity()
-        late = store.state.account.dropped["late"]
+        store.state.check_accounting()
+        late = store.state.accounting.dropped["late"]
         return Result(
             trained_s / self._now_s, float(np.mean(self._ages)), max(self._ages), self._busy_s / self._now_s,
             self._group_seconds / self._now_s / workload.concurrency, self._now_s / steps,
-            late / (late + store.state.account.trained),
+            late / (late + store.state.accounting.trained),
         )
 
     def _generate(self, seconds: float | None) -> None:
@@ -199,7 +199,7 @@ class _Simulation:
     def _abort(self) -> None:
         """What the hand-out dropped stops running; its slots are free."""
         if late := set(self._store.aborts(WORKER)):
-            self._store.forget_aborts(WORKER, late)
+            self._store.acknowledge_aborts(WORKER, late)
             self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
             heapq.heapify(self._ends)
         self._admit()

@@ -14,13 +14,13 @@ import sys
 from types import TracebackType
 from typing import Any
 
-import requests
 import torch
 from torch import Tensor, nn
 
 from async_rl.config import Config, NetworkConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError
-from rollout_server.engines.hf.weights import WeightEndpoints, take_over
+from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
+from rollout_server.engines.sglang.admin import SGLangAdmin
 
 START_S = 120.0
 END_S = 10.0
@@ -51,7 +51,7 @@ class Holder:
         pass
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        take_over(self.model, tensors)
+        replace_weights(self.model, tensors)
         self.version = version
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
@@ -72,6 +72,7 @@ class ReceiverProcess:
             end(self.process)
             raise WaitTimeoutError(f"waited {START_S:.0f} s for the weight receiver to say where it listens")
         self.url = self.process.stdout.readline().strip()
+        self._admin = SGLangAdmin(config, self.url)
 
     def version(self) -> int:
         return int(self._told()[0])
@@ -80,8 +81,7 @@ class ReceiverProcess:
         return self._told()[1]
 
     def _told(self) -> list[float]:
-        reply = requests.post(self.url + "/generate", json={"input_ids": [0, 0, 0]}, timeout=60).json()
-        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+        return self._admin.score_tokens([0, 0, 0])
 
     def close(self) -> None:
         end(self.process)

@@ -1,4 +1,4 @@
-"""The two sides that talk to the buffer: the learner (blocking) and a rollout worker (asyncio).
+"""The buffer's clients: the learner (blocking) and a rollout worker (asyncio).
 
 A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
 timeouts.wire_s the wait ends with an error that says who waited for what.
@@ -23,7 +23,7 @@ from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError,
 from async_rl.messages.codec import encode_group
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
-from buffer.protocol.keys import show_keys
+from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
     MAX_CAUSE_CHARS,
@@ -39,7 +39,7 @@ ATTEMPTS = 4
 
 
 class LearnerClient:
-    """The learner's side. Blocking; for one thread.
+    """The learner's client. Its calls block; for use by one thread.
 
     Args:
         keys: network.keys.
@@ -51,12 +51,12 @@ class LearnerClient:
         self._ids = _request_ids()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        show_keys(self._socket, keys)
+        use_client_keys(self._socket, keys)
         self._socket.sndtimeo = math.ceil(1000 * timeouts.wire_s / ATTEMPTS)
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
-        """Batch number `version`, see take_raw."""
+        """Batch number `version`, decoded; see take_raw for the errors."""
         return decode_batch(self.take_raw(version))
 
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
@@ -67,7 +67,7 @@ class LearnerClient:
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
             WireError: the learner is at another version.
-            NothingToLearnError: there will be no batch any more.
+            NothingToLearnError: there will be no further batch.
         """
         limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
@@ -82,8 +82,10 @@ class LearnerClient:
         return []
 
     def await_push(self, version: int) -> None:
-        """Returns once `version`, the newest, may be pushed: in exact mode when all groups of the old one are done,
-        with `weight_sync.on_update: drain` when none runs, none being granted until `served`.
+        """Wait until `version`, the newest, may be pushed.
+
+        In exact mode that is when all groups of the old version are done. With `weight_sync.on_update: drain` it is
+        when no group runs; none is granted until `served`.
 
         Raises:
             WaitTimeoutError: not within timeouts.batch_s; says what is missing.
@@ -94,16 +96,16 @@ class LearnerClient:
                 raise WaitTimeoutError(f"learner waited {limit} to push version {version}: {result['state']}")
 
     def trained(self, version: int) -> None:
-        """The batch taken last was trained on and yielded `version`; tokens of that version are legal from now on."""
+        """Report that the batch taken last yielded `version`; tokens of that version are legal from now on."""
         self._call("trained", version=version)
 
     def served(self, version: int) -> None:
-        """Every live server serves `version`: admission goes on with it. `served(0)` opens the buffer."""
+        """Report that every live server serves `version`: admission goes on with it. `served(0)` opens admission."""
         self._call("served", version=version)
 
-    def cut(self, version: int) -> dict[str, Any]:
-        """What the buffer goes on from after a resume at `version`, the newest; part of the learner's checkpoint."""
-        return self._call("cut", version=version).result
+    def buffer_checkpoint(self, version: int) -> dict[str, Any]:
+        """The buffer's part of a checkpoint at `version`, the newest; see buffer/checkpoint.py."""
+        return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -117,7 +119,7 @@ class LearnerClient:
         for _ in range(ATTEMPTS):
             try:
                 self._socket.send(message)
-            except zmq.Again:  # no connection to send it on
+            except zmq.Again:  # there is no connection to send it on
                 continue
             retry_s = time.monotonic() + wait_s + self._timeouts.wire_s / ATTEMPTS
             while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
@@ -128,7 +130,7 @@ class LearnerClient:
 
 
 class WorkerClient:
-    """A rollout worker's side; any number of coroutines of one event loop may use it at once.
+    """A rollout worker's client; any number of coroutines of one event loop may use it at once.
 
     Args:
         worker: name of the worker, unique in the run; its slots are granted to this name.
@@ -145,14 +147,14 @@ class WorkerClient:
         self._receiver: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        show_keys(self._socket, keys)
+        use_client_keys(self._socket, keys)
         self._socket.connect(address)
 
     async def admit(self, max_groups: int) -> list[Slot]:
-        """Slots for up to `max_groups` groups, in group id order, as soon as there are any; none after a few seconds.
+        """Slots for up to `max_groups` groups, in group id order, as soon as there are any; none after LONG_POLL_S.
 
-        One call at a time. After a cancelled call the next one continues it, so that no granted slot is lost: it may
-        return as many as the cancelled one asked for.
+        Only one call at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
+        return as many slots as the cancelled call asked for.
         """
         if self._open_admit is None:
             self._open_admit = next(self._ids)
@@ -160,30 +162,35 @@ class WorkerClient:
         self._open_admit = None
         return read_slots(reply.result)
 
-    async def dropped(self, heard: Sequence[int]) -> list[int]:
-        """Groups this worker runs that the buffer has dropped, as soon as there are any; none after a few seconds.
+    async def aborts(self, acknowledged: Sequence[int]) -> list[int]:
+        """Groups that the buffer has dropped while this worker runs them, as soon as there are any; none after
+        LONG_POLL_S.
 
         Args:
-            heard: what the call before returned; it is named again until then.
+            acknowledged: the result of the call before; groups are listed again until they are acknowledged.
         """
         reply = await self._call(
-            next(self._ids), "dropped", "dropped groups", heard=list(heard), wait_s=LONG_POLL_S
+            next(self._ids), "aborts", "dropped groups", acknowledged=list(acknowledged), wait_s=LONG_POLL_S
         )
         groups: list[int] = reply.result["groups"]
         return groups
 
     async def put(self, group: RolloutGroup) -> bool:
-        """Delivers a finished group. False if it makes no difference: it was there already, or was given up.
+        """Deliver a finished group. False if it changes nothing: the group had arrived already, or was dropped.
 
         Raises:
-            WireError: the buffer refused it; names the field and the value. The slot is still held: see `fail`.
+            WireError: the buffer refused the group; names the field and the value. Its slot is still held: see `fail`.
             WaitTimeoutError: no acknowledgement within timeouts.wire_s.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
-        """Gives up a running group: counted as failed, its slot is free. `requeue`: its prompt is granted again."""
+        """Give up a running group: it counts as failed, and its slot is free.
+
+        Args:
+            requeue: its prompt is granted again.
+        """
         sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
@@ -191,7 +198,7 @@ class WorkerClient:
         )
 
     async def close(self) -> None:
-        """Ends the connection. Calls still waiting get no answer any more: cancel them."""
+        """End the connection. Calls that still wait get no answer: cancel them."""
         if self._receiver:
             self._receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -230,13 +237,13 @@ class WorkerClient:
                         future.set_exception(error)
                 continue
             for request_id in reply.ids:
-                waiting = self._pending.get(request_id)  # none: the second answer to a repeated request
+                waiting = self._pending.get(request_id)  # None: this is the second answer to a repeated request
                 if waiting and not waiting.done():
                     waiting.set_result(reply)
 
 
 def _request_ids() -> itertools.count[int]:
-    """From a random start: the buffer tells the requests of a restarted client from those before."""
+    """Ids from a random start, so that the buffer can tell a restarted client's requests from earlier ones."""
     return itertools.count(secrets.randbits(61))
 
 
@@ -249,5 +256,5 @@ def _accepted(reply: Reply) -> Reply:
 def _unanswered(who: str, request: str, address: str, waited_s: float) -> WaitTimeoutError:
     return WaitTimeoutError(
         f"{who} waited {waited_s:.0f} s (timeouts.wire_s) for the buffer at {address} to answer {request}, "
-        f"sent {ATTEMPTS} times: it is gone, or turns away who has not the keys of its network.keys"
+        f"sent {ATTEMPTS} times: the buffer is down, or rejected this client's CURVE keys (network.keys)"
     )

@@ -1,8 +1,8 @@
-"""The buffer of a run: one thread, one ROUTER, one poll loop around the store, and its journal.
+"""The buffer of a run: one thread with one poll loop around a socket, the store, and the store's journal.
 
-A turn of the loop takes what has arrived, then answers who has been waiting, then commits the journal, and only then
-sends the answers: whoever got one can rely on it. What arrives is checked before it touches the store
-(buffer/protocol/operations.py).
+A turn of the loop handles the messages that have arrived, then collects the answers, then commits the journal, and only
+then sends the answers: a client that got one can rely on it. Messages are checked before they touch the store, see
+buffer/protocol/operations.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.messages.codec import Limits, check_group
 from async_rl.storage.checkpoints import TrainingState, resumed_training_state
-from buffer.checkpoint import go_on_from
+from buffer.checkpoint import restore_checkpoint
 from buffer.frames import receive, view
-from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, arrived
+from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
 from buffer.protocol.operations import Operations
 from buffer.protocol.socket import BufferSocket
 from buffer.staleness import Rules
@@ -28,13 +28,13 @@ from buffer.store import Store
 from buffer.store_state import StoreState
 
 STOP_CHECK_S = 0.2
-"""How long the loop sleeps at most, as no message announces that `stop` was set."""
+"""The longest sleep of the loop, as no message announces that `stop` was set."""
 MESSAGES_A_TURN = 256
-"""Handled before parked requests get their turn."""
+"""At most so many messages are handled before parked requests are answered."""
 
 
 class BufferServer:
-    """The staleness-bounded buffer of one run, at network.host. It goes on from its journal if the run has one already.
+    """The staleness-bounded buffer of one run, at network.host. It continues from its journal if the run has one.
 
     All methods but `serve` may be called from other threads.
 
@@ -45,33 +45,33 @@ class BufferServer:
 
     def __init__(self, config: Config) -> None:
         self._shutdown_s = config.timeouts.shutdown_s
-        # First: who has the port is alone with the journal, also where the buffer before is slow to die.
-        # Far beyond the largest valid group, which is refused by name, ZMQ cuts the connection.
-        self._door = BufferSocket(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
-        self.address = self._door.address
-        self._journal = _open_journal(config)
-        found = self._journal.load() if self._journal else None
-        state = StoreState(record=self._journal.record) if self._journal else StoreState()
+        # The port is bound first: its owner is alone with the journal, also while an earlier buffer is still dying.
+        # A message may be larger than any valid group, so that it is refused with a reason; if it is far larger, ZMQ
+        # closes the connection.
+        self._socket = BufferSocket(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
+        self.address = self._socket.address
+        journal = Journal(config.run_dir / FILE_NAME, config.journal_kept_steps) if config.buffer.journal else None
+        self._journal = journal
+        state = StoreState(journal.record if journal else None)
         self._store = Store(Rules.from_config(config), state)
-        describe = [self._journal.describe] if self._journal else []
-        self._operations = Operations(config, self._store, *describe)
-        if found:
+        self._operations = Operations(config, self._store, journal.record_group if journal else None)
+        if found := journal.load() if journal else None:
             rows, scalars = found
             state.restore(rows, scalars)
-            self._operations.go_on(scalars["refused"], scalars["restarts"] + 1)
-        elif cut := resumed_training_state(config):
-            self._go_on_from(cut, config.run_dir)
+            self._operations.restore(scalars["refused"], scalars["restarts"] + 1)
+        elif saved := resumed_training_state(config):
+            self._resume(saved, config.run_dir)
         self._lock = threading.Lock()
         self._serving = threading.Lock()
 
     def serve(self, stop: threading.Event) -> None:
-        """Answers until `stop` is set; blocks.
+        """Answer messages until `stop` is set; blocks.
 
         Raises:
-            StalenessError: the bound would have been broken: a bug.
+            StalenessError: the staleness bound would have been violated; this is a bug.
             AsyncRLError: the journal can't be written.
         """
-        router = self._door.router
+        router = self._socket.router
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         with self._serving:
@@ -95,16 +95,16 @@ class BufferServer:
             return self._operations.describe(time.monotonic())
 
     def abandon(self, worker: str) -> int:
-        """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
+        """Fail the running groups of a worker that died; their prompts go to others. Returns their number."""
         with self._lock:
             return self._operations.abandon(worker)
 
     def close(self) -> dict[str, float]:
-        """Ends the account once `serve` has returned: drops what is left as `shutdown`. Returns the last counters.
+        """Drop what is left as `shutdown` once `serve` has returned. Returns the last counters.
 
         Raises:
             StalenessError: groups are unaccounted for.
-            WaitTimeoutError: `serve` goes on; its `stop` must be set first.
+            WaitTimeoutError: `serve` has not returned; its `stop` must be set first.
         """
         if not self._serving.acquire(timeout=self._shutdown_s):
             raise WaitTimeoutError(
@@ -112,32 +112,33 @@ class BufferServer:
             )
         self._serving.release()
         with self._lock:
-            self._door.close()
+            self._socket.close()
             self._store.close()
             self._commit()
             if self._journal:
                 self._journal.close()
             return self._operations.counters()
 
-    def _go_on_from(self, cut: TrainingState, run_dir: Path) -> None:
-        past, described = {}, {}
-        ids = [group_id for group_id, *_ in cut.buffer["live"]]
-        past_file = run_dir / PAST_FILE_NAME.format(lineage=cut.lineage)
+    def _resume(self, saved: TrainingState, run_dir: Path) -> None:
+        """Restore the store from a training checkpoint and from the journal of the run before."""
+        past, groups = {}, {}
+        ids = [group_id for group_id, *_ in saved.buffer["live"]]
+        past_file = run_dir / PAST_FILE_NAME.format(lineage=saved.lineage)
         if self._journal:
-            self._journal.take_over(past_file, cut)
-        for group_id, row in arrived(past_file, ids).items():
-            with contextlib.suppress(WireError):  # sizes that the new configuration doesn't allow
-                described[group_id] = check_group(view(row.payload), self._operations.limits)
+            self._journal.import_past(past_file, saved)
+        for group_id, row in read_arrived(past_file, ids).items():
+            with contextlib.suppress(WireError):  # the new configuration does not allow its sizes
+                groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
-        go_on_from(cut, self._store.state, self._store.rules, past)
+        restore_checkpoint(saved, self._store.state, self._store.rules, past)
         if self._journal:
             for group_id in self._store.state.finished:
-                self._journal.describe(described[group_id])
+                self._journal.record_group(groups[group_id])
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_A_TURN):
             try:
-                identity, *frames = receive(self._door.router, zmq.NOBLOCK)
+                identity, *frames = receive(self._socket.router, zmq.NOBLOCK)
             except zmq.Again:
                 return
             with self._lock:
@@ -148,9 +149,3 @@ class BufferServer:
             operations = self._operations
             more = {"refused": operations.refused, "restarts": operations.restarts}
             self._journal.commit({**self._store.state.scalars(), **more})
-
-
-def _open_journal(config: Config) -> Journal | None:
-    if not config.buffer.journal:
-        return None
-    return Journal(config.run_dir / FILE_NAME, config.journal_kept_steps)

@@ -1,56 +1,63 @@
-"""The rules that bound staleness. Pure; the proof that they do is here.
+"""The rules that bound staleness, as pure functions, with the proof that they do.
 
 Notation:
     M  staleness.max                    B  learner.prompts_per_step
-    F  ceil(buffer.fresh_fraction * B): fresh groups (in no batch yet) that every batch holds at least; B without replay
-    E  weight_sync.every_steps          v  number of the next batch to choose: that many batches were chosen before it
-    p  served version; never falls, p <= v
+    F  ceil(buffer.fresh_fraction * B): every batch holds at least so many fresh groups (groups that were in no batch
+       yet); without replay F = B
+    E  weight_sync.every_steps          v  number of the next batch to choose: v batches were chosen before it
+    p  served version; it never falls, and p <= v
     s  start version of a group: p at its admission. Its tokens have versions >= s, because every server serves >= p
-    d  deadline of a group: s + M, the last batch that may hold it. In batch b <= s + M its tokens are b - s <= M old
-    live(d)  number of live groups (running, or finished and in no batch yet) with deadline <= d
+    d  deadline of a group: d = s + M, the last batch that may hold it. In batch b <= s + M its tokens are at most
+       b - s <= M versions old
+    live(d)  number of live groups with deadline <= d. Live: running, or finished and in no batch yet
 
 Admission:   a group may start while slots_held < (M + 1) F. It holds its slot until it is dropped or until a version
-             trained on it is served (batch b yields version b + 1). A used group holds none.
-Hand-out:    batch v is n fresh groups with the earliest deadlines, ties by id, and B - n used ones within their
-             deadlines; n is the smallest number >= F for which there are that many used ones and which leaves
-             live(d) <= (d - v) F for every d in v..v+M. While there is no such n <= B, the learner waits.
+             trained on it is served (batch b yields version b + 1). A used group holds no slot.
+Hand-out:    batch v consists of the n fresh groups with the earliest deadlines, ties broken by id, and of B - n used
+             groups that are within their deadlines. n is the smallest number >= F for which there are that many used
+             groups and for which live(d) <= (d - v) F holds afterwards for every d in v..v+M. While no n <= B
+             satisfies this, the learner waits.
 
-Claim: whenever the number of the next batch is v,   live(d) <= (d - v + 1) F   for every d >= v.              (*)
-For d = v - 1 the same holds as live(v - 1) = 0: nobody has missed a deadline. So no token of a batch is older than M.
+Claim: whenever the number of the next batch is v,   live(d) <= (d - v + 1) F   for every d >= v,              (*)
+and live(v - 1) = 0: no live group has missed its deadline. So no token of a batch is older than M versions.
 
 Proof, by induction over events. At the start nothing is live.
-  Hand-out of batch v leaves live(d) <= (d - v) F for d in v..v+M, which is (*) for v + 1 (and its d = v is the zero).
-      Beyond v + M there is nothing to show: s <= p <= v, so no deadline is later.
-  Finishing does not change live(d); a drop lowers it; p and v rising by the learner's doing does not change it.
-  Admission at served version p: the new group's deadline is p + M, so only live(d) with d >= p + M grows. The batches
-      p..v-1 yield versions p+1..v, none of them served, so their (v - p) F fresh groups at least hold slots. Hence
-      live(d) <= slots_held - (v - p) F <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
-  Resuming at version w: the batches from w on never were. Of the groups that were live when the checkpoint was made
-      those go on that are finished with tokens of versions <= w, as many as (*) allows (`kept_at`: all of them unless
-      M or F was changed); others are dropped. Nothing else holds a slot.
-Choosing the earliest deadlines takes as many groups with deadline <= d as any choice of n finished groups can, for
-every d at once: if it fails the condition, every choice does, and waiting is right.
+  Hand-out: batch v leaves live(d) <= (d - v) F for every d in v..v+M. That is (*) for the next batch number v + 1; for
+      d = v it says live(v) = 0. No deadline is later than v + M, because s <= p <= v.
+  Finishing a group does not change live(d), and dropping one lowers it. Neither does training or serving a version.
+  Admission at served version p: the deadline of the new group is p + M, so only live(d) with d >= p + M grows. The
+      batches p..v-1 yield the versions p+1..v, none of which is served yet, so their fresh groups, at least (v - p) F,
+      hold slots. Hence live(d) <= slots_held - (v - p) F <= (M + 1) F - (v - p) F = (p + M - v + 1) F
+      <= (d - v + 1) F.
+  Resuming from a checkpoint of version w: the batches from w on are discarded. Of the groups that were live at the
+      checkpoint, those continue that finished with tokens of versions <= w, up to the number that (*) allows
+      (`within_capacity`; that is all of them unless M or F was changed). The others are dropped. Nothing else holds a
+      slot.
+Waiting is right whenever this choice of groups fails the condition: taking the earliest deadlines removes, for every d
+at once, as many groups with deadline <= d as any choice of n finished groups can, so every other choice fails too.
 
-No deadlock: a wait for a batch ends once all that runs has finished, for then the earliest F of the live groups leave
-max(0, live(d) - F) <= (d - v) F by (*). And there are B live groups, or else there is room to admit: of (M + 1) F slots
-at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so (M + 1) F >= E B leaves at least
-B. Config refuses anything else. That is needed when E = 1 (the first batch has no used groups to fill up with) and
-when F = B; for E > 1 with replay it may refuse more than it must, for how many used groups there will be depends on
-which ones expire. Running groups wait for nobody but their engine.
+No deadlock: a wait for a batch ends at the latest when every running group has finished. Then the earliest F of the
+live groups leave max(0, live(d) - F) <= (d - v) F by (*). And there are B live groups, or there is room to admit more:
+of the (M + 1) F slots at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so
+(M + 1) F >= E B leaves at least B. The configuration refuses anything else. This is necessary for E = 1 (the first
+batch has no used groups to fill up with) and for F = B. For E > 1 with replay it may refuse more than necessary,
+because the number of used groups depends on which of them expire. Running groups wait for nothing but their engine.
 
-The other late policies (`staleness.late`) do not wait for running groups, so the bound is not (*)'s doing:
-    drop     batch v is taken from finished groups with deadline >= v, so it is within the bound; after its hand-out
-             every live group with deadline <= v would miss it and is dropped. Other groups lose nothing by that.
-    mask     no deadline. A finished group may be in batch v while it has a token of version >= v - M; tokens older than
-             that are masked (`young_enough`), so none of them is trained on. Oldest start version first, ties by id.
-Both need B finished groups and nothing else, and v stands still meanwhile: no deadlock.
+The other late policies (`staleness.late`) do not wait for running groups, so (*) is not what bounds the staleness:
+    drop     batch v is taken from finished groups with deadline >= v, so it is within the bound. After its hand-out
+             every live group with deadline <= v would miss it and is dropped. No other group is dropped.
+    mask     there is no deadline. A finished group may be in batch v while it has a token of version >= v - M; older
+             tokens are masked (`young_enough`), so none of them is trained on. The oldest start version goes first,
+             ties broken by id.
+Both need nothing but B finished groups, and v does not change while the learner waits: no deadlock.
 
-Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): a group gets its batch number t at admission, the lowest with
-a vacant place among those that may start: max(0, t - k) <= p, that is t <= p + k. Batch t is the B groups with number
-t. A push waits until no group runs and no place of the batches <= p + k is vacant. So a group of batch t starts and
-ends at version max(0, t - k): when p = t - k > 0 is served, batches up to t - 1 are full and stay full. Its tokens are
-exactly min(t, k) old in batch t. Slots are the same: while p is served, the batches p..p+k hold (k + 1) B of them.
-After a resume at w whose batches w..w+k-1 could not be kept whole, w takes the place of 0: versions before it are gone.
+Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): at admission a group gets its batch number t, the lowest with
+a vacancy among those that may start: max(0, t - k) <= p, that is t <= p + k. Batch t consists of the B groups with
+number t. A push waits until no group runs and none of the batches <= p + k has a vacancy. So a group of batch t starts
+and ends at version max(0, t - k): when p = t - k > 0 is served, the batches up to t - 1 are full and stay full. Its
+tokens are exactly min(t, k) versions old in batch t. The slots are the same: while p is served, the batches p..p+k hold
+(k + 1) B of them. After a resume at w for which the batches w..w+k-1 could not be restored completely, w takes the
+place of 0, because earlier versions are gone.
 """
 
 from __future__ import annotations
@@ -66,7 +73,7 @@ from async_rl.types import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What of the configuration decides on admission and hand-out; M, B and F of the proof."""
+    """The settings that decide on admission and hand-out: M, B and F of the proof, and the policies."""
 
     max_staleness: int
     prompts_per_step: int
@@ -75,7 +82,7 @@ class Rules:
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
     drain: bool = False
-    """A push waits for the groups that run, while no other may start."""
+    """A push waits for the running groups, and no other group may start meanwhile."""
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
@@ -87,7 +94,7 @@ class Rules:
 
 
 def admission_capacity(slots_held: int, rules: Rules) -> int:
-    """Groups that may start now."""
+    """Number of groups that may start now."""
     return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
@@ -102,98 +109,98 @@ def last_batch(start_version: int, newest_version: int, rules: Rules) -> int:
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
-    """Which tokens of these token versions may be trained on in batch `version`."""
-    kept: BoolArray = version - versions <= max_staleness
-    return kept
+    """Which tokens of these token versions may be trained on in batch `version`; the shape of `versions`."""
+    trainable: BoolArray = version - versions <= max_staleness
+    return trainable
 
 
 def fresh_to_take(
     finished: Sequence[int], running: Iterable[int], reusable: int, version: int, rules: Rules
 ) -> int | None:
-    """How many fresh groups batch `version` takes, beside used ones; None while the learner has to wait.
+    """Number of fresh groups in batch `version` (n in the hand-out rule); None while the learner has to wait.
 
     Args:
         finished: deadline of every fresh group that is finished, in any order.
         running: deadline of every running group; only the policy `wait` looks at them.
         reusable: number of used groups that may be in this batch.
     """
-    least = max(rules.fresh_per_step, rules.prompts_per_step - reusable)
-    if len(finished) < least:
+    fewest = max(rules.fresh_per_step, rules.prompts_per_step - reusable)
+    if len(finished) < fewest:
         return None
     match rules.late:
         case "wait":
-            needed = _needed_by_deadlines(finished, running, version, rules)
-            if any(short > 0 for _, short in needed.values()):
+            required = _required_by_deadlines(finished, running, version, rules)
+            if any(missing > 0 for _, missing in required.values()):
                 return None
-            least = max(least, *(number for number, _ in needed.values()))
+            fewest = max(fewest, *(number for number, _ in required.values()))
         case "drop":
             expiring = sum(d <= version for d in finished)
-            least = max(least, min(expiring, rules.prompts_per_step))
+            fewest = max(fewest, min(expiring, rules.prompts_per_step))
         case "mask":
             pass
-    return least if least <= min(len(finished), rules.prompts_per_step) else None
+    return fewest if fewest <= min(len(finished), rules.prompts_per_step) else None
 
 
 def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
-    """The first deadline that keeps batch `version` waiting: too many groups share it of which too few are finished."""
-    needed = _needed_by_deadlines(finished, running, version, rules)
-    return next((d for d, (_, short) in needed.items() if short > 0), None)
+    """The first deadline that keeps batch `version` waiting: too many groups share it, and too few have finished."""
+    required = _required_by_deadlines(finished, running, version, rules)
+    return next((d for d, (_, missing) in required.items() if missing > 0), None)
 
 
-def _needed_by_deadlines(
+def _required_by_deadlines(
     finished: Iterable[int], running: Iterable[int], version: int, rules: Rules
 ) -> dict[int, tuple[int, int]]:
-    """[d in v..v+M] (groups with deadline <= d that batch v has to take, how many of them are not finished).
+    """For each d in v..v+M: groups with deadline <= d that batch v has to take, and how many of them are not finished.
 
-    Taking n of the earliest leaves live(d) - min(n, finished(d)), so live(d) - (d - v) F is what must be taken.
+    Taking the n earliest leaves live(d) - min(n, finished(d)), so at least live(d) - (d - v) F must be taken.
     """
     done, live = Counter(finished), Counter(running)
     live.update(done)
-    needed = {}
+    required = {}
     live_by = sum(number for d, number in live.items() if d < version)
     done_by = sum(number for d, number in done.items() if d < version)
     for ahead in range(rules.max_staleness + 1):
         live_by += live[version + ahead]
         done_by += done[version + ahead]
-        must = max(0, live_by - ahead * rules.fresh_per_step)
-        needed[version + ahead] = (must, must - done_by)
-    return needed
+        number = max(0, live_by - ahead * rules.fresh_per_step)
+        required[version + ahead] = (number, number - done_by)
+    return required
 
 
-def kept_at(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
-    """Which of the finished groups of these ascending deadlines may go on in a run that resumes at `version`.
+def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
+    """Which of the finished groups with these ascending deadlines may continue in a run that resumes at `version`.
 
-    With the policy `wait` as many as (*) allows; the others need only that none has missed its deadline.
+    With the policy `wait`, as many as (*) allows; with the other policies, all that have not missed their deadline.
     """
-    kept: list[bool] = []
+    fit: list[bool] = []
     number = 0
     for d in deadlines:
-        fits = rules.late != "wait" or number < (d - version + 1) * rules.fresh_per_step
-        kept.append(d >= version and fits)
-        number += kept[-1]
-    return kept
+        has_room = rules.late != "wait" or number < (d - version + 1) * rules.fresh_per_step
+        fit.append(d >= version and has_room)
+        number += fit[-1]
+    return fit
 
 
 def exact_start_version(batch: int, max_staleness: int, first_version: int) -> int:
     """The version that samples all of batch number `batch` in exact mode.
 
     Args:
-        first_version: the oldest that could; 0, or that of a resume.
+        first_version: the oldest version that can be sampled from; 0, or that of a resume.
     """
     return max(first_version, batch - max_staleness)
 
 
-def vacant_places(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:
-    """Batch numbers for the next `number` groups in exact mode: the lowest batches with a vacant place.
+def vacant_batches(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:
+    """Batch numbers for the next `number` groups in exact mode: the lowest batches that are not full.
 
     Args:
-        members: [batch number] groups that are in it, dropped ones not counted.
+        members: [batch number] groups that are in it, without dropped ones.
         first_batch: the lowest batch that is not handed out yet.
     """
-    places: list[int] = []
+    batches: list[int] = []
     batch = first_batch
-    while len(places) < number:
+    while len(batches) < number:
         vacant = rules.prompts_per_step - members[batch]
-        places += [batch] * min(vacant, number - len(places))
+        batches += [batch] * min(vacant, number - len(batches))
         batch += 1
-    return places
+    return batches

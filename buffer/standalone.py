@@ -1,10 +1,11 @@
-"""The buffer alone, in the foreground: `async-rl buffer`. Its clients are whoever is told its address."""
+"""A buffer alone, in the foreground: `async-rl buffer`. Its clients connect to the address that it shows."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from async_rl.config import Config
 from buffer.server import BufferServer
@@ -13,45 +14,32 @@ SHOWN = ("admitted", "trained", "running", "depth", "held", "slots_held", "refus
 
 
 def serve_alone(config: Config, show: Callable[[str], None], every_s: float) -> dict[str, float]:
-    """Serves until Ctrl-C or SIGTERM; shows the address, then the counters whenever they changed, every `every_s`.
+    """Serve until Ctrl-C or SIGTERM; show the address, then every `every_s` seconds the counters if they changed.
 
     Returns:
-        The final account: what was left is dropped as `shutdown`.
+        The final counters: what was left is dropped as `shutdown`.
 
     Raises:
         ConfigError: the address can't be bound.
-        StalenessError: the bound or the account was violated: a bug.
+        StalenessError: the bound or the accounting was violated; this is a bug.
     """
     server = BufferServer(config)
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def serve() -> None:
-        try:
-            server.serve(stop)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=serve, name="serve")
-    thread.start()
-    start_s = time.monotonic()
+    stop, start_s = threading.Event(), time.monotonic()
+    pool = ThreadPoolExecutor(1)
+    serving = pool.submit(server.serve, stop)
+    pool.shutdown(wait=False)
     last: dict[str, float] = {}
     try:
         show(f"buffer at {server.address}")
-        while thread.is_alive():
-            thread.join(every_s)
+        while not wait([serving], every_s).done:
             if (counters := server.counters()) != last:
                 last = counters
-                show(_line(time.monotonic() - start_s, counters))
+                values = "  ".join(f"{name} {counters[f'buffer/{name}']:.0f}" for name in SHOWN)
+                show(f"{time.monotonic() - start_s:.0f} s  {values}")
     except KeyboardInterrupt:
         pass
     finally:
         stop.set()
-        thread.join(config.timeouts.shutdown_s)
-    if failures:
-        raise failures[0]
+    if wait([serving], config.timeouts.shutdown_s).done:
+        serving.result()
     return server.close()
-
-
-def _line(seconds: float, counters: dict[str, float]) -> str:
-    return f"{seconds:.0f} s  " + "  ".join(f"{name} {counters[f'buffer/{name}']:.0f}" for name in SHOWN)

@@ -1,4 +1,4 @@
-"""The buffer's state, in memory: who runs what, what is finished, what the learner holds. No I/O and no clock.
+"""The buffer's rollout groups, from admission to the release of their slots, in memory. No I/O and no clock.
 
     admit --> running --finish--> finished --take--> held by the learner --trained--> slot free once that is served
                  |                    |                    ^                |
@@ -6,8 +6,7 @@
                     shutdown             zero_variance,
                                          shutdown
 
-All of it is one Row for each live group and a few scalars, so a journal can keep it: see
-buffer.store_state.
+The state is one Row for each live group and a few scalars, so that a journal can keep it: see buffer/store_state.py.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from buffer.staleness import (
     fresh_to_take,
     last_batch,
     overfull_deadline,
-    vacant_places,
+    vacant_batches,
 )
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
 
 EQUAL_BATCHES = 8
-"""So many batches' worth of groups in a row, all rewards equal, say that the task has nothing left to teach."""
+"""After so many batches' worth of groups in a row, each with equal rewards, the task has nothing left to teach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +45,25 @@ class Taken:
 
 
 class Store:
-    """Groups from admission to the release of their slots, under the rules of buffer.staleness.
+    """The groups of one run, under the rules of buffer/staleness.py.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
-    missed the answer asks again. After each of them `state` is consistent, which is when a journal may commit.
+    missed the answer asks again. After each call `state` is consistent, so a journal may commit it.
     """
 
     def __init__(self, rules: Rules, state: StoreState | None = None) -> None:
         self.rules = rules
         self.state = state or StoreState()
-        self.ended = ""
-        """Why no batch is likely to come any more; empty while there may be one."""
-        self._aborts: dict[str, list[int]] = {}  # [worker] running groups that were dropped, until it has heard so
-        self._equal = (0, 0.0)  # groups of equal rewards in a row, their reward
+        self.end_reason = ""
+        """Why there will probably be no further batch; empty while there may be one."""
+        self._aborts: dict[str, list[int]] = {}  # [worker] running groups that were dropped, until it acknowledges
+        self._num_equal, self._equal_reward = 0, 0.0  # groups of equal rewards in a row, their reward
         self._is_draining = False
 
-    # --- the worker's side
+    # --- for workers
 
     def capacity(self) -> int:
-        """Groups that may start now."""
+        """Number of groups that may start now."""
         if self._is_draining or self.state.served_version is None:
             return 0
         return admission_capacity(self.state.slots_held, self.rules)
@@ -73,27 +72,27 @@ class Store:
         return Counter(row.worker for row in self.state.running.values())
 
     def admit(self, worker: str, max_groups: int, now_s: float, grant: int = 0) -> list[Slot]:
-        """Up to `max_groups` slots, as many as there are; prompts that were requeued go first."""
+        """Grant up to `max_groups` slots, as many as there are; requeued prompts go first."""
         number = min(max_groups, self.capacity())
-        places = self._places(number) if self.rules.exact else [-1] * number
+        batches = self._vacant_batches(number) if self.rules.exact else [-1] * number
         slots = []
-        for batch in places:
+        for batch in batches:
             assert self.state.served_version is not None
             row = Row(
                 group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
                 start_version=self.state.served_version, worker=worker, grant=grant, granted_s=now_s, batch=batch,
             )
             self.state.next_group_id += 1
-            self.state.account.admitted += 1
+            self.state.accounting.admitted += 1
             self.state.put(row, "running")
             slots.append(row.slot)
         return slots
 
     def running_slot(self, group_id: int, worker: str) -> Slot | None:
-        """The slot of a group that `worker` runs; None once it is finished or dropped.
+        """The slot of a group that `worker` runs; None if the group is already finished or dropped.
 
         Raises:
-            WireError: never granted, or granted to another worker.
+            WireError: the group was never granted, or was granted to another worker.
         """
         if group_id >= self.state.next_group_id:
             granted = f"one that was granted ({self.state.next_group_id} so far)"
@@ -114,16 +113,16 @@ class Store:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self._count_equal(outcome.reward)
         else:
-            self._equal, self.ended = (0, 0.0), ""
+            self._num_equal, self.end_reason = 0, ""
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool) -> None:
         """A running group ends without a result: its slot is free. With `requeue` its prompt is granted again."""
-        self.state.account.last_failure = cause
+        self.state.accounting.last_failure = cause
         self.state.drop(self.state.running[group_id], "failed", requeue)
 
     def abandon(self, worker: str) -> int:
-        """The worker is gone: its running groups fail and their prompts are granted again. Returns their number."""
+        """Fail all running groups of a worker that died; their prompts are granted again. Returns their number."""
         lost = [group_id for group_id, row in self.state.running.items() if row.worker == worker]
         for group_id in lost:
             self.fail(group_id, f"{worker} is gone", requeue=True)
@@ -131,20 +130,20 @@ class Store:
         return len(lost)
 
     def aborts(self, worker: str) -> list[int]:
-        """Groups that `worker` runs for nothing, as they were dropped, until `forget_aborts`."""
+        """The groups that were dropped while `worker` ran them, until `acknowledge_aborts`."""
         return self._aborts.get(worker, [])
 
-    def forget_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
-        """The worker has heard of these."""
-        heard = set(group_ids)
-        self._aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in heard]
+    def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
+        """The worker has received these ids of `aborts`."""
+        received = set(group_ids)
+        self._aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in received]
 
-    # --- the learner's side
+    # --- for the learner
 
-    def check_takeable(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         """
         Raises:
-            WireError: batch `version` is not the one the learner is at.
+            WireError: `version` is not the number of batches trained so far.
         """
         if version != self.state.version:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
@@ -153,10 +152,10 @@ class Store:
         """Batch number `version` for the learner, who holds it until `trained`; None while it has to wait.
 
         Raises:
-            WireError: see check_takeable.
+            WireError: see check_version.
             StalenessError: a group has missed its deadline.
         """
-        self.check_takeable(version)
+        self.check_version(version)
         if not self.state.held:
             if self.rules.late == "mask":
                 self._drop_late(self.state.finished.values(), version, now_s)
@@ -166,12 +165,12 @@ class Store:
             for row in chosen:
                 self._check_bound(row, version)
                 self.state.put(row, "held")
-            if self.rules.late == "drop":  # the rest with this deadline can only miss it
+            if self.rules.late == "drop":  # the other groups with this deadline can only miss it
                 self._drop_late([*self.state.running.values(), *self.state.finished.values()], version + 1, now_s)
         return Taken(version, tuple(self.state.held[group_id] for group_id in sorted(self.state.held)))
 
     def trained(self, version: int) -> None:
-        """The held batch was trained on and yielded `version`, whose tokens are legal from now on.
+        """The held batch was trained on and yielded `version`; tokens of this version are legal from now on.
 
         Raises:
             WireError: the learner holds no batch that yields this version.
@@ -184,7 +183,7 @@ class Store:
         self.state.unserved[version] = self.state.num_held_fresh
         self.state.version = version
         for row in list(self.state.held.values()):
-            self.state.account.train(row)
+            self.state.accounting.train(row)
             uses = (*row.trained_versions, version - 1)
             is_last = len(uses) >= self.rules.max_uses
             self.state.put(row, "trained" if is_last else "used", trained_versions=uses)
@@ -193,9 +192,10 @@ class Store:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
-        """Whether the newest version may be served. With `drain`, which must ask, nothing starts from now to `served`.
+        """Whether the newest version may be served now.
 
-        With `drain` it may once nothing runs; in exact mode once all of the old version is done; else always.
+        With `drain`: once nothing runs, and asking holds back new groups until `served`. In exact mode: once all groups
+        of the old version are finished. Otherwise always.
         """
         if self.rules.exact:
             return not (self.state.running or self.capacity())
@@ -203,7 +203,7 @@ class Store:
         return not (self._is_draining and self.state.running)
 
     def served(self, version: int) -> None:
-        """Every live server serves `version` or a later one: slots of the groups trained into it are free.
+        """Every live server serves `version` or a later one: the slots of the groups trained into it are free.
 
         Raises:
             WireError: this version was not trained yet, or the served version would fall.
@@ -216,39 +216,39 @@ class Store:
         for trained_version in [v for v in self.state.unserved if v <= version]:
             del self.state.unserved[trained_version]
 
-    # --- the end, the account, and what others see
+    # --- for the run
 
     def close(self) -> None:
-        """The run is over: what runs or waits is dropped as `shutdown`. A held batch stays the learner's."""
+        """End the run: running and finished groups are dropped as `shutdown`; a held batch stays held."""
         for row in [*self.state.running.values(), *self.state.finished.values()]:
             self.state.drop(row, "shutdown", requeue=False)
         for row in list(self.state.used.values()):
             self.state.put(row, "trained")
-        self.state.check_identity()
+        self.state.check_accounting()
 
     def describe(self, now_s: float) -> str:
-        """What a batch is waiting for, for the error of whoever waits."""
-        size = self.rules.prompts_per_step
-        parts = [f"{len(self.state.finished)} of {size} groups finished"]
-        if self.state.running:
-            oldest = min(self.state.running.values(), key=lambda row: row.granted_s)
+        """What the next batch is waiting for, for the error of a learner that waits too long."""
+        state, size = self.state, self.rules.prompts_per_step
+        parts = [f"{len(state.finished)} of {size} groups finished"]
+        if state.running:
+            oldest = min(state.running.values(), key=lambda row: row.granted_s)
             age_s = now_s - oldest.granted_s
-            parts.append(f"{len(self.state.running)} running (oldest {age_s:.0f} s, worker {oldest.worker})")
+            parts.append(f"{len(state.running)} running (oldest {age_s:.0f} s, worker {oldest.worker})")
         else:
             parts.append("0 running")
-        if len(self.state.finished) >= size and (expiring := self._expiring()):
+        if len(state.finished) >= size and (expiring := self._describe_expiring()):
             parts.append(expiring)
-        served = self.state.served_version
+        served = state.served_version
         parts.append("no version served yet" if served is None else f"served version {served}")
-        if self.state.account.last_failure:
-            failed = self.state.account.dropped["failed"]
-            parts.append(f"{failed} failed so far, the last one: {self.state.account.last_failure}")
+        if state.accounting.last_failure:
+            failed = state.accounting.dropped["failed"]
+            parts.append(f"{failed} failed so far, the last one: {state.accounting.last_failure}")
         return ", ".join(parts)
 
-    # --- inside
+    # --- private
 
     def _drop_late(self, rows: Iterable[Row], version: int, now_s: float) -> None:
-        """Drop those that may not be in batch `version` or a later one; whoever runs one is told to abort it."""
+        """Drop the groups that may not be in batch `version` or a later one; the workers that run them are told."""
         for row in list(rows):
             if self._last_batch(row) < version:
                 if row.state == "running":
@@ -256,17 +256,18 @@ class Store:
                 self.state.drop(row, "late", requeue=True, now_s=now_s)
 
     def _count_equal(self, reward: float) -> None:
-        number, before = self._equal
-        self._equal, self.ended = (number + 1, reward) if number and reward == before else (1, reward), ""
-        if self._equal[0] >= EQUAL_BATCHES * self.rules.prompts_per_step:
-            self.ended = (
-                f"{self._equal[0]} rollout groups in a row had the same reward, {reward:g}, for every answer: "
+        """Count a group of equal rewards; after many in a row with the same reward, set `end_reason`."""
+        self._num_equal = self._num_equal + 1 if reward == self._equal_reward else 1
+        self._equal_reward, self.end_reason = reward, ""
+        if self._num_equal >= EQUAL_BATCHES * self.rules.prompts_per_step:
+            self.end_reason = (
+                f"{self._num_equal} rollout groups in a row had the same reward, {reward:g}, for every answer: "
                 f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
                 f"{self.state.version}. Choose a {'harder' if reward > 0 else 'easier'} one."
             )
 
     def _choose(self, version: int) -> list[Row] | None:
-        """The rows of batch `version`, or None while it has to wait."""
+        """The rows of batch `version`, or None while the learner has to wait for it."""
         if self.rules.exact:
             rows = [row for row in self.state.finished.values() if row.batch == version]
             return rows if len(rows) == self.rules.prompts_per_step else None
@@ -281,7 +282,7 @@ class Store:
         return None if fresh is None else finished[:fresh] + used[: self.rules.prompts_per_step - fresh]
 
     def _order(self, row: Row) -> tuple[int, int]:
-        """Earliest deadline first, ties by id; with `mask`, where the deadline is the newest token's, oldest first."""
+        """Sort key: the earliest deadline first, with `mask` the oldest start version first; ties by id."""
         return row.start_version, row.group_id
 
     def _last_batch(self, row: Row) -> int:
@@ -290,7 +291,7 @@ class Store:
     def _check_bound(self, row: Row, version: int) -> None:
         """
         Raises:
-            StalenessError: the rules let a group through that is too old (or, in exact mode, of the wrong age).
+            StalenessError: the group is too old for batch `version` (in exact mode: not of its version).
         """
         bound = self.rules.max_staleness
         if self._last_batch(row) < version:
@@ -305,11 +306,11 @@ class Store:
                 f"version {version}, which takes only version {only} in exact mode"
             )
 
-    def _places(self, number: int) -> list[int]:
+    def _vacant_batches(self, number: int) -> list[int]:
         """Batch numbers for groups admitted in exact mode."""
         live = (self.state.running, self.state.finished, self.state.held)
         members = Counter(row.batch for rows in live for row in rows.values())
-        return vacant_places(members, number, self.state.version + bool(self.state.held), self.rules)
+        return vacant_batches(members, number, self.state.version + bool(self.state.held), self.rules)
 
     def _next_prompt_index(self) -> int:
         if self.state.requeued:
@@ -317,8 +318,8 @@ class Store:
         self.state.next_prompt += 1
         return self.state.next_prompt - 1
 
-    def _expiring(self) -> str:
-        """Which running groups hold up a batch that has enough finished ones."""
+    def _describe_expiring(self) -> str:
+        """Which running groups delay a batch for which enough groups are finished."""
         if self.rules.late != "wait" or self.rules.exact:
             return ""
         bound = self.rules.max_staleness

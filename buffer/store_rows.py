@@ -11,12 +11,12 @@ from buffer.frames import Frame
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
 State = Literal["running", "finished", "held", "used", "trained", "dropped"]
-"""running -> finished -> held (by the learner) -> used (may be in a batch again) or trained; dropped from any of the
-first two. The last two are final."""
+"""running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A running or a finished
+group may be dropped instead. The last two states are final."""
 
 
 class Outcome(NamedTuple):
-    """What the rules and the account need of a finished group, so that it is decoded once."""
+    """What the rules and the accounting need of a finished group, so that the group is decoded only once."""
 
     newest_version: int
     response_tokens: float
@@ -37,7 +37,10 @@ class Outcome(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A change makes a new row, so a journal may keep what it was given. Changed so often that a tuple pays."""
+    """A change makes a new row, so a journal may keep what it was given. A tuple, as rows change very often.
+
+    The fields up to `outcome` are the columns of the journal's table of groups, in the same order.
+    """
 
     group_id: int
     prompt_index: int
@@ -46,18 +49,18 @@ class Row(NamedTuple):
     grant: int = 0
     """Id of the worker's request that was answered with this slot: a repeated request gets the same slots."""
     granted_s: float = 0.0
-    """On the clock of whoever admits; only for messages and durations."""
+    """On the buffer's clock; only for messages and durations."""
     batch: int = -1
     """Exact mode: the batch it was admitted for."""
     state: State = "running"
-    payload: Frame = b""
-    """The group as it arrived; empty before that."""
-    outcome: Outcome | None = None
+    drop_reason: DropReason | Literal[""] = ""
     finished_version: int = -1
     """Served version when it arrived."""
+    outcome: Outcome | None = None
     trained_versions: tuple[int, ...] = ()
-    """Numbers of the batches it was trained in, one a use."""
-    drop_reason: DropReason | Literal[""] = ""
+    """Numbers of the batches it was trained in, one for each use."""
+    payload: Frame = b""
+    """The encoded group as it arrived; empty before that."""
 
     @property
     def slot(self) -> Slot:
@@ -65,10 +68,10 @@ class Row(NamedTuple):
 
     @property
     def newest_version(self) -> int:
-        """Of its tokens; of a running group the oldest that its newest token can have."""
+        """Version of its newest token; of a running group the lowest that this can be."""
         return self.outcome.newest_version if self.outcome else self.start_version
 
     @property
     def is_fresh(self) -> bool:
-        """In no trained batch yet."""
+        """Whether it was in no trained batch yet."""
         return not self.trained_versions

@@ -1,10 +1,9 @@
-"""What the store remembers, and how it is kept and brought back: live rows and a few scalars."""
+"""The state of the store: live rows and a few scalars, and how they are saved and restored."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
@@ -12,32 +11,34 @@ from buffer.group_accounting import GroupAccounting
 from buffer.store_rows import DropReason, Row, State
 
 
-def nothing(row: Row) -> None:
-    """Keeps no journal."""
-
-
-@dataclass(slots=True, kw_only=True)
 class StoreState:
-    """Live rows by state, and scalars. `scalars()` and `rows()` are the whole of it, for `restored`."""
+    """Live rows by state, and scalars. `scalars()` and `rows()` together are the whole state, for `restore`.
 
-    record: Callable[[Row], None] = nothing
-    """Called with every row that is new or changed, final ones included, which are then forgotten here."""
-    version: int = 0
-    """Batches trained: the newest policy version there is."""
-    served_version: int | None = None
-    first_version: int = 0
-    """Exact mode counts from it."""
-    next_group_id: int = 0
-    next_prompt: int = 0
-    requeued: deque[int] = field(default_factory=deque)
-    """Prompts to grant before fresh ones."""
-    unserved: Counter[int] = field(default_factory=Counter)
-    """[version] fresh groups trained to yield it: they hold their slots until it is served."""
-    account: GroupAccounting = field(default_factory=GroupAccounting)
-    running: dict[int, Row] = field(default_factory=dict)
-    finished: dict[int, Row] = field(default_factory=dict)
-    held: dict[int, Row] = field(default_factory=dict)
-    used: dict[int, Row] = field(default_factory=dict)
+    Args:
+        record: called with every row that is new or changed, final ones included, which the state does not keep.
+    """
+
+    def __init__(self, record: Callable[[Row], None] | None = None) -> None:
+        self._record = record
+        self.version = 0
+        """Batches trained: the newest policy version there is."""
+        self.served_version: int | None = None
+        self.first_version = 0
+        """The version from which exact mode counts batches."""
+        self.next_group_id = 0
+        self.next_prompt = 0
+        self.requeued: deque[int] = deque()
+        """Prompts to grant before fresh ones."""
+        self.unserved: Counter[int] = Counter()
+        """[version] fresh groups trained to yield it: they hold their slots until it is served."""
+        self.accounting = GroupAccounting()
+        self.running: dict[int, Row] = {}
+        self.finished: dict[int, Row] = {}
+        self.held: dict[int, Row] = {}
+        self.used: dict[int, Row] = {}
+        self._live: dict[State, dict[int, Row]] = {
+            "running": self.running, "finished": self.finished, "held": self.held, "used": self.used,
+        }
 
     @property
     def num_held_fresh(self) -> int:
@@ -48,42 +49,42 @@ class StoreState:
         return len(self.running) + len(self.finished) + self.num_held_fresh + self.unserved.total()
 
     def rows(self) -> list[Row]:
-        """Of all live groups, by group id."""
-        places = (self.running, self.finished, self.held, self.used)
-        return sorted((row for rows in places for row in rows.values()), key=lambda row: row.group_id)
+        """The rows of all live groups, by group id."""
+        return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
     def put(self, row: Row, state: State, **changes: Any) -> None:
-        """Move a row, with changes, to where its new state is kept; final ones are recorded and forgotten."""
-        if (before := self._place(row.state)) is not None:
-            before.pop(row.group_id, None)
+        """Move a row, with changes, to its new state. A row in a final state is recorded and not kept."""
+        self._live[row.state].pop(row.group_id, None)
         row = row._replace(state=state, **changes)
-        if (after := self._place(state)) is not None:
-            after[row.group_id] = row
-        self.record(row)
+        if state in self._live:
+            self._live[state][row.group_id] = row
+        if self._record:
+            self._record(row)
 
     def drop(self, row: Row, reason: DropReason, requeue: bool, now_s: float = 0.0) -> None:
-        self.account.drop(row, reason, now_s)
+        self.accounting.drop(row, reason, now_s)
         if requeue:
             self.requeued.append(row.prompt_index)
-            self.account.requeued += 1
+            self.accounting.requeued += 1
         self.put(row, "dropped", drop_reason=reason)
 
     def unaccounted(self) -> int:
         """Admitted - (trained at least once + dropped + running + buffered + held): 0 by invariant 3, at any time."""
-        account = self.account
+        accounting = self.accounting
         live = len(self.running) + len(self.finished) + self.num_held_fresh
-        return account.admitted - account.trained - account.dropped.total() - live
+        return accounting.admitted - accounting.trained - accounting.dropped.total() - live
 
-    def check_identity(self) -> None:
+    def check_accounting(self) -> None:
         """
         Raises:
             StalenessError: groups are lost or counted twice.
         """
         if self.unaccounted():
+            counts = self.accounting
             raise StalenessError(
-                f"{self.account.admitted} groups were admitted, but the account is trained {self.account.trained}, "
-                f"dropped {self.account.dropped.total()}, running {len(self.running)}, buffered {len(self.finished)}, "
-                f"held by the learner {self.num_held_fresh}"
+                f"{counts.admitted} groups were admitted, but {counts.trained} are trained, {counts.dropped.total()} "
+                f"dropped, {len(self.running)} running, {len(self.finished)} buffered and {self.num_held_fresh} held: "
+                "this is a bug"
             )
 
     def counters(self) -> dict[str, float]:
@@ -95,38 +96,25 @@ class StoreState:
             "buffer/used": float(len(self.used)),
             "buffer/slots_held": float(self.slots_held),
             "buffer/unaccounted": float(self.unaccounted()),
-            **self.account.metrics(),
+            **self.accounting.metrics(),
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Everything but the rows, as plain values (numbers, list, dict with text keys)."""
+        """Everything but the rows, as plain values that JSON can hold."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
-            **self.account.scalars(),
+            "accounting": self.accounting.scalars(),
         }
 
     def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
-        """Into an empty state: what `rows` and `scalars` said at one moment. Final rows are passed over."""
-        self.version, self.served_version = scalars["version"], scalars["served_version"]
-        self.first_version = scalars["first_version"]
-        self.next_group_id, self.next_prompt = scalars["next_group_id"], scalars["next_prompt"]
+        """Make an empty state what `rows` and `scalars` said at one moment. Rows in a final state are left out."""
+        for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
+            setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
-        self.account.restore(scalars)
+        self.accounting = GroupAccounting.restored(scalars["accounting"])
         for row in sorted(rows, key=lambda row: row.group_id):
-            if (place := self._place(row.state)) is not None:
-                place[row.group_id] = row
-
-    def _place(self, state: State) -> dict[int, Row] | None:
-        match state:
-            case "running":
-                return self.running
-            case "finished":
-                return self.finished
-            case "held":
-                return self.held
-            case "used":
-                return self.used
-        return None
+            if row.state in self._live:
+                self._live[row.state][row.group_id] = row

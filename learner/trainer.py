@@ -249,7 +249,8 @@ class Learner:
             cut = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
-                consumed=self._consumed.ranges(), buffer=self._client.cut(self.version) if self._client else {},
+                consumed=self._consumed.ranges(),
+                buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
             self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), cut)
         self._saved_version = self.version
@@ -277,7 +278,7 @@ class Learner:
             self._await_evaluation()
         with self._timeline.span("sync", "make room"):
             if self.rank == 0:
-                self._publisher.make_room()
+                self._publisher.release_server_memory()
             dist.barrier()
 
     def _push(self, batch: Batch | None, is_last: bool) -> bool:

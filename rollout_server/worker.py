@@ -144,7 +144,7 @@ class Worker:
         """Cancel the groups that the buffer has dropped, which aborts their requests at the engine."""
         dropped: list[int] = []
         while True:
-            dropped = await self._client.dropped(dropped)
+            dropped = await self._client.aborts(dropped)
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1

@@ -24,8 +24,8 @@ from async_rl.errors import WireError
 from async_rl.messages.message_reader import Fields, pack, refusal, unpack
 from async_rl.types import BoolArray, FloatArray, IntArray, Rollout, RolloutGroup
 
-SCHEMA_VERSION = 4
-"""Of every message; raised when a field is added, removed or changes its meaning."""
+SCHEMA_VERSION = 5
+"""Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
 """Log-softmax in float32 rounds a certain token's 0 to a few ulps of its logit: at |logit| = 100 up to 1e-5. So much

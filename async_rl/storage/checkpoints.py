@@ -1,8 +1,8 @@
-"""The checkpoints of a run as folders: which are whole, which one to resume from, which may go.
+"""The checkpoints of a run as folders: which are complete, which one to resume from, which may be removed.
 
-    run_dir/checkpoints/step_40/    has this name only once it is whole
+    run_dir/checkpoints/step_40/    has this name only once it is complete
         *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
-        cut.json                    `TrainingState`: everything else that the learner and the buffer go on from
+        training_state.json         `TrainingState`: everything else that learner and buffer resume from
 
 learner/checkpointing.py writes and reads the tensors.
 """
@@ -23,9 +23,10 @@ from async_rl.config import CheckpointConfig, Config
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
-FORMAT = 1
-"""Of a checkpoint: one more with each change of what `TrainingState`, the buffer's part of it or the tensors are."""
-_CUT_FILE = "cut.json"
+FORMAT = 2
+"""Of a checkpoint: raise it with each change of `TrainingState`, of the buffer's part of it, or of the tensors."""
+STATE_FILE = "training_state.json"
+_OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
 _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
 
@@ -42,15 +43,15 @@ class TrainingState:
     networks: dict[str, dict[str, int]]
     """By name (policy, critic): counts of its optimizer, see learner/optimizer.py."""
     kl_coef: float
-    """Where algorithm.kl has moved it to."""
+    """algorithm.kl's coefficient, which an adaptive controller changes during a run."""
     consumed: list[list[list[int]]]
     """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
     buffer: dict[str, Any]
-    """What the buffer needs to go on without its journal, see buffer/checkpoint.py."""
+    """The buffer's part, see buffer/checkpoint.py."""
 
 
 def lineage_of(run_dir: Path) -> int:
-    """How often the run has been resumed. Each time sets its config aside, as config.lineage_0.yaml, 1 and so on."""
+    """How often the run has been resumed. Each resume renames its config: config.lineage_0.yaml, 1 and so on."""
     found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
     return 1 + max((int(name[1]) for name in found if name), default=-1)
 
@@ -60,10 +61,10 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """The whole checkpoints by version, oldest first."""
+    """The complete checkpoints by version, oldest first."""
     found = {}
     for folder in (run_dir / FOLDER).glob("step_*"):
-        if (name := _NAME.fullmatch(folder.name)) and (folder / _CUT_FILE).is_file():
+        if (name := _NAME.fullmatch(folder.name)) and _is_complete(folder):
             found[int(name[1])] = folder
     return dict(sorted(found.items()))
 
@@ -78,56 +79,53 @@ def find_checkpoint(path: str | Path) -> Path:
         ConfigError: it is neither.
     """
     folder = Path(os.path.abspath(path))
-    if (folder / _CUT_FILE).is_file():
+    if _is_complete(folder):
         return folder
     found = list_checkpoints(folder)
     if not found:
+        why = f"{folder / FOLDER} holds no complete checkpoint: set checkpoint.every_steps"
         raise ConfigError(
             f"run.resume must be a run directory with a checkpoint, or one of its checkpoints, got {folder}. "
-            f"{_what_is_there(folder)}"
+            f"{why if folder.is_dir() else 'There is no such folder'}"
         )
     return found[max(found)]
-
-
-def _what_is_there(folder: Path) -> str:
-    if not folder.is_dir():
-        return "There is no such folder"
-    return f"{folder / FOLDER} holds no whole checkpoint: set checkpoint.every_steps"
 
 
 def run_dir_of(checkpoint: Path) -> Path:
     return checkpoint.parents[1]
 
 
-def write_training_state(folder: Path, cut: TrainingState) -> None:
-    (folder / _CUT_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(cut)}) + "\n")
+def write_training_state(folder: Path, state: TrainingState) -> None:
+    (folder / STATE_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(state)}) + "\n")
 
 
 def read_training_state(folder: Path) -> TrainingState:
     """
     Raises:
-        ConfigError: written by another version of this program.
+        ConfigError: another version of this program wrote the checkpoint.
     """
-    fields = json.loads((folder / _CUT_FILE).read_text())
+    file = folder / STATE_FILE
+    fields = json.loads(file.read_text()) if file.is_file() else {"format": 1}
     if (found := fields.pop("format", None)) != FORMAT:
         raise ConfigError(
-            f"{folder / _CUT_FILE} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
+            f"{folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
             "Resume with that one, or begin a new run with model.path at what its `async-rl export` makes of it"
         )
     return TrainingState(**fields)
 
 
 def resumed_training_state(config: Config) -> TrainingState | None:
-    """Where this run goes on from; None: it starts anew."""
+    """The state that this run resumes from; None for a new run."""
     return read_training_state(Path(config.run.resume)) if config.run.resume else None
 
 
-def set_aside_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """After a resume from the checkpoint of `version` the later ones belong to a past that is no longer the run's: they
-    keep their data under a name that is no checkpoint's. Remains of checkpoints that never became whole go.
+def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
+    """Rename the checkpoints after `version`, which a resume from `checkpoint` discards, so that none is resumed from.
+
+    Their data stays. The remains of checkpoints that never became complete are removed.
 
     Args:
-        lineage: that ends with the resume.
+        lineage: the number of the lineage that ends with the resume.
     """
     for partial in checkpoint.parent.glob("step_*.partial"):
         shutil.rmtree(partial)
@@ -148,10 +146,10 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Of the checkpoints `versions`, those that `prune` removes.
+    """Those of the checkpoints `versions` that `prune` removes.
 
-    The next to be measured, the oldest that is newer than all of `values`, stays until it is; those after it only as
-    long as they are among the last, so that a metric which never comes does not fill the disk.
+    With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Those after it
+    stay only while they are among the last, so that a metric which never comes does not fill the disk.
     """
     kept = set(sorted(versions)[-config.keep_last :])
     if config.keep_best:
@@ -159,3 +157,8 @@ def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping
         kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
         kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
     return [version for version in versions if version not in kept]
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder is a checkpoint; one of an older format counts, so that `read_training_state` refuses it."""
+    return (folder / STATE_FILE).is_file() or (folder / _OLD_STATE_FILE).is_file()

@@ -1,4 +1,4 @@
-"""Room on the disk: what a run is going to need, foreseen before it starts; the error when there is none left."""
+"""Free disk space: checked before a run starts against what it will need, and reported when a disk is full."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read
 from async_rl.storage.model_folder import weight_files
 
 RUN_BYTES = 2**30
-"""Room a run wants for its logs and metrics, besides model and checkpoints."""
+"""Space for the logs and metrics of a run, besides its model and checkpoints."""
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the float32 master weight and AdamW's two moments."""
+"""Bytes of a checkpoint for each trained parameter: the float32 weight and AdamW's two moments."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_disk(config: Config) -> None:
-    """Raises ConfigError unless the run directory can be written and has room for the run.
+    """Check that the run directory can be written and has space for the run.
 
-    Room is RUN_BYTES, the checkpoints that exist at once, and the model's files: the result and, where
-    weight_sync.transport is or may become disk, the two folders that take turns.
+    That is RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the result,
+    and two for a weight transport that passes weights through folders.
+
+    Raises:
+        ConfigError: the directory can't be written or has too little space.
     """
     run_dir = Path(config.run.dir).absolute()
     for folder in (run_dir, *run_dir.parents):
@@ -53,7 +56,8 @@ def check_disk(config: Config) -> None:
 
 @contextlib.contextmanager
 def full_disk_named(run_dir: Path) -> Iterator[None]:
-    """
+    """Turn the error of a full disk into one that says what to do.
+
     Raises:
         AsyncRLError: the block failed because a disk is full.
     """
@@ -83,15 +87,15 @@ def _may_write_model_folders(config: Config) -> bool:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """That exist at once and are not on the disk yet, the one that is being written included."""
+    """Checkpoints that will exist at the same time, with the one being written, without those already on the disk."""
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
-    keep = config.checkpoint.keep_last + best + bool(best)  # one waits for its value
+    keep = config.checkpoint.keep_last + best + bool(best)  # one waits until it is measured
     if every == 0:
         return 0
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
     checkpoint = find_checkpoint(config.run.resume)
-    version = read_training_state(checkpoint).version  # later ones are kept aside, and do not make room
+    version = read_training_state(checkpoint).version  # later ones are renamed and stay on the disk
     there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
     return max(1, keep + 1 - len(there))
 
@@ -99,7 +103,7 @@ def _num_checkpoints(config: Config) -> int:
 def _checkpoint_bytes(config: Config) -> int:
     lora_rank = config.model.lora.rank
     shapes = _shapes(Path(config.model.path))
-    if lora_rank:  # at most: for every matrix, be it an adapted layer or not
+    if lora_rank:  # an upper bound: as if every matrix had an adapter
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
         trained = sum(map(math.prod, shapes))
@@ -109,7 +113,7 @@ def _checkpoint_bytes(config: Config) -> int:
 
 
 def _shapes(folder: Path) -> list[list[int]]:
-    """Of all tensors, from the headers: https://huggingface.co/docs/safetensors#format
+    """Shapes of all tensors of a model folder, read from the headers: https://huggingface.co/docs/safetensors#format
 
     Raises:
         ConfigError: a file is cut short, or no safetensors file.
@@ -129,7 +133,7 @@ def _shapes(folder: Path) -> list[list[int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Without those of a folder that is not there: async_rl/storage/model_folder.py tells about it."""
+    """The weight files of a folder; none if it does not exist, which async_rl/storage/model_folder.py reports."""
     return weight_files(folder) if folder.is_dir() else []
 
 

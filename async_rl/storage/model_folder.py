@@ -1,4 +1,4 @@
-"""The Hugging Face folder a run starts from, checked before anything is started: mistakes are cheap there."""
+"""Checks of the Hugging Face folders that a run reads, made before anything is started."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
-"""What the architecture must end in; the critic's may be any."""
+"""By key, the endings of which the name of the architecture must have one; the critic may have any architecture."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> None:
-    """Raises ConfigError unless `path`, the value of `key`, holds a causal LM trainable on `longest_tokens` tokens.
+    """Check that `path`, the value of `key`, holds a causal LM that can be trained on `longest_tokens` tokens.
 
-    That is: config.json of a causal LM, all its safetensors files, a tokenizer with an end-of-text token and
-    no token id beyond the model's vocabulary, and enough positions.
+    Checked are config.json, which must be that of a causal LM with attention, all safetensors files, the tokenizer,
+    which must have an end-of-text token and no token id beyond the model's vocabulary, and the number of positions.
+
+    Raises:
+        ConfigError: one of these is missing or wrong.
     """
     folder = Path(path)
     model = _read_model_config(folder, key, _CAUSAL)
@@ -50,8 +53,13 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
 
 
 def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
-    """Raises ConfigError unless the model in `path` has `positions` for the longest prompt with its answer; None: it
-    does not say.
+    """Check that a model has positions for the longest prompt with its answer.
+
+    Args:
+        positions: of the model in `path`; None if its config does not say.
+
+    Raises:
+        ConfigError: it has too few.
     """
     if positions is not None and positions < longest_tokens:
         raise ConfigError(
@@ -61,7 +69,7 @@ def check_positions(path: str | Path, positions: int | None, longest_tokens: int
 
 
 def role_folders(config: Config) -> dict[str, str]:
-    """By key, those of critic, reference and reward model that have one."""
+    """The model folders of critic, reference and reward model by configuration key, where one is set."""
     paths = {
         "critic.path": config.critic.path, "reference.path": config.reference.path,
         "reward_model.path": config.reward_model.path,
@@ -70,13 +78,17 @@ def role_folders(config: Config) -> dict[str, str]:
 
 
 def check_role_folder(key: str, path: str) -> None:
-    """Raises ConfigError unless `path`, the value of `key`, holds a model of the kind that `role_folders` has there."""
+    """Check that `path`, the value of `key`, holds a model that can have this role; see `role_folders`.
+
+    Raises:
+        ConfigError: it is another kind of model, or lacks files.
+    """
     _read_model_config(Path(path), key, _ROLES[key])
     weight_files(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are loaded from `folder`; it may hold the weights a second time, in another layout.
+    """The safetensors files that are loaded from `folder`, which may hold the same weights in another layout too.
 
     Raises:
         ConfigError: there are none, or not all that the index names.
@@ -99,11 +111,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the folder `path`; never asks the network. Raises ConfigError if there is none."""
+    """The tokenizer of the folder `path`; the network is never used.
+
+    Raises:
+        ConfigError: there is none, or it can't be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
-        # transformers would make an empty tokenizer of the model's type here
+        # transformers would return an empty tokenizer of the model's type
         raise ConfigError(
             f"{path} holds no tokenizer. Save the one the model was trained with: "
             f"tokenizer.save_pretrained({str(path)!r})"
@@ -117,8 +133,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_tokens(path: str | Path) -> list[int]:
-    """The tokens that end an answer: all that the folder's files call end of text. Chat models name several, in
-    different places.
+    """The ids of the tokens that end an answer: all end-of-text tokens in the folder's files.
+
+    Chat models have several, in config.json, the tokenizer and generation_config.json.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -134,7 +151,11 @@ def end_tokens(path: str | Path) -> list[int]:
 
 
 def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict[str, Any]:
-    """config.json, whose architecture must end in one of `endings` if there are any; `key` names the folder."""
+    """The content of config.json, with that of its text_config; the architecture must end in one of `endings`, if any.
+
+    Raises:
+        ConfigError: there is no such file, or it describes another kind of model; `key` names the folder.
+    """
     if not folder.is_dir():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.is_dir():
             hint = f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
@@ -158,7 +179,11 @@ def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict
 
 
 def _check_attention(folder: Path) -> None:
-    """Raises ConfigError if the model has no attention heads, by which engines size the KV cache: Mamba2, for one."""
+    """Check that a model has attention heads, from which the engines compute the size of the KV cache.
+
+    Raises:
+        ConfigError: it has none, as Mamba2, or its config.json can't be loaded.
+    """
     from transformers import AutoConfig
 
     try:
@@ -173,7 +198,7 @@ def _check_attention(folder: Path) -> None:
 
 
 def _size(model: dict[str, Any], name: str, folder: Path) -> int | None:
-    """Of config.json; None: it says nothing, or null."""
+    """A number in config.json; None if it is missing or null."""
     size = model.get(name)
     if size is not None and not isinstance(size, int):
         raise ConfigError(f"{folder / 'config.json'}: {name} must be an integer or null, got {size!r}")

@@ -1,4 +1,4 @@
-"""The directory of a run: made new, or taken up again where its checkpoint was."""
+"""The directory of a run: created for a new run, or prepared for a run that resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from async_rl.config import Config
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
-    TrainingState,
     find_checkpoint,
     lineage_of,
     read_training_state,
+    rename_later,
     run_dir_of,
-    set_aside_later,
 )
 
 _LOCK_FILE = ".lock"
@@ -27,31 +26,31 @@ _LOCK_FILE = ".lock"
 
 @contextlib.contextmanager
 def open_run_dir(config: Config) -> Iterator[Config]:
-    """The config to run with, its run_dir being this run's alone: a new one, or that of run.resume.
+    """Lock the directory of a run, a new one or that of run.resume, and yield the config to run with.
 
-    A new one of a run that fails before its first step goes again, unless a process of it has left a log that may tell
-    more than the error.
+    A new directory is removed again if the run fails before its first step, unless its logs may explain the failure
+    better than the error does.
 
     Raises:
-        ConfigError: run.resume names nothing to resume, or a run that is still going on or has no step left.
+        ConfigError: run.resume names nothing to resume, or its run has no step left or is locked by another process.
     """
     if not config.run.resume:
         run_dir = new_run_dir(config)
         run = dataclasses.replace(config.run, name=run_dir.name)
-        cut = None
+        saved = None
     else:
         checkpoint = find_checkpoint(config.run.resume)
-        cut, run_dir = read_training_state(checkpoint), run_dir_of(checkpoint)
-        if cut.version >= config.run.steps:
+        saved, run_dir = read_training_state(checkpoint), run_dir_of(checkpoint)
+        if saved.version >= config.run.steps:
             raise ConfigError(
-                f"run.steps must be above {cut.version}, the version of {checkpoint}, got {config.run.steps}. "
-                f"Set run.steps={2 * cut.version} to train on"
+                f"run.steps must be above {saved.version}, the version of {checkpoint}, got {config.run.steps}. "
+                f"Set run.steps={2 * saved.version} to train on"
             )
         run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
     config = dataclasses.replace(config, run=run)
     with _locked(run_dir):
-        if cut is not None:
-            _take_up(config, cut)
+        if saved is not None:
+            _prepare_resume(config, saved.version)
         try:
             restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
             partial = run_dir / "config.yaml.partial"
@@ -59,20 +58,19 @@ def open_run_dir(config: Config) -> Iterator[Config]:
             partial.replace(run_dir / "config.yaml")
             yield config
         except BaseException as error:
-            if cut is None and not _tells_more(run_dir, error):
+            if saved is None and not _explains_failure(run_dir, error):
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
 
 
 @contextlib.contextmanager
 def open_buffer_dir(config: Config) -> Iterator[None]:
-    """run_dir for a buffer that serves alone: new, or with the journal of an earlier one. Nobody else's meanwhile.
+    """Lock run_dir for a buffer that serves alone; it may hold the journal of an earlier one.
 
     Raises:
-        ConfigError: it can't be created; or it is a run's, whose journal is no other buffer's to write to; or another
-            buffer is using it.
+        ConfigError: the directory can't be created, belongs to a run, or is locked by another buffer.
     """
-    if not config.buffer.journal:  # nothing is kept
+    if not config.buffer.journal:  # nothing is written
         yield
         return
     run_dir = config.run_dir
@@ -90,7 +88,7 @@ def open_buffer_dir(config: Config) -> Iterator[None]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Create the run directory; a name that is taken gets the next free number, also between two runs at once.
+    """Create the run directory. A name that is taken gets the next free number; two runs may start at once.
 
     Raises:
         ConfigError: it can't be created there.
@@ -107,8 +105,8 @@ def new_run_dir(config: Config) -> Path:
     raise ConfigError(f"run.name {config.run.name}: {config.run_dir} and 9998 numbered ones exist. Set run.name=...")
 
 
-def _tells_more(run_dir: Path, error: BaseException) -> bool:
-    """Than `error`, with which a new run ended: what it has measured, or logs where they may say why."""
+def _explains_failure(run_dir: Path, error: BaseException) -> bool:
+    """Whether run_dir holds metrics or logs that explain the failure better than `error`."""
     metrics = run_dir / "metrics.jsonl"
     is_measured = metrics.is_file() and metrics.stat().st_size > 0
     return is_measured or ((run_dir / "logs").exists() and not isinstance(error, ConfigError))
@@ -122,7 +120,7 @@ def _not_created(folder: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Until the end of the block or of this process, however it comes.
+    """Hold the lock of a directory until the end of the block or of this process.
 
     Raises:
         ConfigError: another process holds it.
@@ -132,36 +130,34 @@ def _locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
-                f"{run_dir} must be in no other's use, got one whose run or buffer is still going on. "
-                "End that first (Ctrl-C)"
+                f"{run_dir} is locked by another run or buffer that is still going on. Stop it first (Ctrl-C)"
             ) from None
         yield
 
 
-def _take_up(config: Config, cut: TrainingState) -> None:
-    """Make the directory that of a run which has come to the cut; what came after it is kept beside, out of use.
+def _prepare_resume(config: Config, version: int) -> None:
+    """Discard from the directory what a run wrote after the checkpoint of `version`; the files are kept, renamed.
 
-    Each resume sets aside under a number of its own, so that none replaces what another one kept.
+    The new names hold the number of the lineage that ends, so that no resume overwrites what an earlier one kept.
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    set_aside_later(Path(config.run.resume), cut.version, lineage)
-    for file in run_dir.glob("trajectories.sqlite*"):  # with what is kept beside it
+    rename_later(Path(config.run.resume), version, lineage)
+    for file in run_dir.glob("trajectories.sqlite*"):  # the journal and its payload files
         file.rename(run_dir / file.name.replace("trajectories", f"trajectories.{suffix}"))
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         lines = metrics.read_text().splitlines(keepends=True)
         if lines and not lines[-1].endswith("\n"):  # cut short by a crash
             lines.pop()
-        kept = [line for line in lines if json.loads(line)["step"] <= cut.version]
-        if len(kept) < len(lines):
-            lost = [line for line in lines if json.loads(line)["step"] > cut.version]
-            (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(lost))
+        kept = [line for line in lines if json.loads(line)["step"] <= version]
+        if discarded := [line for line in lines if json.loads(line)["step"] > version]:
+            (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(discarded))
         partial = run_dir / "metrics.jsonl.partial"
         partial.write_text("".join(kept))
         partial.replace(metrics)
-    # Last, as it ends the lineage: a resume that is cut short before this is taken up by the next one. A copy, as the
-    # next one reads config.yaml, too.
+    # This ends the lineage, so it comes last: a resume that crashes earlier is repeated by the next one. config.yaml is
+    # copied and not renamed, because the next resume reads it.
     old_config = run_dir / "config.yaml"
     old_config.touch()
     partial = run_dir / "config.yaml.partial"

@@ -1,9 +1,9 @@
 """The weight plane: from the learner's ranks into every running rollout server.
 
-Transports share one interface and differ only in how bytes travel; `open_publisher` is the one place that maps a
-transport's name to its class. A version is served whole or not at all: servers are paused, receive every bucket, get
-the version's label with the last one, and only then go on. A push that fails leaves its servers paused and raises,
-so no token is ever sampled from half-loaded weights.
+Transports share one interface and differ only in how bytes travel. Servers are paused and resumed through the
+`ServerAdmin` of their engine. A version is served whole or not at all: servers are paused, receive every bucket, get
+the version's number with the last one, and only then continue. A push that fails leaves its servers paused and raises
+an error, so no token is ever sampled from half-loaded weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
     Raises:
         ConfigError: the transport can't be imported.
     """
-    transport = config.weight_sync.transport_entry
-    if transport is None:
-        engine = config.rollout.engine_entry
-        transport = TRANSPORTS[choose_transport(engine, device.type, one_device=True, own_gpus=False)]
+    engine = config.rollout.engine_entry
+    transport = config.weight_sync.transport_entry or TRANSPORTS[
+        choose_transport(engine, device.type, one_device=True, own_gpus=False)
+    ]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
     return publisher

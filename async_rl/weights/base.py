@@ -1,4 +1,4 @@
-"""What every transport shares: the pause around a push, concurrent calls to the servers, the parity check."""
+"""The base of all weight transports: the pause around a push, concurrent calls to the servers, the parity check."""
 
 from __future__ import annotations
 
@@ -13,24 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import requests
 import torch
 from torch import Tensor
 
 from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.network import authorization
 from async_rl.telemetry.timeline import Span
+from async_rl.weights.server_admin import ServerAdmin
 
-PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
-"""How servers stand still, by `weight_sync.on_update`. Where training has drained them, evaluations may still run."""
 LOST_WITHIN_S = 10.0
-"""After a failed push a server that died has stopped answering by then."""
-PROBE_TIMEOUT_S = 3.0
-FLUSH_S = 30
-RELEASED = ("weights", "kv_cache")
-"""What a server lets go of for the learner's turn on the GPU. Its CUDA graphs stay: SGLang can release them only in a
-mode that its default graphs for prefill refuse."""
+"""The time after a failed push within which a server that died has stopped answering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,36 +30,36 @@ class PushReport:
     """One push as rank 0 saw it; other ranks get zeros and no spans."""
 
     seconds: float = 0.0
-    """From the first gather to the moment every server generates again."""
+    """Time from the first gather to the moment at which every server generates again."""
     pause_s: float = 0.0
-    """How long the servers stood still."""
+    """Time for which the servers stood still."""
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
     """`sync` spans of the paused servers, pools `rollout/<index>`."""
     lost: tuple[str, ...] = ()
-    """Servers that died on the way and were taken out. The push did not take place: repeat it, on every rank."""
+    """Servers that died during the push and were taken out. The push did not take place: repeat it, on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Of differences of logprobs between server and learner at equal weights."""
+    """Allowed differences between logprobs of server and learner at equal weights."""
 
     mean: float
     largest: float
 
 
 def run_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> dict[str, Any]:
-    """Run calls that wait for each other, each in a thread of its own; the first exception wins.
+    """Run calls that wait for each other, each in its own thread, and return their results by name.
 
     Raises:
-        WeightSyncError: a call raised; names it.
-        WaitTimeoutError: not all returned within `limit`; names those still waiting.
+        WeightSyncError: a call raised; names the first that did. The others may still be running.
+        WaitTimeoutError: not all returned within `limit`; names those still running.
     """
     return start_together(calls, limit, what)()
 
 
 def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
-    """As `run_together`, but returns at once; what it returns waits for the end.
+    """As `run_together`, but returns a function that waits for the results.
 
     The threads are daemons: a collective that can no longer complete must not keep the process from ending.
     """
@@ -106,25 +98,18 @@ class WeightPublisher(ABC):
     """
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        self.config = config
         self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
-        """Who gets the next push; rank 0 may change it between two."""
+        """The URLs of the servers that get the next push; rank 0 may change them between two pushes."""
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
-        self.pause_mode = PAUSE_MODES[config.weight_sync.on_update]
-        self.background = config.weight_sync.background
         self.paused_s = 0.0
-        """Wall-clock of the servers' last stop."""
-        self.takes_turns = config.takes_turns
-        self._released: dict[str, tuple[str, ...]] = {}
-        """[url] what of RELEASED a server is without."""
-        self.timeouts = config.timeouts
+        """Wall-clock time at which the servers were last paused."""
         self.push_limit = config.timeouts.limit("push_s")
-        self.tp = config.placement.rollout.tp
         self.dtype = serving_dtype(config, device.type)
-        self.host = config.network.host
-        self.session = requests.Session()
-        self.session.headers.update(authorization(config.network))
+        self._open_admin = config.rollout.engine_entry.load_admin()
+        self._admins: dict[str, ServerAdmin] = {}
 
     @abstractmethod
     def connect(self) -> None:
@@ -132,28 +117,33 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
-        """The push itself, on rank 0."""
+        """Perform the push on rank 0."""
+
+    def admin(self, url: str) -> ServerAdmin:
+        if url not in self._admins:
+            self._admins[url] = self._open_admin(self.config, url)
+        return self._admins[url]
 
     def give_up(self) -> None:
-        """After a failed push: leave every server in no update and, if it was paused, paused. A server that can't any
-        more is found out by the next push.
+        """After a failed push, leave every server in no update and, if it was paused, paused.
+
+        A server that can't follow is found by the next push.
         """
-        with suppress(WeightSyncError, WaitTimeoutError):
-            self.call_servers("/end_weight_update", {}, "end of a failed weight push")
+        self.tell_servers(lambda admin: admin.end_update(), self.servers.values())
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         """Make every server serve `version`, whose weights are `named_tensors` under Hugging Face names.
 
-        The iterable may gather each tensor collectively; it is consumed in full on every rank. Where a server turns
-        out to be dead, it is dropped from `servers`, others that are paused stay so, and the report says so.
+        The iterable may gather each tensor collectively; it is consumed in full on every rank. If a server turns out to
+        be dead, it is removed from `servers`, the others stay paused, and the report names it.
 
         Raises:
             WeightSyncError: a live server refused; it stays paused and must not be used.
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
-        if self.takes_turns and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what this rank holds in reserve, the servers need now
+        if self.config.takes_turns and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the servers need the memory that this rank holds in reserve
         try:
             if self.rank == 0:
                 self.connect()
@@ -167,59 +157,61 @@ class WeightPublisher(ABC):
             self.give_up()
             return PushReport(lost=lost)
         finally:
-            for _ in tensors:  # the other ranks gather on: every rank must
+            for _ in tensors:  # the other ranks go on gathering, so every rank must
                 pass
         return PushReport()
 
-    def make_room(self) -> None:
-        """The learner's turn on the GPU begins, and ends with the next push. On rank 0, after a batch is taken.
+    def release_server_memory(self) -> None:
+        """Make every server give its GPU memory to the learner until the next push. Rank 0 calls it with a batch taken.
 
-        Nothing generates for training then, as there is no admission before the push. Answers to an evaluation are
-        held back, and go on with the new weights.
+        Nothing generates for training then, as there is no admission before the push. Answers to an evaluation are held
+        back and go on with the new weights. A server that is dead is left to the next push, which finds it.
         """
-        self._at_every_server(self._release_memory)
 
-    def _release_memory(self, url: str) -> None:
-        try:
-            post(self.session, url, "/pause_generation", {"mode": "retract"}, self.push_limit)
-            post(self.session, url, "/release_memory_occupation", {"tags": RELEASED}, self.push_limit)
-        except WeightSyncError:
-            if self._answers(url):
-                raise
-            return  # it died: the next push will find out
-        self._released[url] = RELEASED
+        def release(admin: ServerAdmin) -> None:
+            try:
+                admin.release_memory()
+            except WeightSyncError:
+                if admin.is_ready():
+                    raise
 
-    def _resume_memory(self, tags: Sequence[str], url: str) -> None:
-        """A server dies of a tag that it has not released."""
-        released = self._released.get(url, ())
-        if lacking := [tag for tag in released if tag in tags]:
-            post(self.session, url, "/resume_memory_occupation", {"tags": lacking}, self.push_limit)
-            self._released[url] = tuple(tag for tag in released if tag not in tags)
+        self._at_every_server(release)
 
-    def _at_every_server(self, call: Callable[[str], None]) -> None:
-        """Returns, or raises the first error, when every call has ended."""
+    def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
+        """By name of the server, a function that makes `call` for it."""
+        return {name: partial(call, self.admin(url)) for name, url in self.servers.items()}
+
+    def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
+        """Make `call` for every server at once and return the results by name. The first error is raised at once."""
+        return run_together(self.calls(call), self.push_limit, what)
+
+    def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
+        """Make `call` for the servers at `urls` at once and return when all have ended, in an error or not."""
+
+        def tell(url: str) -> None:
+            with suppress(WeightSyncError, WaitTimeoutError):
+                call(self.admin(url))
+
         with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
-            list(threads.map(call, self.servers.values()))
+            list(threads.map(tell, urls))
+
+    def _at_every_server(self, call: Callable[[ServerAdmin], Any]) -> list[Any]:
+        """Make `call` for every server at once. Returns, or raises the first error, when all have ended."""
+        with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
+            return list(threads.map(call, map(self.admin, self.servers.values())))
 
     def _find_lost(self) -> tuple[str, ...]:
-        """Servers that do not answer, asked until one doesn't or LOST_WITHIN_S have passed."""
+        """Names of the servers that do not answer. They are asked until one does not or LOST_WITHIN_S have passed."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
-            with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
-                alive = dict(zip(self.servers, threads.map(self._answers, self.servers.values()), strict=True))
-            lost = tuple(name for name in alive if not alive[name])
+            alive = self._at_every_server(lambda admin: admin.is_ready())
+            lost = tuple(name for name, is_alive in zip(self.servers, alive, strict=True) if not is_alive)
             if lost or time.monotonic() > deadline:
                 return lost
             time.sleep(0.2)
 
-    def _answers(self, url: str) -> bool:
-        try:  # the session has the API key
-            return self.session.get(url + "/ready", timeout=PROBE_TIMEOUT_S).status_code == 200
-        except requests.RequestException:
-            return False
-
-    def close(self) -> None:
-        self.session.close()
+    def close(self) -> None:  # noqa: B027  (most transports hold nothing)
+        """Give up what the transport holds here and at the servers."""
 
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
         """Compare every server's logprobs of `tokens` with the learner's; rank 0 only.
@@ -230,16 +222,8 @@ class WeightPublisher(ABC):
         Raises:
             WeightSyncError: they differ by more than `tolerance`: the server does not hold the learner's weights.
         """
-        body = {
-            "input_ids": list(tokens),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "extra_key": f"verify-{time.time_ns()}",
-        }
-        replies = self.call_servers("/generate", body, "weight verification")
-        for name, reply in replies.items():
-            served = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+        scores = self.call_servers(lambda admin: admin.score_tokens(tokens), "weight verification")
+        for name, served in scores.items():
             if len(served) != len(learner_logprobs):
                 raise WeightSyncError(
                     f"weight verification: {name} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
@@ -254,46 +238,30 @@ class WeightPublisher(ABC):
                     "both sides and weight_sync.transport."
                 )
 
-    def call_servers(self, path: str, body: dict[str, Any], what: str) -> dict[str, Any]:
-        """POST to every server at once and return their JSON replies by name."""
-        return run_together(self.calls(path, body), self.push_limit, what)
-
-    def calls(self, path: str, body: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-        return {
-            name: partial(post, self.session, url, path, body, self.push_limit)
-            for name, url in self.servers.items()
-        }
-
     def open_update(self) -> None:
-        """The servers stand still from now on or, with `weight_sync.background`, not yet."""
-        if not self.background:
+        """Pause the servers, with `weight_sync.background` not yet, and begin the update at each."""
+        if not self.config.weight_sync.background:
             self._pause()
-        self._at_every_server(partial(self._resume_memory, ("weights",)))
-        self.call_servers("/begin_weight_update", {}, "begin of a weight push")
+        if self.config.takes_turns:
+            self._at_every_server(lambda admin: admin.resume_memory("weights"))
+        self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
-        """The servers go on with what they have got."""
-        if self.background:
+        """End the update at each server and let all of them sample again."""
+        if self.config.weight_sync.background:
             self._pause()
-        self.call_servers("/end_weight_update", {}, "end of a weight push")
-        self._at_every_server(partial(self._resume_memory, ("kv_cache",)))
-        self.call_servers("/continue_generation", {}, "resume after a weight push")
+        self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
+        if self.config.takes_turns:
+            self._at_every_server(lambda admin: admin.resume_memory("kv_cache"))
+        self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
 
     def _pause(self) -> None:
-        """Stop generation as `weight_sync.on_update` has it.
-
-        `retract` and `abort` leave no KV in use, so that the cache can be flushed, where a prompt may wait for its
-        answers: a server told to flush while requests stand still in place refuses, and one told so by the update
-        itself (`flush_cache`) dies. `in_place` relies on prefix-cache keys that no two groups share.
-        """
         self.paused_s = time.time()
-        self.call_servers("/pause_generation", {"mode": self.pause_mode}, "pause before a weight push")
-        if self.pause_mode != "in_place":  # an aborted request may take a moment to end
-            path = "/flush_cache" if self.pause_mode == "retract" else f"/flush_cache?timeout={FLUSH_S}"
-            self.call_servers(path, {}, "flush of the KV cache before a weight push")
+        on_update = self.config.weight_sync.on_update
+        self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
 
     def report(self, start_s: float, num_bytes: int) -> PushReport:
-        """Of the push that began at `start_s` and has just ended."""
+        """The report of the push that began at `start_s` and has just ended."""
         end_s = time.time()
         return PushReport(
             seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
@@ -301,27 +269,8 @@ class WeightPublisher(ABC):
         )
 
 
-def post(session: requests.Session, url: str, path: str, body: dict[str, Any], limit: Limit) -> Any:
-    """POST to a server; its refusal, in HTTP status or in `success: false`, raises WeightSyncError with its words."""
-    try:
-        reply = session.post(url + path, json=body, timeout=limit.seconds)
-    except requests.Timeout:
-        raise WaitTimeoutError(f"the learner waited {limit} for {url}{path}") from None
-    except requests.RequestException as error:
-        raise WeightSyncError(f"{url}{path}: {type(error).__name__}: is the rollout server still alive?") from error
-    if reply.status_code != 200:
-        raise WeightSyncError(f"{url}{path} answered {reply.status_code}: {reply.text[:300]}")
-    try:
-        answer = reply.json()
-    except ValueError:
-        return {}
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise WeightSyncError(f"{url}{path} refused: {answer.get('message', '')[:300]}")
-    return answer
-
-
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:
-    """What servers hold: `model.dtype`, where auto means bfloat16 on GPUs and float32 on CPU."""
+    """The type of the weights that servers hold: `model.dtype`; auto is bfloat16 on GPUs and float32 on a CPU."""
     name = config.model.dtype
     if name == "auto":
         name = "float32" if device_type == "cpu" else "bfloat16"

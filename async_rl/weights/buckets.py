@@ -1,4 +1,4 @@
-"""Packing named tensors into flat byte buckets, and back."""
+"""Packing of named tensors into flat byte buckets, and unpacking."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
+    """Part of a model's weights, in the order in which the tensors lie in `data`."""
+
     names: list[str]
     dtypes: list[str]
     """Torch names without the prefix, e.g. `float32`."""
     shapes: list[list[int]]
-    data: Tensor  # [bytes] uint8: the tensors' bytes one after the other
+    data: Tensor  # [bytes] uint8
     is_last: bool
 
 
@@ -23,14 +25,14 @@ def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     bucket_bytes: int,
     dtype: torch.dtype,
-    buffers: list[Tensor | None],  # two of [bytes] uint8, or None for one that is not there yet
+    buffers: list[Tensor | None],  # two of [bytes] uint8; None: not allocated yet
 ) -> Iterator[Bucket]:
-    """Cast to `dtype` and fill buckets in order. A tensor larger than `bucket_bytes` gets a bucket of its own.
+    """Cast the tensors to `dtype` and fill buckets in order. A tensor larger than `bucket_bytes` has its own bucket.
 
-    The buffers take turns, and tensors are copied into them as they come: a bucket may be sent while the next one is
-    filled, and must have been sent when the next but one is asked for.
+    The buffers take turns: a bucket may be sent while the next one is filled, and must have been sent when the one
+    after that is requested.
     """
-    held: list[tuple[str, list[int]]] = []  # of the bucket that is being filled
+    held: list[tuple[str, list[int]]] = []  # name and shape of each tensor in the bucket that is being filled
     size = turn = 0
 
     def packed(is_last: bool) -> Bucket:
@@ -48,7 +50,7 @@ def iter_buckets(
             held, size, turn = [], 0, 1 - turn
         buffer = buffers[turn]
         if buffer is None or buffer.numel() < num_bytes:
-            buffers[turn] = buffer = None  # its memory may serve the new one
+            buffers[turn] = buffer = None  # so that its memory can be used for the new one
             buffer = torch.empty(max(bucket_bytes, num_bytes), dtype=torch.uint8, device=tensor.device)
             buffers[turn] = buffer
         buffer[size : size + num_bytes].view(dtype).copy_(tensor.detach().reshape(-1))
@@ -64,7 +66,7 @@ def unpack(
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
 ) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket as views of its bytes. Raises ValueError when the sizes do not add up."""
+    """Return the tensors of a bucket as views of its bytes. ValueError: the sizes do not add up."""
     named: list[tuple[str, Tensor]] = []
     offset = 0
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
@@ -78,4 +80,5 @@ def unpack(
 
 
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
+    """The number of bytes that tensors of these types and shapes take."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))

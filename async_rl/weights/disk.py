@@ -1,4 +1,4 @@
-"""Weights through files: the transport of last resort, and the one that needs no process group."""
+"""Weights through files that learner and servers can read: the transport that works wherever no other does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from async_rl.weights.safetensors_io import write_weights
 class DiskPublisher(WeightPublisher):
     """Writes a model folder that both sides can read, then has every server load it.
 
-    Servers write nothing: the receiving half is SGLang's own `/update_weights_from_disk`, which the hf engine answers
-    too. Two folders take turns: a server that is slow to read one does not meet the next push.
+    Two folders take turns: a server that is slow to read one does not meet the next push.
     """
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
@@ -34,19 +33,17 @@ class DiskPublisher(WeightPublisher):
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
         start_s = time.time()
         target = self.folder / str(version % 2)
-        shutil.rmtree(target, ignore_errors=True)  # shards that are more than now
-        target.mkdir(exist_ok=True)  # a network disk may keep what somebody still reads
+        shutil.rmtree(target, ignore_errors=True)  # there may be more shards of an older version than of this one
+        target.mkdir(exist_ok=True)  # a network disk may keep a folder that a server still reads
         for source in self.model_path.glob("*.json"):
             if not source.name.endswith(".index.json"):
                 shutil.copy(source, target)
         num_bytes = write_weights(named_tensors, target, self.dtype, self.bucket_bytes)
         self.open_update()
-        body = {"model_path": str(target), "weight_version": str(version), "flush_cache": False}
-        self.call_servers("/update_weights_from_disk", body, f"push of version {version}")
+        self.call_servers(lambda admin: admin.load_folder(target, version), f"push of version {version}")
         self.close_update()
         return self.report(start_s, num_bytes)
 
     def close(self) -> None:
-        super().close()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)

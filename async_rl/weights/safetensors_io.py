@@ -1,4 +1,4 @@
-"""Weights as safetensors files: what transformers, SGLang and the hf engine load from a model folder."""
+"""Writing weights as the safetensors files that transformers, SGLang and the hf engine load from a model folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 def write_weights(
     named_tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
 ) -> int:
-    """Write `model.safetensors` or, where that would exceed `shard_bytes`, shards and Hugging Face's index of them. A
-    tensor larger than `shard_bytes` gets a shard of its own.
+    """Write `model.safetensors` or, if that would exceed `shard_bytes`, shards and Hugging Face's index of them.
 
-    The iterable may gather each tensor: no more than one shard of them, and its copy on the way to the file, are alive.
+    A tensor larger than `shard_bytes` has its own shard. The iterable may gather each tensor: at most one shard of
+    them exists at a time, with its copy on the way to the file.
 
     Returns:
-        The bytes of all tensors in `dtype`.
+        The number of bytes of all tensors in `dtype`.
     """
     files: dict[str, list[str]] = {}
     num_bytes = 0
@@ -46,7 +46,7 @@ def _shards(
         num_bytes = tensor.numel() * dtype.itemsize
         if shard and size + num_bytes > shard_bytes:
             yield shard
-            shard.clear()  # the same one again: whoever asks for the next has written this one
+            shard.clear()  # the dictionary is used again: the caller has written it when it requests the next one
             size = 0
         shard[name] = tensor.detach().to("cpu", dtype).contiguous()
         size += num_bytes

@@ -1,13 +1,13 @@
-"""The buffer's journal: all it knows, in SQLite, written before it answers. A restarted buffer goes on from there.
+"""The buffer's journal: its whole state in SQLite, written before it answers. A restarted buffer continues from it.
 
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
     uses       one row for each batch that a group was trained in
-    payloads   where in PAYLOADS_NAME the groups are as they arrived; of final ones only those of the last
+    payloads   the place of each encoded group in the files of PAYLOADS_NAME; groups in a final state are kept for
                Config.journal_kept_steps
-    state      counters and the like, as JSON
+    state      the scalars of buffer/store_state.py, as JSON
 
-The tables are a user's too, also while the run goes on: README.md, "Trajectories in SQL".
+Users may read the tables too, also while the run goes on: see "Trajectories in SQL" in the documentation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from buffer.store_rows import Outcome, Row
 
 FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
-"""Folder beside the file."""
+"""The folder of payload files, beside the journal."""
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
-"""What a resume makes of the journal of the lineage that it ends."""
+"""The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-SCHEMA_VERSION = 1
-"""Of the tables below and of what `state` holds: one more with each change of either."""
+SCHEMA_VERSION = 2
+"""Version of the tables below, of the scalars and of the payloads; raise it with each change of one of them."""
 SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
@@ -55,10 +55,11 @@ CREATE VIEW IF NOT EXISTS trained AS
     FROM uses JOIN rollouts USING (group_id);
 """
 _GROUP_COLUMNS = 16
-_TAKE_OVER = (
+_OUTCOME = Row._fields.index("outcome")
+_IMPORT_PAST = (
     "REPLACE INTO groups SELECT * FROM past.groups "
     "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
-    # A group may have been in more batches after the cut: it is in none now.
+    # A group may have been in more batches after the checkpoint; these are discarded.
     "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
     "WHERE state <> 'dropped'",
     "REPLACE INTO rollouts SELECT * FROM past.rollouts WHERE group_id IN (SELECT group_id FROM groups)",
@@ -70,13 +71,13 @@ _TAKE_OVER = (
 
 
 class Journal:
-    """Rows pile up in `record` and `describe`, and are safe once `commit` has returned.
+    """Keeps what `record` and `record_group` are given; it is durable once `commit` has returned.
 
     Args:
-        keep_steps: payloads of a trained or dropped group are kept for so many further versions; -1: for ever.
+        keep_steps: the payload of a trained or dropped group is kept for so many further versions; -1: for ever.
 
     Raises:
-        AsyncRLError: in every method: the file can't be read or written; here: it has another schema version.
+        AsyncRLError: in every method: the file can't be read or written. In the constructor: another schema version.
     """
 
     def __init__(self, file: Path, keep_steps: int) -> None:
@@ -85,19 +86,19 @@ class Journal:
         self._rows: dict[int, Row] = {}
         self._rollouts: list[tuple[Any, ...]] = []
         self._scalars: dict[str, Any] = {}
-        with self._errors_named():
+        with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
             check_schema(self._db, file)
             self._db.execute("PRAGMA journal_mode = WAL")
-            # What is committed survives the end of the process; the end of the machine may cost the last commits.
+            # Commits survive the death of the process; the last ones may be lost if the machine stops.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(SCHEMA)
             self._open_payloads()
 
     def load(self) -> tuple[list[Row], dict[str, Any]] | None:
-        """The live rows and the scalars of the last commit; None from a new journal."""
-        with self._errors_named():
+        """The live rows and the scalars of the last commit; None if there was none."""
+        with self._reporting_errors():
             found = self._db.execute("SELECT scalars FROM state").fetchone()
             if found is None:
                 return None
@@ -114,11 +115,11 @@ class Journal:
         self._scalars = json.loads(found[0])
         return rows, self._scalars
 
-    def take_over(self, past: Path, cut: TrainingState) -> None:
-        """Into a new journal, what the one at `past` knows of the groups whose fate was settled at the cut.
+    def import_past(self, past: Path, saved: TrainingState) -> None:
+        """Copy into a new journal, from the one at `past`, the groups that were trained or dropped at the checkpoint.
 
-        So the tables tell of the whole run, resumed or not. What came after the cut never was. Files of payloads are
-        shared where the disk can do that. Without a journal at `past` nothing is taken over; a second time is harmless.
+        So the tables hold the whole run, resumed or not; what came after the checkpoint is discarded. Payload files are
+        linked where the disk allows it. Without a journal at `past` this does nothing; a second call is harmless.
 
         Raises:
             AsyncRLError: `past` can't be read to its end, or another version of this program wrote it.
@@ -126,30 +127,30 @@ class Journal:
         if not _has_commits(past):
             return
         numbers = {
-            "version": cut.version, "next_id": cut.buffer["scalars"]["next_group_id"],
-            "live": json.dumps([group_id for group_id, *_ in cut.buffer["live"]]),
+            "version": saved.version, "next_id": saved.buffer["scalars"]["next_group_id"],
+            "live": json.dumps([group_id for group_id, *_ in saved.buffer["live"]]),
         }
         try:
             numbers["files"] = json.dumps(share_files(payload_folder(past), payload_folder(self._file)))
             self._db.execute("ATTACH ? AS past", (str(past),))
             self._db.execute("BEGIN")
-            for statement in _TAKE_OVER:
+            for statement in _IMPORT_PAST:
                 self._db.execute(statement, numbers)
             self._db.execute("COMMIT")
             self._db.execute("DETACH past")
             self._open_payloads()
         except (sqlite3.Error, OSError) as error:
             raise AsyncRLError(
-                f"the journal of this run's past, {past}, can't be taken over into {self._file}: {error}. Free some "
-                "disk; if the file is damaged, move it away: the run then goes on without its past"
+                f"the journal of the run before the resume, {past}, can't be copied into {self._file}: {error}. Free "
+                "some disk. If the file is damaged, move it away: the run then continues without its earlier groups"
             ) from None
 
     def record(self, row: Row) -> None:
-        """A row that is new or changed."""
+        """Keep a row that is new or changed."""
         self._rows[row.group_id] = row
 
-    def describe(self, group: GroupColumns) -> None:
-        """The rollouts of a group that arrived."""
+    def record_group(self, group: GroupColumns) -> None:
+        """Keep a line for each rollout of a group that arrived."""
         ends = list(itertools.accumulate(group.lengths))
         oldest = group.versions[[0, *ends[:-1]]].tolist()
         newest = group.versions[[end - 1 for end in ends]].tolist()
@@ -159,7 +160,7 @@ class Journal:
         )
 
     def commit(self, scalars: dict[str, Any]) -> None:
-        """All that came since the last one, together with the scalars of this moment."""
+        """Write everything recorded since the last commit, together with the scalars of this moment."""
         if not self._rows and scalars == self._scalars:
             return
         version = scalars["version"]
@@ -169,13 +170,13 @@ class Journal:
         pruned = []
         while self._keep_steps >= 0 and self._final and self._final[0][0] + self._keep_steps <= version:
             pruned.append((self._final.popleft()[1],))
-        with self._errors_named():
+        with self._reporting_errors():
             places = self._files.append([view(row.payload) for row in fresh])
             self._kept.update(zip((row.group_id for row in fresh), places, strict=True))
             self._db.execute("BEGIN")
             execute = self._db.executemany
             marks = ", ".join("?" * _GROUP_COLUMNS)
-            execute(f"REPLACE INTO groups VALUES ({marks})", [_values(row, version) for row in rows])
+            execute(f"REPLACE INTO groups VALUES ({marks})", [_columns(row, version) for row in rows])
             execute(
                 "INSERT INTO payloads VALUES (?, ?, ?, ?)",
                 [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
@@ -194,8 +195,8 @@ class Journal:
         self._scalars = scalars
 
     def close(self) -> None:
-        """Everything into the one file; what was not committed is lost."""
-        with self._errors_named():
+        """Write everything into the one file; what was not committed is lost."""
+        with self._reporting_errors():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._db.close()
             self._files.close()
@@ -218,7 +219,7 @@ class Journal:
         return read_payload(payload_folder(self._file), place) if place else b""
 
     @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -228,7 +229,10 @@ class Journal:
 
 
 def check_schema(database: sqlite3.Connection, file: Path) -> None:
-    """Raises AsyncRLError if another version of this program wrote the journal."""
+    """
+    Raises:
+        AsyncRLError: another version of this program wrote the journal.
+    """
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise AsyncRLError(
@@ -237,10 +241,10 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
         )
 
 
-def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
-    """[group id] of these groups, those that arrived, were not dropped for what they are, and still have a payload.
+def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
+    """By id, those of the groups that arrived, were not dropped before the shutdown, and still have a payload.
 
-    Empty if the file is no journal, or there is none: a resume then has them generated again.
+    Empty if there is no journal at `file`: a resumed run then generates the groups again.
     """
     rows = {}
     with contextlib.ExitStack() as stack:
@@ -260,7 +264,7 @@ def arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
 
 
 def _has_commits(file: Path) -> bool:
-    """Whether it is a journal of a buffer that served."""
+    """Whether the file is a journal with at least one commit."""
     if file.is_file():
         with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
             check_schema(db, file)
@@ -272,25 +276,11 @@ def payload_folder(file: Path) -> Path:
     return file.with_name(PAYLOADS_NAME.format(file_name=file.name))
 
 
-def _values(row: Row, version: int) -> tuple[Any, ...]:
-    outcome = row.outcome or (None,) * 5
-    return (
-        row.group_id, row.prompt_index, row.start_version, row.worker, row.grant, row.granted_s, row.batch, row.state,
-        row.drop_reason, row.finished_version, *outcome, version if row.state in FINAL else None,
-    )
+def _columns(row: Row, version: int) -> tuple[Any, ...]:
+    """The row of the table of groups."""
+    return (*row[:_OUTCOME], *(row.outcome or (None,) * 5), version if row.state in FINAL else None)
 
 
-def _row(values: tuple[Any, ...], trained_versions: tuple[int, ...], payload: bytes) -> Row:
-    *plain, newest_version, response_tokens, reward, equal_rewards, duration_s, _ = values
-    group_id, prompt_index, start_version, worker, grant, granted_s, batch, state, drop_reason, finished_version = plain
-    outcome = None
-    if newest_version is not None:
-        outcome = Outcome(
-            newest_version=newest_version, response_tokens=response_tokens, reward=reward,
-            equal_rewards=bool(equal_rewards), duration_s=duration_s,
-        )
-    return Row(
-        group_id=group_id, prompt_index=prompt_index, start_version=start_version, worker=worker, grant=grant,
-        granted_s=granted_s, batch=batch, state=state, payload=payload, outcome=outcome,
-        finished_version=finished_version, trained_versions=trained_versions, drop_reason=drop_reason,
-    )
+def _row(columns: tuple[Any, ...], trained_versions: tuple[int, ...], payload: bytes) -> Row:
+    outcome = None if columns[_OUTCOME] is None else Outcome(*columns[_OUTCOME:-1])
+    return Row._make((*columns[:_OUTCOME], outcome, trained_versions, payload))

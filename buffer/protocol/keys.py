@@ -1,7 +1,7 @@
-"""Who may talk to the buffer: ZMQ CURVE keys in a folder, made by `async-rl keys new`.
+"""Authentication between the buffer and its clients: ZMQ CURVE keys in a folder, made by `async-rl keys new`.
 
-    server.key   server.key_secret     the buffer's: who poses as the buffer can't prove it
-    client.key   client.key_secret     learner's and workers': the buffer lets in nobody else
+    server.key   server.key_secret     the buffer's keys: its clients talk to nobody else
+    client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
 
 Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
 client.key_secret and server.key.
@@ -19,11 +19,15 @@ from zmq.auth.thread import ThreadAuthenticator
 from async_rl.errors import ConfigError
 
 DOMAIN = "buffer"
-"""ZMQ asks no authenticator about a socket without a domain."""
+"""The ZAP domain of the socket; without one ZMQ does not ask the authenticator."""
 
 
 class CurveAuthenticator:
-    """Decides at the handshake, in a thread of its own, who may connect to a socket with keys."""
+    """Admits to a socket only clients with the client keys of a folder, in a thread of its own.
+
+    Raises:
+        ConfigError: see `_load`.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
         self._client_key, _ = _load(folder / "client.key")
@@ -36,7 +40,7 @@ class CurveAuthenticator:
         socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the Z85 key of who knocks."""
+        """Called by the authenticator with the Z85 key of the client that connects."""
         return key == self._client_key
 
     def stop(self) -> None:
@@ -44,7 +48,7 @@ class CurveAuthenticator:
 
 
 def new_keys(folder: Path) -> None:
-    """Makes the folder with a key pair for each side; only its owner can read it.
+    """Make a folder with a key pair for each side; only its owner can read it.
 
     Raises:
         ConfigError: the folder holds keys already, or can't be written.
@@ -62,9 +66,10 @@ def new_keys(folder: Path) -> None:
 
 
 def check_keys(folder: str) -> None:
-    """
+    """Check that a folder holds the keys of both sides.
+
     Raises:
-        ConfigError: the folder is not there, or lacks a key of either side; see `_load`.
+        ConfigError: the folder does not exist, or lacks a key; see `_load`.
     """
     if not Path(folder).is_dir():
         raise ConfigError(
@@ -75,17 +80,8 @@ def check_keys(folder: str) -> None:
         _load(Path(folder) / name)
 
 
-def lock(socket: zmq.Socket[bytes], folder: str) -> CurveAuthenticator | None:
-    """From now on only clients with the keys of this folder get in; none is needed if it is empty.
-
-    Raises:
-        ConfigError: see `_load`.
-    """
-    return CurveAuthenticator(socket, Path(folder)) if folder else None
-
-
-def show_keys(socket: zmq.Socket[Any], folder: str) -> None:
-    """From now on the socket connects as a client of the buffer with the keys of this folder, if not empty.
+def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:
+    """Let a socket connect as a client with the keys of this folder; an empty name leaves it without keys.
 
     Raises:
         ConfigError: see `_load`.
@@ -96,15 +92,15 @@ def show_keys(socket: zmq.Socket[Any], folder: str) -> None:
 
 
 def _load(file: Path) -> tuple[bytes, bytes]:
-    """Public and secret key; the secret one is empty in a file of a public key.
+    """The public and the secret key in a file; the secret key is empty if the file holds only a public one.
 
     Raises:
-        ConfigError: no such file, not a key, or a secret that others can read.
+        ConfigError: there is no such file, it holds no key, or other users can read a secret key.
     """
     is_secret = file.suffix == ".key_secret"
     try:
         if is_secret and file.stat().st_mode & 0o077:
-            raise ConfigError(f"network.keys: {file} can be read by others than its owner. chmod 600 {file}")
+            raise ConfigError(f"network.keys: {file} can be read by other users than its owner. Run chmod 600 {file}")
         public, secret = load_certificate(file)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -1,16 +1,16 @@
-"""What each request does: checked before it touches the store, answered at once or parked until there is an answer.
+"""The effect of each request: checked before it touches the store, answered at once or parked until it can be answered.
 
-    operation   asked by   answered
-    admit       worker     with slots as soon as there are some, empty after its wait_s
-    put, fail   worker     at once
-    dropped     worker     with groups it runs for nothing as soon as there are some, empty after its wait_s
-    take        learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
-    may_push    learner    as soon as the rules allow, with what it waits for after its wait_s
-    trained     learner    at once
-    served      learner    at once; parked admits are answered next
-    cut         learner    at once, with what a checkpoint keeps of the buffer
+    operation    asked by   answered
+    admit        worker     with slots as soon as there are some, empty after its wait_s
+    put, fail    worker     at once
+    aborts       worker     with groups that were dropped while it runs them as soon as there are some, or after wait_s
+    take         learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
+    may_push     learner    as soon as the rules allow, with what it waits for after its wait_s
+    trained      learner    at once
+    served       learner    at once; parked admits are answered next
+    checkpoint   learner    at once, with the buffer's part of a checkpoint
 
-A refused request changes nothing; its sender gets the reason. No socket and no journal of its own.
+A refused request changes nothing; its sender gets the reason. This module has no socket and no journal.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from buffer.store import Store
 from buffer.store_rows import Outcome
 
 MAX_WAIT_S = 60.0
-MAX_HEARD = 2**20
+MAX_ACKNOWLEDGED = 2**20
 
 
 @dataclass(slots=True)
 class Parked:
-    """A long-poll that is waiting for its answer."""
+    """A request that waits for its answer."""
 
     identity: bytes
     request: Request
@@ -71,49 +71,47 @@ class Answer:
         return [self.identity, pack_reply(self.ids, self.result, self.error), *self.batch]
 
 
-def nothing(group: GroupColumns) -> None:
-    """Keeps no journal."""
-
-
 class Operations:
     """The requests of one run's clients on its store.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
-    once, so that the first to come does not get all slots.
+    once, so that the first worker does not get all slots.
 
     Args:
-        describe: called with every group that was stored.
+        record_group: called with every group that was stored.
     """
 
-    def __init__(self, config: Config, store: Store, describe: Callable[[GroupColumns], None] = nothing) -> None:
+    def __init__(
+        self, config: Config, store: Store, record_group: Callable[[GroupColumns], None] | None = None
+    ) -> None:
         self.store = store
         self.limits = Limits.from_config(config)
         self.refused = 0
         self.restarts = 0
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._drop_equal = config.drops_zero_variance
-        self._describe_group = describe
-        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result, should it get lost
+        self._record_group = record_group
+        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id and result, to answer again
         self._seen_workers: set[str] = set()
         self._admits: dict[str, Parked] = {}
-        self._dropped: dict[str, Parked] = {}
-        self._learner: Parked | None = None  # a take or a may_push
+        self._aborts: dict[str, Parked] = {}
+        self._learner: Parked | None = None  # a take or may_push
         self._answers: list[Answer] = []
-        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # of this turn
+        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # answers to put in this turn of the loop
 
-    def go_on(self, refused: int, restarts: int) -> None:
-        """After a restart, the store being as it was: nobody notices."""
+    def restore(self, refused: int, restarts: int) -> None:
+        """Continue after a restart with a store that was restored; clients notice nothing."""
         self.refused, self.restarts = refused, restarts
-        # A worker that did not hear of its last grant asks again, with the same request id.
+        # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
             slots = [row.slot for row in state.running.values() if row.grant == last.grant]
             self._last_grant[last.worker] = (last.grant, pack_slots(slots))
-        if state.next_group_id:  # nothing is granted before all have asked
+        if state.next_group_id:  # a group was granted, so all workers had asked
             self._seen_workers.update(self._workers)
 
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """One message, whatever it is."""
+        """Handle one message, valid or not."""
         try:
             self._handle(identity, frames)
         except WireError as error:
@@ -121,22 +119,22 @@ class Operations:
             self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
     def answers(self, now_s: float) -> list[Answer]:
-        """To what was handled since the last call, and to long-polls that are due."""
+        """The answers to the messages handled since the last call, and to parked requests that are due."""
         self._answer_parked(now_s)
         answers, self._answers = self._answers, []
         self._open_acks.clear()
         return answers
 
     def next_due_s(self) -> float:
-        """When the next long-poll runs out."""
+        """When the wait_s of the next parked request ends, by time.monotonic."""
         learner = [self._learner] if self._learner else []
-        parked = [*self._admits.values(), *self._dropped.values(), *learner]
+        parked = [*self._admits.values(), *self._aborts.values(), *learner]
         return min((p.until_s for p in parked), default=float("inf"))
 
     def abandon(self, worker: str) -> int:
-        """The worker is gone: its running groups fail, their prompts go to others. Returns the number of groups."""
+        """Fail the running groups of a worker that died; their prompts go to others. Returns their number."""
         self._admits.pop(worker, None)
-        self._dropped.pop(worker, None)
+        self._aborts.pop(worker, None)
         return self.store.abandon(worker)
 
     def counters(self) -> dict[str, float]:
@@ -144,7 +142,7 @@ class Operations:
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
-        """What the learner waits for."""
+        """What the next batch is waiting for."""
         missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
@@ -164,12 +162,12 @@ class Operations:
             case "admit":
                 self._park_admit(identity, request)
                 return
-            case "dropped":
-                self._park_dropped(identity, request)
+            case "aborts":
+                self._park_aborts(identity, request)
                 return
             case "take" | "may_push":
                 version = fields.integer("version", 0)
-                self.store.check_takeable(version)
+                self.store.check_version(version)
                 self._learner = Parked(identity, request, version, self._until_s(request))
                 return
             case "fail":
@@ -181,13 +179,13 @@ class Operations:
                 self.store.trained(fields.integer("version", 0))
             case "served":
                 self.store.served(fields.integer("version", 0))
-            case "cut":
-                self.store.check_takeable(fields.integer("version", 0))
+            case "checkpoint":
+                self.store.check_version(fields.integer("version", 0))
                 result = buffer_checkpoint(self.store.state)
         self._answer(identity, request, result)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """One reply for all groups that a worker delivered in this turn."""
+        """Add to the one reply for all groups that a worker delivered in this turn."""
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
@@ -196,7 +194,7 @@ class Operations:
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")
-        if worker not in self._workers:  # a slot granted to nobody would never come back
+        if worker not in self._workers:  # a slot granted to an unknown worker would never be released
             raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
         return worker
 
@@ -210,26 +208,28 @@ class Operations:
         self._seen_workers.add(worker)
         self._admits[worker] = Parked(identity, request, max_groups, until_s)
 
-    def _park_dropped(self, identity: bytes, request: Request) -> None:
-        worker, heard = self._worker(request.fields), request.fields.items("heard", 0, MAX_HEARD)
-        if not all(type(group_id) is int for group_id in heard):
-            raise request.fields.refuse("heard", "a list of group ids")
-        self.store.forget_aborts(worker, heard)
-        self._dropped[worker] = Parked(identity, request, 0, self._until_s(request))
+    def _park_aborts(self, identity: bytes, request: Request) -> None:
+        worker = self._worker(request.fields)
+        acknowledged = request.fields.items("acknowledged", 0, MAX_ACKNOWLEDGED)
+        if not all(type(group_id) is int for group_id in acknowledged):
+            raise request.fields.refuse("acknowledged", "a list of group ids")
+        self.store.acknowledge_aborts(worker, acknowledged)
+        self._aborts[worker] = Parked(identity, request, 0, self._until_s(request))
 
     def _until_s(self, request: Request) -> float:
         wait_s = request.fields.number("wait_s", 0.0)
         return time.monotonic() + min(wait_s, MAX_WAIT_S)
 
     def _put(self, worker: str, payload: Frame) -> bool:
-        """Whether the group was stored now: not if it had been before, or was given up."""
+        """Store a group. False if nothing changes: it had been stored before, or was dropped."""
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)
         if slot is None:
             return False
         self._check_slot(group, slot)
         self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
-        self._describe_group(group)
+        if self._record_group:
+            self._record_group(group)
         return True
 
     def _check_slot(self, group: GroupColumns, slot: Slot) -> None:
@@ -244,9 +244,9 @@ class Operations:
     def _answer_parked(self, now_s: float) -> None:
         if self._learner:
             self._answer_learner(self._learner, now_s)
-        for worker, parked in list(self._dropped.items()):
+        for worker, parked in list(self._aborts.items()):
             if (groups := self.store.aborts(worker)) or parked.until_s <= now_s:
-                del self._dropped[worker]
+                del self._aborts[worker]
                 self._answer(parked.identity, parked.request, {"groups": groups})
         shares: Mapping[str, int] = {}
         if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
@@ -266,8 +266,8 @@ class Operations:
             result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.amount, now_s):
             batch = batch_frames(taken.version, taken.groups, self.counters(), self.limits)
-        elif self.store.ended:
-            result = {"end": self.store.ended}
+        elif self.store.end_reason:
+            result = {"end": self.store.end_reason}
         if not (result or batch):
             if now_s < parked.until_s:
                 return
@@ -277,7 +277,13 @@ class Operations:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """How many groups each worker is granted: one at a time to whom has the fewest running, up to what it asked for."""
+    """Number of groups for each worker: one at a time to the worker with the fewest running, up to what it asked for.
+
+    Args:
+        capacity: groups that may start now.
+        asked: by worker, the most groups that it can start.
+        running: by worker, the groups that it runs already.
+    """
     shares = dict.fromkeys(asked, 0)
     order = {worker: position for position, worker in enumerate(asked)}
     queue = [(running.get(worker, 0), order[worker], worker) for worker in asked]

@@ -1,35 +1,38 @@
-"""The buffer's socket: a ROUTER at network.host, locked if there are keys."""
+"""The buffer's socket: a ROUTER at network.host, which admits only clients with the keys of network.keys, if set."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import zmq
 
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
-from buffer.protocol.keys import CurveAuthenticator, lock
+from buffer.protocol.keys import CurveAuthenticator
 
 BIND_S = 10.0
-"""How long a port may take to become free: where the buffer before this one was silent, Ray ends it only after 5 s."""
+"""How long a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
 FREE_PORTS = (61000, 65536)
-"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's while it restarts."""
+"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's port while it restarts."""
 
 
 class BufferSocket:
-    """
+    """The ROUTER socket, bound.
+
     Raises:
         ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
     """
 
     def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
         self._context = zmq.Context()
-        self._doorkeeper: CurveAuthenticator | None = None
+        self._authenticator: CurveAuthenticator | None = None
         self.router = self._context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.router.setsockopt(zmq.SNDHWM, 0)
         try:
-            self._doorkeeper = lock(self.router, network.keys)
+            if network.keys:
+                self._authenticator = CurveAuthenticator(self.router, Path(network.keys))
             self.address = _bind(self.router, network)
         except ConfigError:
             self.close()
@@ -37,8 +40,8 @@ class BufferSocket:
 
     def close(self) -> None:
         self.router.close(linger=0)
-        if self._doorkeeper:
-            self._doorkeeper.stop()
+        if self._authenticator:
+            self._authenticator.stop()
         self._context.term()
 
 

@@ -1,17 +1,18 @@
 """The messages between the buffer and its clients: a msgpack header frame, then raw frames.
 
     request   {schema, op, id, ...}              put: 1 frame, the group
-    reply     {schema, ids, error, result}       take: the frames of a batch, or none while it has to wait
+    reply     {schema, ids, error, result}       take: the frames of a batch, or none while the learner has to wait
 
 A request is repeated with the same id until its reply arrives; the buffer makes the second one harmless. Requests of
-one client that have the same answer, as many a `put` has, may be answered together.
+one client that have the same answer may be answered together, as many of `put` are.
 
-    dropped     asked by a worker: {heard: ids}, answered {groups: ids} as soon as groups it runs were dropped without
-                its doing (staleness.late: drop), empty after wait_s. It cancels these, which aborts them at the engine,
-                and names them as heard in its next request: until then they are named again.
-    may_push    asked by the learner before it pushes `version`, answered {ready: true} as soon as it may, {state: what
-                it waits for} after wait_s. It may at once but in exact mode and with weight_sync.on_update: drain.
-    take        {end: why} without frames: there will be no batch any more, the learner saves and ends.
+    aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
+                {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
+                sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
+    may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
+                {state: what it waits for} after wait_s. It has to wait only in exact mode and with on_update: drain.
+    take        The answer {end: why} without frames means that there will be no further batch: the learner saves and
+                ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from buffer.frames import Frame, view
 from buffer.store_rows import Row
 
 LONG_POLL_S = 5.0
-"""An `admit` or `take` that nothing can be given to is answered empty after this long, and asked again."""
+"""The wait_s of requests whose answer may take longer: they are answered empty after it, and asked again."""
 MAX_CAUSE_CHARS = 2000
 MAX_ERROR_CHARS = 2000
 MAX_ANSWERED = 256
@@ -41,12 +42,12 @@ _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
     "put": ("worker",),
     "fail": ("worker", "group_id", "cause", "requeue"),
-    "dropped": ("worker", "heard", "wait_s"),
+    "aborts": ("worker", "acknowledged", "wait_s"),
     "take": ("version", "wait_s"),
     "may_push": ("version", "wait_s"),
     "trained": ("version",),
     "served": ("version",),
-    "cut": ("version",),
+    "checkpoint": ("version",),
 }
 _REQUEST_FIELDS = {op: frozenset(("schema", "op", "id", *names)) for op, names in _OPERATIONS.items()}
 _REPLY_FIELDS = frozenset(("schema", "ids", "error", "result"))
@@ -65,7 +66,7 @@ class Request:
 @dataclass(slots=True)
 class Reply:
     ids: list[int]
-    """Of the requests it answers."""
+    """The requests that it answers."""
     error: str
     """Empty, or why the request was refused."""
     result: dict[str, Any]
@@ -96,7 +97,7 @@ def read_request(frames: Sequence[Frame]) -> Request:
 
 
 def read_request_id(frames: Sequence[Frame]) -> int:
-    """Of a message that may be broken, so that its refusal finds its sender's wait; 0 if there is none."""
+    """The id in a message that may be broken, so that its sender learns of the refusal; 0 if there is none."""
     try:
         header = unpack(view(frames[0])) if frames else None
     except WireError:
@@ -129,7 +130,7 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
 
 
 def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float], limits: Limits) -> list[Frame]:
-    """Batch number `version` as it travels to the learner, and from its rank 0 to the others; decodes by itself."""
+    """Batch number `version` as frames that `decode_batch` reads, on the learner's rank 0 or on another rank."""
     header = {
         "version": version,
         "finished_versions": [group.finished_version for group in groups],
@@ -140,7 +141,7 @@ def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float]
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
-    """The batch of `LearnerClient.take_raw`'s frames.
+    """The batch in the frames of `LearnerClient.take_raw`.
 
     Raises:
         WireError: names the field and the value.

@@ -1,7 +1,7 @@
-"""A store and an onlooker who knows nothing of its rules: he writes down every event and checks what the store says.
+"""A model of the store that knows none of its rules: it keeps every event and checks what the store answers.
 
-With `files`, the store has a journal there, committed after every event as the server does after every turn: crashes
-and resumes go through it. Without, a crash goes through rows in memory, and a resume finds no journal of the past.
+With `files`, the store has a journal there, committed after every event as the server does after every turn, and
+crashes and resumes restore from it. Without, a crash restores from rows in memory, and a resume finds no journal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.checkpoint import buffer_checkpoint, go_on_from
-from buffer.journal.journal import Journal, arrived, payload_folder
+from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
+from buffer.journal.journal import Journal, payload_folder, read_arrived
 from buffer.journal.payload_files import Place, read_payload
 from buffer.staleness import Rules
 from buffer.store import Store, Taken
@@ -31,10 +31,10 @@ EVERYTHING = 10**6
 
 
 FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Journals are tested here, not disks."""
+"""Journals are written to memory where possible: the disk is not what is tested."""
 
 
-class Onlooker:
+class ModelChecker:
     def __init__(self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1) -> None:
         self.rules, self.every_steps = rules, every_steps
         self.files, self.keep_steps = files, keep_steps
@@ -49,9 +49,9 @@ class Onlooker:
         self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
         self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
         self.drops: Counter[str] = Counter()
-        self.cuts: dict[int, tuple[TrainingState, tuple[Any, ...], Path | None]] = {}
+        self.checkpoints: dict[int, tuple[TrainingState, tuple[Any, ...], Path | None]] = {}
         self.journal = self.open_journal()
-        self.store = Store(rules, StoreState(record=self.write_down))
+        self.store = Store(rules, StoreState(record=self.record))
         self.store.served(0)
         self.commit()
         self.save()
@@ -66,14 +66,14 @@ class Onlooker:
 
     def close(self) -> None:
         if self.journal:
-            self.journal._db.close()  # like a killed process, without a last word
+            self.journal._db.close()  # as when the process is killed, without a last commit
             self.journal._files.close()
 
     def commit(self) -> None:
         if self.journal:
             self.journal.commit(self.store.state.scalars())
 
-    def write_down(self, row: Row) -> None:
+    def record(self, row: Row) -> None:
         self.rows[row.group_id] = row
         if self.journal:
             self.journal.record(row)
@@ -99,8 +99,8 @@ class Onlooker:
             self.running.append(slot.group_id)
 
     def finish(self, count: int, pick: int, newest: int, equal: bool = False) -> None:
-        """`newest` is cut to what the tokens can be: from the start version to the version announced; with `drain` no
-        weights come while a group runs."""
+        """Finish groups whose newest token has version `newest`, limited to what is possible: from the start version to
+        the announced version; with `drain` no weights arrive while a group runs."""
         for _ in range(min(count, len(self.running))):
             group_id = self.running[pick % len(self.running)]
             start = self.starts[group_id]
@@ -117,15 +117,15 @@ class Onlooker:
         lost = [group_id for group_id in self.running if self.workers[group_id] == worker]
         assert self.store.abandon(worker) == len(lost)
 
-    def hear(self, worker: str) -> None:
-        """Whom the worker is told to abort was his and does not run any more."""
+    def acknowledge_aborts(self, worker: str) -> None:
+        """The groups that a worker is told to abort were granted to it and were dropped as late."""
         aborted = self.store.aborts(worker)
         assert all(self.workers[i] == worker and self.rows[i].drop_reason == "late" for i in aborted)
-        self.store.forget_aborts(worker, aborted)
+        self.store.acknowledge_aborts(worker, aborted)
         assert self.store.aborts(worker) == []
 
     def learn(self) -> None:
-        """The learner's next event: train on what it holds, or serve if that is due, or ask for a batch."""
+        """The learner's next event: train the batch that it holds, or serve if that is due, or ask for a batch."""
         if self.batch:
             for row in self.batch.groups:
                 self.uses.setdefault(row.group_id, []).append(self.version)
@@ -159,18 +159,18 @@ class Onlooker:
             assert all(self.starts[i] == self.newest[i] == only for i in ids), "not of the exact version"
 
     def save(self) -> None:
-        """A checkpoint: what the buffer gives for it, and what the onlooker himself has to remember with it."""
+        """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
         plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
-        cut = TrainingState(
+        saved = TrainingState(
             version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer=plain
         )
         known = copy.deepcopy((self.starts, self.workers, self.uses, self.drops, self.first_version))
-        self.cuts[self.version] = cut, known, self.journal_file if self.files else None
+        self.checkpoints[self.version] = saved, known, self.journal_file if self.files else None
 
     def crash(self) -> None:
-        """The buffer dies after any event and comes back from its journal; nobody else notices.
+        """The buffer dies after any event and is restored from its journal; its clients notice nothing.
 
-        But that groups may start until the learner, whose question had no answer, asks again whether it may push.
+        Except that groups may start until the learner asks again whether it may push.
         """
         self.crashes += 1
         self.is_draining = False
@@ -186,39 +186,39 @@ class Onlooker:
             assert sorted(found[0]) == sorted(live), "the journal has other groups"
             self.check_journal()
             live, scalars = found
-        self.store = Store(self.rules, StoreState(record=self.write_down))
+        self.store = Store(self.rules, StoreState(record=self.record))
         self.store.state.restore(live, scalars)
         assert self.store.state.counters() == before
 
     def resume(self, back: int) -> None:
-        """The whole run starts again from a checkpoint some versions ago, which the learner serves first."""
-        cut, known, past_file = self.cuts[max(min(self.cuts), self.version - back)]
+        """The whole run resumes from a checkpoint some versions ago; the learner serves that version first."""
+        saved, known, past_file = self.checkpoints[max(min(self.checkpoints), self.version - back)]
         self.close()
         self.resumes += 1
-        self.version = self.served_version = cut.version
-        self.cuts = {version: saved for version, saved in self.cuts.items() if version <= cut.version}
+        self.version = self.served_version = saved.version
+        self.checkpoints = {v: kept for v, kept in self.checkpoints.items() if v <= saved.version}
         self.starts, self.workers, self.uses, self.drops, self.first_version = copy.deepcopy(known)
         self.running, self.rows, self.batch, self.is_draining = [], {}, None, False
         self.journal = self.open_journal()
         if self.journal and past_file:
-            self.journal.take_over(past_file, cut)
-        past = arrived(past_file, [i for i, *_ in cut.buffer["live"]]) if past_file else {}
-        self.store = Store(self.rules, StoreState(record=self.write_down))
-        go_on_from(cut, self.store.state, self.rules, past)
+            self.journal.import_past(past_file, saved)
+        past = read_arrived(past_file, [i for i, *_ in saved.buffer["live"]]) if past_file else {}
+        self.store = Store(self.rules, StoreState(record=self.record))
+        restore_checkpoint(saved, self.store.state, self.rules, past)
         finished = self.store.state.finished
-        assert all(self.newest[i] <= cut.version and row.payload == b"%d" % i for i, row in finished.items())
+        assert all(self.newest[i] <= saved.version and row.payload == b"%d" % i for i, row in finished.items())
         assert sum(row.drop_reason == "future_version" for row in self.rows.values()) == sum(
-            self.newest[i] > cut.version for i in past
+            self.newest[i] > saved.version for i in past
         )
         self.kept += len(finished)
         if self.rules.exact and not finished:
-            self.first_version = cut.version
+            self.first_version = saved.version
         self.store.served(self.version)
         self.commit()
         self.check_journal()
 
     def check_journal(self) -> None:
-        """Its tables tell of the whole run, and the tokens it promises are there."""
+        """The journal's tables hold the whole run, and every payload that it lists can be read."""
         if not self.journal:
             return
         database = self.journal._db
@@ -232,7 +232,7 @@ class Onlooker:
         assert all(read_payload(payload_folder(self.journal_file), Place(*place)) == b"%d" % i for i, *place in places)
 
     def run_dry(self) -> None:
-        """Once all that may run has run, the learner goes on, whatever it was at: there is no deadlock."""
+        """Once every group that may run has finished, the learner can take its next step: there is no deadlock."""
         self.admit(EVERYTHING, WORKERS[0])
         self.finish(EVERYTHING, 0, self.served_version)
         before = (self.version, self.served_version, self.batch)
@@ -243,34 +243,34 @@ class Onlooker:
         self.num_events += 1
         self.commit()
         state = self.store.state
-        state.check_identity()
+        state.check_accounting()
         counters = state.counters()
         assert counters["buffer/unaccounted"] == 0
         assert counters["buffer/admitted"] == len(self.starts)
         assert counters["buffer/running"] == len(self.running)
-        assert {reason: n for reason, n in state.account.dropped.items() if n} == self.drops
+        assert {reason: n for reason, n in state.accounting.dropped.items() if n} == self.drops
         assert counters["buffer/trained"] == len(self.uses)
         mean_id = sum(self.uses) / len(self.uses) if self.uses else None  # a group's reward is its id
-        assert counters.get("buffer/trained/reward") == mean_id, "of the groups trained on in the whole run"
+        assert counters.get("buffer/trained/reward") == mean_id, "not the mean over all groups trained in the run"
         assert counters["buffer/uses"] == sum(map(len, self.uses.values()))
         assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
 
 
 @contextmanager
-def some_onlooker(rng: random.Random) -> Iterator[Onlooker]:
-    """Of any rules; two of three have a journal."""
-    rules, every_steps = some_rules(rng)
+def random_checker(rng: random.Random) -> Iterator[ModelChecker]:
+    """A model checker with random rules; two of three have a journal."""
+    rules, every_steps = random_rules(rng)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         files = Path(folder) if rng.random() < 2 / 3 else None
-        onlooker = Onlooker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)))
+        checker = ModelChecker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)))
         try:
-            yield onlooker
+            yield checker
         finally:
-            onlooker.close()
+            checker.close()
 
 
-def some_rules(rng: random.Random) -> tuple[Rules, int]:
-    """Any mode, policy and size that Config allows, and weight_sync.every_steps."""
+def random_rules(rng: random.Random) -> tuple[Rules, int]:
+    """Random rules that Config allows, and weight_sync.every_steps."""
     bound, size = rng.randint(0, 4), rng.randint(1, 6)
     if rng.random() < 0.25:
         return Rules(max_staleness=bound, prompts_per_step=size, fresh_per_step=size, exact=True, drain=True), 1
@@ -287,31 +287,31 @@ def some_rules(rng: random.Random) -> tuple[Rules, int]:
     return rules, every_steps
 
 
-def walk(onlooker: Onlooker, events: int, rng: random.Random, resumes: bool = True) -> None:
-    """Events as they come in a run: groups start and finish in any order after any time, few fail, fewer crash."""
+def walk(checker: ModelChecker, events: int, rng: random.Random, resumes: bool = True) -> None:
+    """Random events as in a run: groups start and finish in any order, few fail; crashes are rarer."""
     kinds = {
-        "admit": 30, "finish": 28, "equal": 2, "learn": 35, "fail": 2, "abandon": 1, "hear": 2, "run_dry": 1,
+        "admit": 30, "finish": 28, "equal": 2, "learn": 35, "fail": 2, "abandon": 1, "acknowledge": 2, "run_dry": 1,
         "crash": 1, "resume": 0.5 if resumes else 0,
     }
     for kind in rng.choices(list(kinds), list(kinds.values()), k=events):
         match kind:
             case "admit":
-                onlooker.admit(rng.randint(1, 40), rng.choice(WORKERS))
+                checker.admit(rng.randint(1, 40), rng.choice(WORKERS))
             case "finish" | "equal":
-                newest = rng.randint(max(0, onlooker.version - 3), onlooker.version)
-                onlooker.finish(rng.randint(1, 3), rng.randrange(EVERYTHING), newest, kind == "equal")
+                newest = rng.randint(max(0, checker.version - 3), checker.version)
+                checker.finish(rng.randint(1, 3), rng.randrange(EVERYTHING), newest, kind == "equal")
             case "learn":
-                onlooker.learn()
+                checker.learn()
             case "fail":
-                onlooker.fail(rng.randrange(EVERYTHING), requeue=rng.random() < 0.5)
+                checker.fail(rng.randrange(EVERYTHING), requeue=rng.random() < 0.5)
             case "abandon":
-                onlooker.abandon(WORKERS[1])
-            case "hear":
-                onlooker.hear(rng.choice(WORKERS))
+                checker.abandon(WORKERS[1])
+            case "acknowledge":
+                checker.acknowledge_aborts(rng.choice(WORKERS))
             case "run_dry":
-                onlooker.run_dry()
+                checker.run_dry()
             case "crash":
-                onlooker.crash()
+                checker.crash()
             case "resume":
-                onlooker.resume(rng.randint(0, 3))
-        onlooker.check()
+                checker.resume(rng.randint(0, 3))
+        checker.check()

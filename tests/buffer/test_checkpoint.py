@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.checkpoint import buffer_checkpoint, go_on_from
+from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Row
@@ -41,9 +41,9 @@ def train_batches(store: Store, number: int) -> list[int]:
     return prompts
 
 
-def resumed_state(cut: TrainingState, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
+def resumed_state(saved: TrainingState, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
     state = StoreState()
-    go_on_from(cut, state, rules, past or {})
+    restore_checkpoint(saved, state, rules, past or {})
     return state
 
 
@@ -52,10 +52,10 @@ def test_prompts_are_trained_on_exactly_once_across_a_resume(before: int, lost: 
     store = Store(RULES)
     prompts = train_batches(store, before)
     store.admit("w", 4, 0.0)
-    cut = checkpoint(store)
+    saved = checkpoint(store)
     train_batches(store, lost)  # after the checkpoint: the resumed run knows nothing of it
 
-    resumed = Store(RULES, resumed_state(cut))
+    resumed = Store(RULES, resumed_state(saved))
     assert resumed.state.version == before
     assert resumed.capacity() == 0  # until the learner says what the servers serve
     prompts += train_batches(resumed, after)
@@ -66,7 +66,7 @@ def test_prompts_are_trained_on_exactly_once_across_a_resume(before: int, lost: 
     assert counters["buffer/trained"] == 3 * (before + after)
 
 
-def test_group_ids_go_on_so_that_no_late_answer_meets_another_group() -> None:
+def test_group_ids_continue_after_a_resume() -> None:
     store = Store(RULES)
     store.served(0)
     store.admit("w", 99, 0.0)
@@ -88,22 +88,22 @@ def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, Row]]:
 
 
 def drops_of(state: StoreState) -> dict[str, int]:
-    return {reason: number for reason, number in state.account.dropped.items() if number}
+    return {reason: number for reason, number in state.accounting.dropped.items() if number}
 
 
-def test_what_arrived_goes_on_unless_its_weights_are_gone() -> None:
+def test_an_arrived_group_is_kept_unless_its_weights_are_gone() -> None:
     store, past = old_run()
-    cut = checkpoint(store)
+    saved = checkpoint(store)
     early, late = min(store.state.running), max(store.state.running)
     store.finish(early, b"early", make_outcome(newest_version=2))
     store.state.version = 3
     store.finish(late, b"late", make_outcome(newest_version=3))
     live = len(store.state.running) + 2
-    resumed = resumed_state(cut, {group_id: row for group_id, row in past.items() if row.payload})
+    resumed = resumed_state(saved, {group_id: row for group_id, row in past.items() if row.payload})
     assert [row.payload for row in resumed.finished.values()] == [b"early"]
     assert drops_of(resumed) == {"future_version": 1, "failed": live - 2}
     assert resumed.counters()["buffer/dropped_future_version/response_tokens"] == 4.0
-    assert resumed.counters()["buffer/trained/duration_s"] == 1.0, "of the groups before the cut"
+    assert resumed.counters()["buffer/trained/duration_s"] == 1.0, "not that of the groups before the checkpoint"
     assert len(resumed.requeued) == live - 1
     assert resumed.unaccounted() == 0
 
@@ -112,12 +112,12 @@ def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None
     store, past = old_run()
     for group_id in list(store.state.running):
         store.finish(group_id, b"group", make_outcome(newest_version=store.state.running[group_id].start_version))
-    cut = checkpoint(store)
+    saved = checkpoint(store)
     starts = sorted(row.start_version for row in store.state.finished.values())
     assert starts[0] < 2 and len(starts) > 6
     for late, bound in [("wait", 0), ("wait", 1), ("drop", 0), ("mask", 1)]:
         rules = plain_rules(bound, 3, late=late)
-        resumed = resumed_state(cut, past, rules)
+        resumed = resumed_state(saved, past, rules)
         deadlines = sorted(row.start_version + bound for row in resumed.finished.values())
         if late == "wait":
             assert all(sum(d <= by for d in deadlines) <= 3 * (by - 2 + 1) for by in range(1, 6))
@@ -129,7 +129,7 @@ def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None
 
 
 @pytest.mark.parametrize("has_past", [True, False])
-def test_exact_mode_goes_on_exactly_or_counts_anew_from_the_resume(has_past: bool) -> None:
+def test_exact_mode_continues_or_counts_anew_from_the_resume(has_past: bool) -> None:
     rules = plain_rules(2, 3, exact=True)
     rows: dict[int, Row] = {}
     store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))

@@ -75,7 +75,7 @@ def test_admission_waits_for_every_worker_and_shares_evenly() -> None:
         learner.close()
 
 
-def test_shares_fill_up_whoever_has_the_fewest_running() -> None:
+def test_shares_go_to_the_workers_with_the_fewest_running() -> None:
     assert fair_shares(8, {"a": 100, "b": 100}, {}) == {"a": 4, "b": 4}
     assert fair_shares(8, {"a": 100, "b": 100}, {"a": 6}) == {"a": 1, "b": 7}
     assert fair_shares(8, {"a": 2, "b": 100}, {"b": 6}) == {"a": 2, "b": 6}
@@ -113,7 +113,7 @@ def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, lear
     assert buffer.counters()["buffer/dropped_failed"] == 3
 
 
-def test_the_learner_says_what_it_waited_for(buffer: BufferServer) -> None:
+def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> None:
     learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, batch_s=0.1))
     with pytest.raises(
         WaitTimeoutError, match=r"waited 0 s \(timeouts\.batch_s\) for batch 0: 1 of 1 rollout workers have not asked"

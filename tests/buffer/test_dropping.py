@@ -2,8 +2,8 @@
 
 The design's figures are those of a learner that sees who is late when it asks for the next batch. The buffer knows it
 one training earlier: once batch v is handed out, a group with deadline v can only miss it. It aborts such a group then,
-so that slot and engine go to another one while the learner trains. The plain simulation of either moment gives either
-figure: at bound 1 and cv 1 a utilisation of .71 or .76 (and .72 with aborts, but only when the learner asks).
+so that slot and engine go to another one while the learner trains. The plain simulation gives the figure for either
+moment: at bound 1 and cv 1 a utilisation of .71 or .76 (and .72 with aborts, but only when the learner asks).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def plain(bound: int, steps: int, seed: int, as_designed: bool) -> tuple[float, 
     ("bound", "utilisation", "dropped"),
     [(0, 0.19, 0.0), (1, 0.71, 0.10), (2, 0.95, 0.12), (4, 0.95, 0.10), (8, 0.95, 0.07)],
 )
-def test_the_designs_figures_are_met_or_beaten_by_as_much_as_the_earlier_abort_gains(
+def test_utilisation_is_as_designed_or_better_by_what_an_earlier_abort_gains(
     bound: int, utilisation: float, dropped: float
 ) -> None:
     designed = np.mean([plain(bound, 200, seed, as_designed=True) for seed in range(2)], axis=0)

@@ -1,4 +1,4 @@
-"""Mutated messages, at the door and over a socket: refused or valid, and never more than that."""
+"""Mutated messages, given to the operations and sent over a socket: each is refused or valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.buffer.factories import make_config, serving
 from tests.buffer.running import run_pipeline
 from tests.buffer.test_refusals import FIRST, put_frames
 
-AT_THE_DOOR, OVER_A_SOCKET = 90_000, 10_000
+TO_THE_OPERATIONS, OVER_A_SOCKET = 90_000, 10_000
 FAR = 0x1111_1111_1111_1111
 """No five mutations make a small number of it."""
 
@@ -61,15 +61,15 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid_and_the_account_holds
             operations.handle(b"worker", frames)
         operations.answers(0.0)  # grants the slots
         rng.seed(seed)
-        for _ in range(AT_THE_DOOR // 10):
+        for _ in range(TO_THE_OPERATIONS // 10):
             operations.handle(b"worker", mutate(rng.choice(originals), rng))
             for answer in operations.answers(0.0):
                 answers += len(answer.ids)
                 refusals += bool(answer.error)
         admitted += int(operations.counters()["buffer/admitted"])
-        assert operations.counters()["buffer/refused"] > 0.5 * AT_THE_DOOR // 10
+        assert operations.counters()["buffer/refused"] > 0.5 * TO_THE_OPERATIONS // 10
         store.close()  # checks the account
-    assert refusals < answers <= AT_THE_DOOR + 10, "some were valid"
+    assert refusals < answers <= TO_THE_OPERATIONS + 10, "some were valid"
     assert admitted >= 10 * 3
 
 

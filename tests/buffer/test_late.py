@@ -19,7 +19,7 @@ def config_of(size: int, staleness: StalenessConfig, **changes: Any) -> Config:
     return replace(make_config(prompts_per_step=size), staleness=staleness, **changes)
 
 
-def test_a_worker_hears_which_of_its_groups_were_dropped_until_it_says_so() -> None:
+def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None:
     config = config_of(2, StalenessConfig(max=1, late="drop"))
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
@@ -38,7 +38,7 @@ def test_a_worker_hears_which_of_its_groups_were_dropped_until_it_says_so() -> N
                 await worker.put(make_group(slot, rollouts=(make_rollout(version=1),) * 2))
             batch = learner.take(1)  # the two of version 0 that still run can only miss their deadline
             assert [group.group_id for group in batch.groups] == [4, 5]
-            assert await worker.dropped([]) == await worker.dropped([]) == [0, 1]
+            assert await worker.aborts([]) == await worker.aborts([]) == [0, 1]
             assert await worker.put(make_group(slots[0])) is False
             again = await worker.admit(2)
             assert [slot.prompt_index for slot in again] == [0, 1]
@@ -104,13 +104,13 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     for reward in rewards:
         (slot,) = store.admit("rollout/0", 1, 0.0)
         store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=reward), drop_equal=True)
-    assert not store.ended
+    assert not store.end_reason
     (slot,) = store.admit("rollout/0", 1, 0.0)
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=1.0), drop_equal=True)
-    assert "task is solved" in store.ended
+    assert "task is solved" in store.end_reason
     (slot,) = store.admit("rollout/0", 1, 0.0)  # which one group more can disprove, before the learner has asked
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=False, reward=0.5), drop_equal=True)
-    assert not store.ended
+    assert not store.end_reason
 
 
 def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:

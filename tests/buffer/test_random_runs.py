@@ -1,4 +1,4 @@
-"""Random runs of the store in every mode and with every policy, checked by an onlooker who knows none of its rules."""
+"""Random runs of the store in every mode and with every policy, checked by a model that knows none of its rules."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from benchmarks.simulate import Workload, simulate
 from buffer.staleness import Rules
 from tests.buffer.factories import plain_rules
-from tests.buffer.model_checker import EVERYTHING, WORKERS, Onlooker, some_onlooker, walk
+from tests.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk
 
 BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 
 
 @pytest.mark.parametrize(("max_staleness", "every_steps"), BOUNDS)
-def test_a_long_random_run_keeps_the_bound_and_the_account_and_never_stops(
+def test_a_long_random_run_keeps_the_bound_and_never_stops(
     max_staleness: int, every_steps: int
 ) -> None:
-    onlooker = Onlooker(plain_rules(max_staleness, 5), every_steps)
-    walk(onlooker, 2500, random.Random(7 * max_staleness + every_steps), resumes=False)
-    assert onlooker.version > 30
-    assert onlooker.oldest_trained == max_staleness, "a bound that is never reached was not tried"
+    checker = ModelChecker(plain_rules(max_staleness, 5), every_steps)
+    walk(checker, 2500, random.Random(7 * max_staleness + every_steps), resumes=False)
+    assert checker.version > 30
+    assert checker.oldest_trained == max_staleness, "a bound that is never reached was not tried"
 
 
 @pytest.mark.parametrize(
@@ -42,97 +42,97 @@ def test_a_long_random_run_keeps_the_bound_and_the_account_and_never_stops(
     ],
     ids=lambda rules: f"{rules.late}-exact{rules.exact}-drain{rules.drain}-uses{rules.max_uses}",
 )
-def test_every_mode_and_policy_shows_what_it_is_for(rules: Rules) -> None:
-    onlooker = Onlooker(rules, every_steps=1)
-    walk(onlooker, 4000, random.Random(1), resumes=False)
-    assert onlooker.version > 50
-    assert onlooker.oldest_trained == rules.max_staleness
-    assert (onlooker.drops["late"] > 0) == (rules.late != "wait")
-    assert onlooker.drops["zero_variance"] > 0
-    assert max(map(len, onlooker.uses.values())) == rules.max_uses
+def test_every_mode_and_policy_has_its_effect(rules: Rules) -> None:
+    checker = ModelChecker(rules, every_steps=1)
+    walk(checker, 4000, random.Random(1), resumes=False)
+    assert checker.version > 50
+    assert checker.oldest_trained == rules.max_staleness
+    assert (checker.drops["late"] > 0) == (rules.late != "wait")
+    assert checker.drops["zero_variance"] > 0
+    assert max(map(len, checker.uses.values())) == rules.max_uses
     if rules.exact:
-        ages = {v: {v - onlooker.starts[i] for i, used in onlooker.uses.items() if v in used} for v in range(20)}
+        ages = {v: {v - checker.starts[i] for i, used in checker.uses.items() if v in used} for v in range(20)}
         assert ages == {v: {min(v, rules.max_staleness)} for v in range(20)}
 
 
-def test_random_rules_with_crashes_and_resumes_keep_the_bound_and_the_account() -> None:
+def test_random_rules_with_crashes_and_resumes_keep_the_bound() -> None:
     crashes: Counter[str] = Counter()
     for seed in range(16):
         rng = random.Random(seed)
-        with some_onlooker(rng) as onlooker:
-            walk(onlooker, 500, rng)
-            crashes["through a file" if onlooker.files else "in memory"] += onlooker.crashes
-            crashes["groups kept by a resume"] += onlooker.kept
+        with random_checker(rng) as checker:
+            walk(checker, 500, rng)
+            crashes["through a file" if checker.files else "in memory"] += checker.crashes
+            crashes["groups kept by a resume"] += checker.kept
     assert min(crashes.values()) > 5, crashes
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """The same events in the orders that hypothesis thinks of, and shrinks to the shortest that fails."""
+    """The same events in the orders that hypothesis draws, and shrinks to the shortest one that fails."""
 
     steps: ClassVar[Counter[str]] = Counter()
 
     @initialize(seed=st.integers(0, EVERYTHING))
     def open(self, seed: int) -> None:
         self.files = ExitStack()
-        self.onlooker = self.files.enter_context(some_onlooker(random.Random(seed)))
+        self.checker = self.files.enter_context(random_checker(random.Random(seed)))
 
     @rule(count=st.integers(1, 20), worker=st.sampled_from(WORKERS))
     def admit(self, count: int, worker: str) -> None:
-        self.onlooker.admit(count, worker)
+        self.checker.admit(count, worker)
 
     @rule(count=st.integers(1, 20), pick=st.integers(0, EVERYTHING), age=st.integers(0, 4))
     def finish(self, count: int, pick: int, age: int) -> None:
-        self.onlooker.finish(count, pick, self.onlooker.version - age)
+        self.checker.finish(count, pick, self.checker.version - age)
 
     @rule(pick=st.integers(0, EVERYTHING))
     def finish_with_equal_rewards(self, pick: int) -> None:
-        self.onlooker.finish(1, pick, self.onlooker.version, equal=True)
+        self.checker.finish(1, pick, self.checker.version, equal=True)
 
     @rule(pick=st.integers(0, EVERYTHING), requeue=st.booleans())
     def fail(self, pick: int, requeue: bool) -> None:
-        self.onlooker.fail(pick, requeue)
+        self.checker.fail(pick, requeue)
 
     @rule(worker=st.sampled_from(WORKERS))
     def abandon(self, worker: str) -> None:
-        self.onlooker.abandon(worker)
+        self.checker.abandon(worker)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def hear(self, worker: str) -> None:
-        self.onlooker.hear(worker)
+    def acknowledge_aborts(self, worker: str) -> None:
+        self.checker.acknowledge_aborts(worker)
 
     @rule(events=st.integers(1, 3))
     def learn(self, events: int) -> None:
         """Take, train (publish), serve (release), whichever is next."""
         for _ in range(events):
-            self.onlooker.learn()
+            self.checker.learn()
 
     @rule()
     def crash_and_restore(self) -> None:
-        self.onlooker.crash()
+        self.checker.crash()
 
     @rule(back=st.integers(0, 4))
     def resume(self, back: int) -> None:
-        self.onlooker.resume(back)
+        self.checker.resume(back)
 
     @rule()
     def run_dry(self) -> None:
-        self.onlooker.run_dry()
+        self.checker.run_dry()
 
     @invariant()
-    def the_account_holds(self) -> None:
-        if hasattr(self, "onlooker"):
-            self.onlooker.check()
+    def the_accounting_holds(self) -> None:
+        if hasattr(self, "checker"):
+            self.checker.check()
             AnyOrder.steps["all"] += 1
 
     def teardown(self) -> None:
-        if hasattr(self, "onlooker"):
-            rules = self.onlooker.rules
+        if hasattr(self, "checker"):
+            rules = self.checker.rules
             kind = "exact" if rules.exact else rules.late + (" with replay" if rules.max_uses > 1 else "")
-            AnyOrder.steps[kind + (" with drain" if rules.drain else "")] += self.onlooker.num_events
-            AnyOrder.steps["batches"] += self.onlooker.version
-            if self.onlooker.files:
-                AnyOrder.steps["with a journal"] += self.onlooker.num_events
-                AnyOrder.steps["crashes restored from a file"] += self.onlooker.crashes
+            AnyOrder.steps[kind + (" with drain" if rules.drain else "")] += self.checker.num_events
+            AnyOrder.steps["batches"] += self.checker.version
+            if self.checker.files:
+                AnyOrder.steps["with a journal"] += self.checker.num_events
+                AnyOrder.steps["crashes restored from a file"] += self.checker.crashes
             self.files.close()
 
 
@@ -147,20 +147,20 @@ def run_in_any_order(runs: int, events: int) -> Counter[str]:
     return AnyOrder.steps
 
 
-def test_events_in_any_order_keep_the_bound_and_the_account() -> None:
+def test_events_in_any_order_keep_the_bound_and_the_accounting() -> None:
     assert run_in_any_order(runs=80, events=50)["all"] >= 3000
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_hundred_thousand_events_in_any_order_keep_the_bound_and_the_account() -> None:
+def test_a_hundred_thousand_events_in_any_order_keep_the_bound() -> None:
     steps = run_in_any_order(runs=1200, events=100)
     walked = 0
     for seed in range(300):
         rng = random.Random(seed)
-        with some_onlooker(rng) as onlooker:
-            walk(onlooker, 2000, rng)
-            walked += onlooker.num_events
+        with random_checker(rng) as checker:
+            walk(checker, 2000, rng)
+            walked += checker.num_events
     print(f"\nhypothesis state machine: {dict(steps)}\nrandom walks: {walked} events")
     assert steps["all"] >= 100_000
 

@@ -1,4 +1,4 @@
-"""Real sockets: a buffer and peers that send rubbish."""
+"""Real sockets: a buffer and clients that send invalid messages."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0,
         (put_frames(FIRST, rollouts=(make_rollout(3),)), "lengths: 1 elements, allowed 2"),
     ],
 )
-def test_a_bad_message_is_refused_by_name_counted_and_harms_nobody(
+def test_a_bad_message_is_refused_and_counted_and_changes_nothing(
     buffer: BufferServer, learner: LearnerClient, frames: list[bytes], message: str
 ) -> None:
     slots = with_worker(buffer.address, lambda worker: worker.admit(4))

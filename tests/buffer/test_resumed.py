@@ -54,7 +54,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
         learner.trained(1)
         learner.served(1)
         with_worker(server.address, finish_later)
-        plain = learner.cut(1)
+        plain = learner.buffer_checkpoint(1)
         learner.take(1)  # groups 2 and 3
         learner.trained(2)
         with_worker(server.address, finish_last)
@@ -66,7 +66,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
 
 
-def test_a_resumed_buffer_keeps_what_arrived_and_drops_what_has_tokens_of_lost_versions(tmp_path: Path) -> None:
+def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tmp_path: Path) -> None:
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # 4 slots
     past = []
     for _ in range(2):  # the second time after a resume that came to no checkpoint of its own
@@ -124,7 +124,7 @@ def test_groups_of_before_a_resume_with_other_sizes_are_exported_too(tmp_path: P
 
 
 def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None:
-    cut = TrainingState(
+    saved = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )
@@ -134,13 +134,13 @@ def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None
     with contextlib.closing(sqlite3.connect(past)) as database:
         database.execute("DROP TABLE payloads")
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
-    with pytest.raises(AsyncRLError, match=rf"past, {past}, can't be taken over .* move it away: the run then goes on"):
-        journal.take_over(past, cut)
+    with pytest.raises(AsyncRLError, match=rf"{past}, can't be copied into .* move it away: the run then continues"):
+        journal.import_past(past, saved)
     journal._db.close()
 
 
 def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:
-    cut = TrainingState(
+    saved = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )
@@ -148,6 +148,6 @@ def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: 
     (tmp_path / "broken.sqlite").write_bytes(b"not a database" * 100)
     Journal(tmp_path / "empty.sqlite", keep_steps=-1).close()
     for name in ("broken.sqlite", "empty.sqlite", "absent.sqlite"):
-        journal.take_over(tmp_path / name, cut)
+        journal.import_past(tmp_path / name, saved)
     journal.close()
     assert not (tmp_path / "absent.sqlite").exists()

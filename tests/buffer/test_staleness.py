@@ -15,7 +15,7 @@ from buffer.staleness import (
     fresh_to_take,
     last_batch,
     overfull_deadline,
-    vacant_places,
+    vacant_batches,
     young_enough,
 )
 
@@ -68,7 +68,7 @@ def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
 
 
 def test_exact_places_are_the_lowest_vacant_ones() -> None:
-    assert vacant_places(Counter({4: 2, 5: 1, 6: 3}), 6, first_batch=4, rules=rules(3, 3)) == [4, 5, 5, 7, 7, 7]
+    assert vacant_batches(Counter({4: 2, 5: 1, 6: 3}), 6, first_batch=4, rules=rules(3, 3)) == [4, 5, 5, 7, 7, 7]
     assert [exact_start_version(batch, 2, 0) for batch in range(5)] == [0, 0, 0, 1, 2]
     assert [exact_start_version(batch, 2, 3) for batch in range(3, 8)] == [3, 3, 3, 4, 5]
 

@@ -88,7 +88,7 @@ def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.C
     config = load_config(None, [f"run.dir={tmp_path}", "run.name=buffer", "model.path=x", "task.name=reasoning_gym/x"])
     with open_buffer_dir(config):
         assert main(command) == 2
-        assert f"{tmp_path}/buffer must be in no other's use, got one whose run or buffer is" in capsys.readouterr().err
+        assert f"{tmp_path}/buffer is locked by another run or buffer that is still" in capsys.readouterr().err
     with open_buffer_dir(config):
         pass  # the next one
     (tmp_path / "run").mkdir()
@@ -102,7 +102,9 @@ def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("every_s", ["0", "-1", "nan", "inf"])
-def test_an_interval_that_is_none_is_refused(every_s: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interval_that_is_not_positive_is_refused(
+    every_s: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["buffer", f"run.dir={tmp_path}", "--every-s", every_s]) == 2
     assert f"--every-s must be above 0, at most 9223372036, got {float(every_s)}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

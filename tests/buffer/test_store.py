@@ -32,7 +32,7 @@ def test_nothing_is_admitted_before_a_version_is_served() -> None:
     assert len(store.admit("rollout/0", 8, now_s=0.0)) == 2
 
 
-def test_at_bound_zero_batch_v_is_groups_vB_to_vB_plus_B_whatever_order_they_finish_in() -> None:
+def test_at_bound_zero_batches_hold_groups_in_id_order_however_they_finish() -> None:
     store = open_store(prompts_per_step=3)
     for version in range(4):
         slots = store.admit("rollout/0", 100, now_s=0.0)
@@ -70,7 +70,7 @@ def test_a_batch_is_handed_out_again_until_it_is_trained() -> None:
     assert store.take(1) is None
 
 
-def test_a_failed_group_frees_its_slot_and_only_on_demand_its_prompt_comes_again() -> None:
+def test_a_failed_group_frees_its_slot_and_is_requeued_only_on_demand() -> None:
     store = open_store()
     store.admit("rollout/0", 2, 0.0)
     store.fail(0, "reward raised", requeue=False)
@@ -78,7 +78,7 @@ def test_a_failed_group_frees_its_slot_and_only_on_demand_its_prompt_comes_again
     store.fail(1, "engine restarted", requeue=True)
     assert [(s.group_id, s.prompt_index) for s in store.admit("rollout/0", 9, 0.0)] == [(3, 1)]
     assert store.state.counters()["buffer/dropped_failed"] == 2
-    store.state.check_identity()
+    store.state.check_accounting()
 
 
 def test_a_requeued_prompt_starts_at_the_version_served_then() -> None:
@@ -129,7 +129,7 @@ def test_versions_are_trained_in_turn_and_served_only_once_trained() -> None:
         store.served(0)
 
 
-def test_what_is_left_at_the_end_is_dropped_as_shutdown_and_a_held_batch_stays_held() -> None:
+def test_closing_drops_what_is_left_as_shutdown_and_a_held_batch_stays_held() -> None:
     store = open_store(max_staleness=2)
     store.admit("rollout/0", 6, 0.0)
     finish_all(store, [0, 1, 2])
@@ -139,11 +139,11 @@ def test_what_is_left_at_the_end_is_dropped_as_shutdown_and_a_held_batch_stays_h
     assert (counters["buffer/dropped_shutdown"], counters["buffer/held"], counters["buffer/running"]) == (4, 2, 0)
 
 
-def test_a_lost_group_is_found_by_the_account() -> None:
+def test_a_lost_group_is_found_by_the_accounting() -> None:
     store = open_store()
     store.admit("rollout/0", 2, 0.0)
     del store.state.running[1]
-    with pytest.raises(StalenessError, match="2 groups were admitted, but the account is"):
+    with pytest.raises(StalenessError, match="2 groups were admitted, but 0 are trained, 1 dropped, 0 running"):
         store.close()
 
 

@@ -101,7 +101,7 @@ def test_server_and_learner_agree_at_the_start_and_after_a_push_through_each_tra
             publisher.connect()
             held = Memory(device, config.rollout.mem_fraction * at_start_bytes)
             if in_turns:
-                publisher.make_room()
+                publisher.release_server_memory()
                 held.check_let_go()
             publisher.push(full_parameters(updater.policy, serving_dtype(config, device.type)), version)
             held.check_taken()
@@ -144,7 +144,7 @@ def test_every_token_has_the_version_that_sampled_it_when_weights_come_under_run
         publisher = open_publisher(pushing, [server.engine.url], 0, device)
         publisher.connect()
         if in_turns:
-            publisher.make_room()
+            publisher.release_server_memory()
         publisher.push(((name, p.to(device)) for name, p in models[version].named_parameters()), version)
         publisher.close()
 

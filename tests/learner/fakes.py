@@ -38,8 +38,8 @@ class FakeClient:
     def served(self, version: int) -> None:
         self.calls.append(("served", version))
 
-    def cut(self, version: int) -> dict[str, Any]:
-        self.calls.append(("cut", version))
+    def buffer_checkpoint(self, version: int) -> dict[str, Any]:
+        self.calls.append(("buffer_checkpoint", version))
         return {}
 
     def close(self) -> None:
@@ -62,8 +62,8 @@ class FakePublisher:
     def connect(self) -> None:
         self.calls.append(("connect", -1))
 
-    def make_room(self) -> None:
-        self.calls.append(("make_room", -1))
+    def release_server_memory(self) -> None:
+        self.calls.append(("release_server_memory", -1))
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         self.calls.append(("push", version))

@@ -83,7 +83,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         ("take", 2),
         ("trained", 3),
         ("push", 3),
-        ("cut", 3),
+        ("buffer_checkpoint", 3),
         ("close", -1),
     ]
     assert [report.step for report in reports] == [1, 2, 3]
@@ -130,7 +130,7 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
         if report.eval_due:
             threading.Timer(0.3, end_the_evaluation).start()
     assert [call for call, _ in publisher.calls] == [
-        "connect", *["make_room", "push", "evaluated"] * 2, "make_room", "push",
+        "connect", *["release_server_memory", "push", "evaluated"] * 2, "release_server_memory", "push",
     ]
 
 

@@ -20,8 +20,8 @@ from async_rl.storage.checkpoints import (
     list_checkpoints,
     prune,
     read_training_state,
+    rename_later,
     run_dir_of,
-    set_aside_later,
     to_remove,
     write_training_state,
 )
@@ -59,7 +59,7 @@ def test_a_run_is_resumed_from_its_newest_whole_checkpoint_or_the_one_named(tmp_
 @pytest.mark.parametrize(
     ("where", "path"), [("checkpoints", "step_7"), ("checkpoints", ".."), ("checkpoints/step_7", "."), ("", ".")]
 )
-def test_a_checkpoint_named_from_within_its_run_directory_is_found_with_the_runs_name(
+def test_a_checkpoint_named_by_a_relative_path_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, path: str
 ) -> None:
     save(tmp_path / "x", 7)
@@ -74,9 +74,9 @@ def test_nothing_to_resume_from_is_refused(tmp_path: Path, path: str, hint: str)
         find_checkpoint(tmp_path / path)
 
 
-def test_a_cut_of_another_version_of_the_program_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    file = checkpoint_folder(tmp_path, 7) / "cut.json"
+    file = checkpoint_folder(tmp_path, 7) / "training_state.json"
     for other in ({"format": 0}, {"format": FORMAT + 1}):
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
         with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got .: another version of async-rl"):
@@ -84,11 +84,14 @@ def test_a_cut_of_another_version_of_the_program_is_refused(tmp_path: Path) -> N
     file.write_text('{"version": 7}')
     with pytest.raises(ConfigError, match="got None: another version of async-rl"):
         read_training_state(file.parent)
+    file.rename(file.with_name("cut.json"))  # as format 1 called it
+    with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got 1: another version of async-rl"):
+        read_training_state(find_checkpoint(tmp_path))
 
 
-def test_the_fields_of_a_cut_are_those_of_its_format() -> None:
+def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
     """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
-    fields = {1: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
+    fields = {2: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
     assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
 
 
@@ -117,15 +120,15 @@ def test_pruning_removes_folders(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [3]
 
 
-def test_a_resume_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_a_resume_from_an_older_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     (tmp_path / "checkpoints" / "step_4.partial").mkdir()
-    set_aside_later(checkpoint_folder(tmp_path, 2), version=2, lineage=0)
+    rename_later(checkpoint_folder(tmp_path, 2), version=2, lineage=0)
     assert list(list_checkpoints(tmp_path)) == [1, 2]
     assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
 
 
-def test_the_number_of_resumes_is_that_of_the_configs_set_aside(tmp_path: Path) -> None:
+def test_the_number_of_resumes_is_that_of_the_renamed_configs(tmp_path: Path) -> None:
     assert lineage_of(tmp_path) == 0
     for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
         (tmp_path / name).touch()

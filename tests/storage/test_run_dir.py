@@ -42,7 +42,7 @@ def step(run_dir: Path) -> None:
         (log, WaitTimeoutError("the server did not start"), True), (step, ConfigError("late"), True),
     ],
 )
-def test_a_new_run_directory_stays_if_it_tells_more_than_the_error(
+def test_a_new_run_directory_stays_if_it_explains_the_failure(
     config: Config, tmp_path: Path, write: Callable[[Path], None], error: BaseException, stays: bool
 ) -> None:
     (tmp_path / "run").mkdir()  # of another run
@@ -60,4 +60,4 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")
-    assert (folder / "cut.json").is_file()
+    assert (folder / "training_state.json").is_file()

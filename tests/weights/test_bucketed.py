@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
+from rollout_server.engines.sglang.admin import SGLangAdmin
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -80,21 +81,26 @@ def test_in_the_background_the_servers_are_stopped_only_when_they_have_everythin
     config = replace(CONFIG, weight_sync=replace(CONFIG.weight_sync, background=True))
     asked: list[str] = []
 
-    class Watched(BroadcastPublisher):
-        def call_servers(self, path, body, what):  # type: ignore[no-untyped-def]
+    class Noting(SGLangAdmin):
+        def ask(self, method, path, *arguments):  # type: ignore[no-untyped-def]
             asked.append(path)
-            return super().call_servers(path, body, what)
+            return super().ask(method, path, *arguments)
 
+    class Watched(BroadcastPublisher):
         def _broadcast(self, data: Tensor) -> None:
             asked.append("bucket")
             super()._broadcast(data)
 
     publisher = Watched(config, [receiver.url], 0, CPU, backend="gloo")
+    publisher.connect()
+    publisher._open_admin = Noting
+    publisher._admins.clear()
     report = publisher.push(gathered(receiver, 4.0), 3)
-    publisher.close()
-    assert asked == [
+    assert asked.count("/update_weights_from_distributed") == 8
+    assert [path for path in asked if path != "/update_weights_from_distributed"] == [
         "/begin_weight_update", *["bucket"] * 8, "/pause_generation", "/end_weight_update", "/continue_generation"
     ]
+    publisher.close()
     assert receiver.version() == 3
     assert receiver.checksum() == 4.0 * 32 * MB / 4
     assert 0 < report.pause_s < report.seconds

@@ -111,6 +111,17 @@ def test_a_live_server_that_asks_for_the_key_is_not_counted_as_lost(
     publisher.close()
 
 
+def test_a_server_is_told_to_leave_the_group_when_the_learner_closes() -> None:
+    """A server of rollout.server_url outlives the run, and would keep a group for each run."""
+    with ReceiverProcess(num_tensors=1, config=CONFIG) as receiver:
+        publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+        publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
+        group_name, admin = publisher.group_name, publisher.admin(receiver.url)
+        publisher.close()
+        with pytest.raises(WeightSyncError, match=rf"KeyError: '{group_name}'"):  # it has left already
+            admin.leave_group(group_name)
+
+
 @pytest.mark.timeout(120)
 def test_a_broadcast_goes_on_without_the_receiver_that_was_killed_in_the_middle_of_it() -> None:
     receivers = [ReceiverProcess(num_tensors=8, config=CONFIG) for _ in range(2)]

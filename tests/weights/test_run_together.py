@@ -38,9 +38,9 @@ def test_a_server_that_never_answers_is_named_with_the_key_of_the_wait() -> None
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         publisher = CudaIpcPublisher(config, [url], 0, torch.device("cpu"))
         with pytest.raises(WaitTimeoutError, match=rf"waited 0 s \(timeouts\.push_s\) for {url}/pause_generation"):
-            publisher.make_room()
+            publisher.release_server_memory()
         with pytest.raises(WaitTimeoutError, match=r"waited 0 s \(timeouts\.push_s\) for rollout/0"):
-            publisher.call_servers("/end_weight_update", {}, "end of a weight push")
+            publisher.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         publisher.close()
 
 

@@ -88,7 +88,7 @@ def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
 
 def test_weights_come_back_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
     publisher = publisher_for(servers[0])
-    publisher.make_room()
+    publisher.release_server_memory()
     assert servers[0].heard() == [PAUSE, RELEASE]
     push(publisher, 1)
     assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_CACHE, CONTINUE]
@@ -101,7 +101,7 @@ def test_a_push_that_breaks_off_resumes_nothing_twice_and_nothing_of_a_server_th
 ) -> None:
     stays, dies, new = servers
     publisher = publisher_for(stays, dies)
-    publisher.make_room()
+    publisher.release_server_memory()
     assert stays.heard() == dies.heard() == [PAUSE, RELEASE]
     dies.dies_at = WEIGHTS[0]
     assert push(publisher, 1) == ("rollout/1",)
@@ -116,7 +116,7 @@ def test_a_server_that_dies_as_the_learners_turn_begins_is_found_out_by_the_push
     stays, dies, _ = servers
     dies.dies_at = "/release_memory_occupation"
     publisher = publisher_for(stays, dies)
-    publisher.make_room()
+    publisher.release_server_memory()
     assert push(publisher, 1) == ("rollout/1",)
     stays.heard()
     assert push(publisher, 1) == ()

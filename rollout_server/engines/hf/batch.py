@@ -1,4 +1,4 @@
-"""Continuous batching over a plain transformers model: rows come and go between tokens, the cache packed."""
+"""Continuous batching over a transformers model: rows enter and leave between tokens, in one packed KV cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.sampling import sample_tokens, uniforms
 
 PREFILL_TOKENS = 16_384
-"""Padded prompt tokens of one prefill forward: bounds its activations."""
+"""The most padded prompt tokens of one prefill forward. This bounds the memory of its activations."""
 _GROWTH = 64
-"""Columns added when the cache is full: rare copies, little unused memory."""
-Item = TypeVar("Item")
+"""The columns that are added when the cache is full: few copies, little unused memory."""
 _COMPACT_FRACTION = 0.125
-"""Finished rows leave once they are this share: moving the others costs more than a few idle rows."""
+"""The share of finished rows at which they are removed: moving the others costs more than a few idle rows."""
+Item = TypeVar("Item")
 
 
 class WindowLayer(CacheLayerMixin):
-    """One layer's keys and values, right-aligned: every row's newest token is in column `end - 1`."""
+    """Keys and values of one layer, right-aligned: the newest token of every row is in column `end - 1`."""
 
     is_sliding = False
     keys: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
@@ -64,7 +64,7 @@ class WindowLayer(CacheLayerMixin):
         return -1
 
     def take(self, rows: Tensor, width: int) -> WindowLayer:
-        """The last `width` columns of these rows (repeats allowed), copied."""
+        """Copy the last `width` columns of these rows, which may repeat."""
         layer = WindowLayer()
         layer.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
         layer.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
@@ -72,7 +72,7 @@ class WindowLayer(CacheLayerMixin):
         return layer
 
     def join(self, other: WindowLayer) -> WindowLayer:
-        """Rows of both, the narrower one padded with zeros on the left."""
+        """Copy the rows of both, with the narrower one padded with zeros on the left."""
         layer = WindowLayer()
         layer.end, layer.is_initialized = max(self.end, other.end), True
         both = (self, other)
@@ -90,7 +90,7 @@ def _right_aligned(
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One request and its answers as they grow."""
+    """One request and its answers while they grow."""
 
     request: GenerationRequest
     completions: list[Completion | None] = field(init=False)
@@ -106,7 +106,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """One answer in the making."""
+    """One answer that is being sampled."""
 
     group: Group
     sample: int
@@ -118,7 +118,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are cached: all but the newest."""
+        """The number of tokens whose keys and values are cached: all but the newest."""
         return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
 
     @property
@@ -127,7 +127,7 @@ class _Row:
 
 
 class DecodingBatch:
-    """Rows that advance together, a token a step. Groups join between steps and are handed back complete."""
+    """Rows that advance together by one token a step. Groups join between steps and are returned when complete."""
 
     def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
@@ -136,26 +136,26 @@ class DecodingBatch:
         self._cache: list[WindowLayer] = []
         self._retracted: list[_Row] = []
         """Unfinished rows without KV."""
-        self._settings: tuple[Tensor, Tensor | None] | None = None
-        """Temperature and top_p of the rows [B, 1]; None when rows have changed."""
+        self._sampling: tuple[Tensor, Tensor | None] | None = None
+        """Temperature and top_p of the rows [B, 1]; None: the rows have changed."""
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._retracted)
 
     def retract(self) -> None:
-        """Drops the KV of all rows: the next step recomputes it."""
+        """Drop the KV of all rows. The next step recomputes it."""
         self._retracted += [row for row in self._rows if not row.done]
-        self._rows, self._cache, self._settings = [], [], None
+        self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Prefills each prompt once for all samples and samples first tokens; returns complete groups."""
+        """Prefill each prompt once for all its samples and sample first tokens; return the groups completed by them."""
         complete: list[Group] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
             source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
-            rows = [_Row(group, sample, _stream(group.request, sample))
+            rows = [_Row(group, sample, _random_numbers(group.request, sample))
                     for group in chunk for sample in range(group.request.n)]
-            complete += self._record(rows, logits[source], version, _settings(rows, logits.device))
+            complete += self._record(rows, logits[source], version, _sampling(rows, logits.device))
             keep = [i for i, row in enumerate(rows) if not row.done]
             if keep:
                 rows, source = [rows[i] for i in keep], [source[i] for i in keep]
@@ -163,7 +163,7 @@ class DecodingBatch:
         return complete
 
     def step(self, version: int) -> list[Group]:
-        """One token for every row; returns the groups completed by it."""
+        """Sample one token for every row; return the groups completed by it."""
         device = self._model.device
         self._recompute()
         self._compact()
@@ -173,12 +173,12 @@ class DecodingBatch:
         positions = torch.tensor([[row.length] for row in self._rows], device=device)
         mask = _mask([row.length + 1 for row in self._rows], self._cache[0].end + 1, device)
         logits = self._forward(newest, positions, self._cache, mask)
-        if self._settings is None:
-            self._settings = _settings(self._rows, device)
-        return self._record(self._rows, logits, version, self._settings)
+        if self._sampling is None:
+            self._sampling = _sampling(self._rows, device)
+        return self._record(self._rows, logits, version, self._sampling)
 
     def _recompute(self) -> None:
-        """Brings the retracted rows back, their KV computed by the weights of now."""
+        """Add the retracted rows again, with KV computed by the current weights."""
         rows = [row for row in self._retracted if not row.group.cancelled]
         self._retracted = []
         for chunk in _chunks(rows, [row.length for row in rows]):
@@ -186,7 +186,7 @@ class DecodingBatch:
             self._join(chunk, cache)
 
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
-        """Caches of width P and next-token logits. [B, V]"""
+        """Return caches as wide as the longest prompt, and next-token logits [B, V]."""
         device = self._model.device
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
@@ -208,7 +208,7 @@ class DecodingBatch:
         cache: list[WindowLayer],
         mask: Tensor | None,  # [B, cached + S]
     ) -> Tensor:
-        """Logits after the last column. [B, V]"""
+        """Return the logits after the last column [B, V]."""
         output = self._model(
             input_ids=tokens, attention_mask=mask, position_ids=positions,
             past_key_values=Cache(layers=[*cache]), use_cache=True, logits_to_keep=1,
@@ -220,12 +220,12 @@ class DecodingBatch:
         rows: list[_Row],
         logits: Tensor,  # [B, V]
         version: int,
-        settings: tuple[Tensor, Tensor | None],
+        sampling: tuple[Tensor, Tensor | None],
     ) -> list[Group]:
-        """Samples one token for each row; returns the groups whose last row ended."""
-        # A finished row that is still in the batch draws too; its token is ignored.
+        """Sample one token for each row; return the groups whose last row has ended."""
+        # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
-        tokens, logprobs = sample_tokens(logits, *settings, torch.from_numpy(drawn).to(logits.device))
+        tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
         complete = []
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.done:
@@ -246,26 +246,26 @@ class DecodingBatch:
             cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)]
         self._cache = cache
         self._rows = self._rows + rows
-        self._settings = None
+        self._sampling = None
 
     def _compact(self) -> None:
-        """Drops finished and cancelled rows, and the columns no row needs any more, when that pays."""
+        """Drop finished and cancelled rows, and columns that no row needs any more, when there are enough of them."""
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
-            self._rows, self._cache, self._settings = [], [], None
+            self._rows, self._cache, self._sampling = [], [], None
         elif idle > _COMPACT_FRACTION * len(self._rows):
             self._rows = [self._rows[i] for i in keep]
             self._cache = _take(self._cache, keep, max(row.length for row in self._rows))
-            self._settings = None
+            self._sampling = None
 
 
-def _stream(request: GenerationRequest, sample: int) -> npt.NDArray[np.float64]:
+def _random_numbers(request: GenerationRequest, sample: int) -> npt.NDArray[np.float64]:
     return uniforms(request.seed, request.prompt.index, sample, request.max_tokens)
 
 
-def _settings(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Temperature [B, 1] and top_p [B, 1]; no top_p where none narrows the choice."""
+def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return temperature [B, 1] and top_p [B, 1], or None in place of a top_p that is 1 in all rows."""
     requests = [row.group.request for row in rows]
     top_p = torch.tensor([[request.top_p] for request in requests], device=device)
     temperature = torch.tensor([[request.temperature] for request in requests], device=device)
@@ -273,7 +273,7 @@ def _settings(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | 
 
 
 def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
-    """True where a column belongs to the row, the last `length` ones; None when all do. [B, width]"""
+    """Return the attention mask [B, width]: True in the last `length` columns of a row; None: it is True everywhere."""
     if all(length == width for length in lengths):
         return None
     first = width - torch.tensor(lengths, device=device)
@@ -286,7 +286,7 @@ def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowL
 
 
 def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
-    """Consecutive items whose padded tokens are at most PREFILL_TOKENS together (or one item)."""
+    """Split into lists of consecutive items with at most PREFILL_TOKENS padded tokens, or with one item."""
     chunks: list[list[Item]] = []
     longest = 0
     for item, length in zip(items, lengths, strict=True):

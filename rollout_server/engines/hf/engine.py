@@ -1,14 +1,13 @@
-"""The in-process engine: a batched sampling loop over a plain transformers model. The reference, and the
-fallback.
+"""The engine in the worker's process: a batched sampling loop over a transformers model, the reference for others.
 
-One thread owns the model and advances all rows by one token at a time. Everything else that touches the model
-(a weight update, the logprobs of a probe) is a job which that thread runs between two tokens, so a token is
-sampled either wholly before or wholly after an update, and its version tag is exact. Running answers keep
-their KV cache over an update, or recompute it, as `weight_sync.on_update` has it.
+One thread owns the model and advances all rows by one token at a time. Everything else that uses the model (a weight
+update, the logprobs for a verification) is a job that this thread runs between two tokens, so a token is sampled either
+before or after an update, and its version is exact. Running answers keep their KV cache over an update or recompute it,
+depending on `weight_sync.on_update`.
 
-Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups
-requested in the same turn of the event loop enter the batch together. EvalSchedule have a batch of their own,
-so that the moment one starts does not change the shapes, and with them the rounding, of training answers.
+Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups requested in
+the same turn of the event loop enter the batch together. Evaluations have their own batch, so that the time at which
+one starts does not change the shapes, and with them the rounding, of training answers.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.storage.model_folder import check_positions, end_tokens
 from async_rl.weights.base import serving_dtype
-from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.base import Completion, GenerationRequest, Load, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, Group
-from rollout_server.engines.hf.weights import WeightEndpoints, take_over
+from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 
 Result = TypeVar("Result")
 
@@ -45,16 +44,16 @@ class HFEngine:
         self._config = config
         self._name = f"hf engine rollout/{index}"
         self._changed = threading.Condition()
-        # The next four are guarded by _changed.
+        # _changed guards the next four.
         self._arrivals: list[Group] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
         self._stopping = False
         self._failure: BaseException | None = None
         self._collected: list[Group] = []
-        """Requests of the current turn of the event loop."""
+        """Requests made in the current turn of the event loop."""
         self._futures: dict[object, asyncio.Future[Any]] = {}
-        """Of the requests and jobs that wait, by group and by job."""
+        """The futures of waiting requests by group, and of waiting jobs by job."""
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,23 +67,22 @@ class HFEngine:
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Raises ProcessDiedError once the engine has failed or is closed, ValueError on an unknown token."""
-        tokens = request.prompt.tokens
-        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise ValueError(
-                f"prompt {request.prompt.index} must be one or more tokens in 0..{self.vocab_size - 1}, "
-                f"got {tokens.tolist()[:20]}"
-            )
+        """
+        Raises:
+            ValueError: the prompt has no tokens, or one that the model does not know.
+            ProcessDiedError: the engine has failed or is closed.
+        """
+        check_prompt(request.prompt, self.vocab_size)
         self._check_alive()
         group = Group(request)
         future = self._futures[group] = self._loop.create_future()
         if not self._collected:
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_soon(self._submit_collected)
         self._collected.append(group)
         try:
             return await future
         finally:
-            group.cancelled = True  # of no effect once complete
+            group.cancelled = True  # this has no effect on a complete group
             self._futures.pop(group, None)
 
     async def load(self) -> Load:
@@ -104,8 +102,11 @@ class HFEngine:
             raise WaitTimeoutError(f"the end of {self._name} waited {limit} for its decode thread")
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Returns once no token is being sampled; running answers stay as they are until `resume`, then go on from
-        their KV or, without `keep_kv`, from one recomputed by the weights of that time."""
+        """Return when no token is being sampled any more.
+
+        Running answers wait for `resume` and then continue from their KV or, without `keep_kv`, from KV that is
+        recomputed with the weights of that time.
+        """
         with self._changed:
             self._paused = True
         await self.between_tokens(lambda: None if keep_kv else self._retract())
@@ -116,7 +117,7 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Puts the tensors in the place of the model's and sets the version, between two tokens."""
+        """Replace the model's weights and set the version, between two tokens."""
         await self.between_tokens(lambda: self._load_weights(tensors, version))
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
@@ -124,7 +125,7 @@ class HFEngine:
         return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Runs `job` in the thread that owns the model, also while paused; returns or raises what it does."""
+        """Run `job` in the thread that owns the model, even in a pause; return its result or raise its error."""
         future: asyncio.Future[Result] = self._loop.create_future()
         self._futures[job] = future
 
@@ -156,14 +157,14 @@ class HFEngine:
         if self._stopping:
             raise ProcessDiedError(f"{self._name} is closed")
 
-    def _hand_over(self) -> None:
+    def _submit_collected(self) -> None:
         groups, self._collected = self._collected, []
         with self._changed:
             self._arrivals += groups
             self._changed.notify()
 
     def _decode(self) -> None:
-        """The thread that owns the model.
+        """Run the thread that owns the model.
 
         Consumes requests and jobs; produces completed groups. Waits for either, or for the end of a pause.
         """
@@ -175,13 +176,13 @@ class HFEngine:
             self._failure = error
         with self._changed:
             self._stopping = True
-        self._loop.call_soon_threadsafe(self._refuse_all)
+        self._loop.call_soon_threadsafe(self._fail_all)
 
     def _advance(self) -> bool:
-        """One round: jobs, then new groups, then a token for every row. False when told to stop."""
+        """Run the waiting jobs, admit new groups, sample one token for every row. False: the engine is to stop."""
         with self._changed:
             while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
-                self._changed.wait()  # for work: who brings it notifies, and has a timeout of its own
+                self._changed.wait()  # for work: its caller notifies, and has a timeout of its own
             if self._stopping:
                 return False
             jobs, self._jobs = self._jobs, deque()
@@ -206,8 +207,8 @@ class HFEngine:
         if group in self._futures:
             _succeed(self._futures[group], group.completions)
 
-    def _refuse_all(self) -> None:
-        """After the thread's end: nothing will complete any more."""
+    def _fail_all(self) -> None:
+        """Fail all waiting requests and jobs after the end of the thread."""
         try:
             self._check_alive()
         except ProcessDiedError as error:
@@ -219,7 +220,7 @@ class HFEngine:
         self._evaluation.retract()
 
     def _load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        take_over(self.model, tensors)
+        replace_weights(self.model, tensors)
         self.version = version
 
     def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
@@ -230,7 +231,7 @@ class HFEngine:
 
 
 def _load(config: Config) -> PreTrainedModel:
-    """The model in its serving dtype on the first GPU or the CPU."""
+    """Load the model in its serving dtype on the first GPU or the CPU."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=serving_dtype(config, device.type),

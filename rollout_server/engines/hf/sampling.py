@@ -1,4 +1,4 @@
-"""Sampling as a pure function of logits and counter-based uniforms: timing never changes an answer."""
+"""Sampling as a pure function of logits and counter-based random numbers, so that timing never changes an answer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def sample_tokens(
     top_p: Tensor | None,  # [B, 1] float32; None: full support
     uniform: Tensor,  # [B, 1] float64 in [0, 1)
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and their logprobs. [B], [B]
+    """Sample one token per row; return the tokens [B] and their logprobs [B].
 
-    By inversion: the token whose interval of the cumulative distribution holds `uniform`. The logprob is that
-    of log_softmax(logits / temperature), also under top_p, which only narrows the choice, as with SGLang.
+    The token is the one whose interval of the cumulative distribution contains `uniform`. The logprob is that of
+    log_softmax(logits / temperature), also under top_p, which only narrows the choice, as in SGLang.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     probabilities = logprobs.exp()
@@ -46,7 +46,7 @@ def _nucleus(
     probabilities: Tensor,  # [B, V]
     top_p: Tensor,  # [B, 1]
 ) -> Tensor:
-    """The smallest set of most probable tokens that holds `top_p` of the mass; the others get 0. [B, V]"""
+    """Keep the smallest set of most probable tokens with `top_p` of the mass; the others get 0. [B, V]"""
     descending, order = probabilities.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending  # mass of the tokens above
     return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(before >= top_p, 0.0))

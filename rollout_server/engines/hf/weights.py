@@ -1,7 +1,7 @@
-"""The part of SGLang's HTTP API that weight pushes and their verification use, in front of the hf engine.
+"""The HTTP endpoints of the hf engine: the part of SGLang's API that weight pushes and their verification use.
 
-Tensors are gathered between /begin_weight_update and /end_weight_update and loaded at the end in one step
-between two tokens: a push that breaks off changes nothing.
+Tensors are collected between /begin_weight_update and /end_weight_update and loaded at the end in one step between
+two tokens, so a push that breaks off changes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from aiohttp import web
@@ -23,40 +23,32 @@ from async_rl.network import authorization
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 
+if TYPE_CHECKING:
+    from rollout_server.engines.hf.engine import HFEngine
+
 _MAX_BODY_BYTES = 64 * 2**20
-"""Of a request: it names tensors, it does not carry them."""
-
-
-class Updatable(Protocol):
-    """What the endpoints need of an engine."""
-
-    model: PreTrainedModel
-
-    async def pause(self, *, keep_kv: bool) -> None: ...
-    def resume(self) -> None: ...
-    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None: ...
-    async def prompt_logprobs(self, tokens: list[int]) -> list[float]: ...
+"""The largest request. It names tensors and does not carry them."""
 
 
 class WeightEndpoints:
-    """An HTTP server on a free port. A refusal is answered 400, with `success: false` and why."""
+    """An HTTP server on a free port. A refusal is answered with status 400, `success: false` and the reason."""
 
-    def __init__(self, engine: Updatable, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
+    def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
         self._timeouts = timeouts
         self._host = network.host
         self._headers = authorization(network)
         self._receiver = Receiver()
         self._staged: dict[str, Tensor] | None = None
-        """What the current update has brought; None outside an update."""
+        """The tensors received in the current update; None outside an update."""
         self._staged_version: int | None = None
 
     async def start(self) -> str:
-        """Listens; returns the base URL."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admit])
+        """Listen at a free port and return the base URL."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_key])
         app.router.add_get("/ready", self._ready)
         for path, handler in self._handlers().items():
-            app.router.add_post(path, _answering(handler))
+            app.router.add_post(path, _as_endpoint(handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
@@ -67,8 +59,8 @@ class WeightEndpoints:
         await self._runner.cleanup()
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
-        """Asks for the API key, as SGLang does."""
+    async def _check_key(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+        """Refuse a request without the API key, as SGLang does."""
         for name, value in self._headers.items():
             if not secrets.compare_digest(request.headers.get(name, ""), value):
                 return web.json_response({"success": False, "message": "wrong API key"}, status=401)
@@ -82,10 +74,10 @@ class WeightEndpoints:
             "/flush_cache": self._flush,
             "/begin_weight_update": self._begin,
             "/update_weights_from_distributed": self._receive,
-            "/update_weights_from_disk": self._read,
+            "/update_weights_from_disk": self._load_folder,
             "/end_weight_update": self._end,
             "/continue_generation": self._resume,
-            "/generate": self._probe,
+            "/generate": self._score,
         }
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -102,7 +94,7 @@ class WeightEndpoints:
         return {}
 
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answers live in the engine, not in requests of the server: retract and abort both recompute their KV."""
+        """Answers are kept in the engine and not in HTTP requests, so `retract` and `abort` both recompute their KV."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
@@ -110,7 +102,7 @@ class WeightEndpoints:
         return {}
 
     async def _flush(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {}  # nothing outlives its answer here
+        return {}  # the engine has no prefix cache
 
     async def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
         self._staged = self._staged_version = None
@@ -119,20 +111,20 @@ class WeightEndpoints:
 
     async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
         self._staged, self._staged_version = {}, None
-        self._receiver.begin()
+        self._receiver.begin_push()
         return {}
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("load_format") != "flattened_bucket":
             raise ValueError(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
-        # Received whatever it is: the sender broadcasts at the same time and would hang on a refusal.
+        # The bucket is received before it is checked: the sender broadcasts at the same time and would hang otherwise.
         device = self._engine.model.device
         tensors = await asyncio.to_thread(self._receiver.receive, group, names, dtypes, shapes, device)
         self._stage(tensors, body.get("weight_version"))
         return {}
 
-    async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _load_folder(self, body: dict[str, Any]) -> dict[str, Any]:
         tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]), self._engine.model.device)
         self._stage(tensors, body.get("weight_version"))
         return {}
@@ -157,33 +149,33 @@ class WeightEndpoints:
         staged, version = self._staged, self._staged_version
         if staged is None:
             raise ValueError("/end_weight_update without /begin_weight_update")
-        self._staged = self._staged_version = None  # a learner that gives the push up says this a second time
-        if version is not None:  # comes with the last bucket: without it the push has broken off
-            _check_whole(self._engine.model, staged)
+        self._staged = self._staged_version = None  # a learner that gives the push up sends this a second time
+        if version is not None:  # it comes with the last bucket: without it the push has broken off
+            _check_complete(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
-            self._receiver.taken()
+            self._receiver.end_push()
         return {}
 
-    async def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Logprobs of the given tokens: what a verification after a push asks for. Samples nothing."""
+    async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Compute the logprobs of the given tokens, for the verification after a push. Nothing is sampled."""
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
         return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}
 
 
-def take_over(
+def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """The memory of `tensors` becomes the model's: nothing is copied while answers stand still."""
+    """Make the model use the memory of `tensors`: nothing is copied while answers stand still."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
         places[name].data = tensor.detach()
 
 
-def _answering(
+def _as_endpoint(
     handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
@@ -198,7 +190,7 @@ def _answering(
 
 
 def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    # Copied: what safetensors gives is the file itself, which a later push removes.
+    # Copied, because safetensors maps the file itself, which a later push removes.
     return [
         (name, tensor.to(device, copy=True))
         for file in weight_files(folder)
@@ -206,8 +198,8 @@ def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]
     ]
 
 
-def _check_whole(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """A labelled version must replace every parameter; one name is enough for weights that are tied."""
+def _check_complete(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError unless `tensors` replace every weight. One name is enough for weights that are tied."""
     state = model.state_dict()
     covered = {state[name].data_ptr() for name in tensors}
     missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]

@@ -1,9 +1,8 @@
-"""What SGLang needs to serve well on CPU: its torch_native attention backend with the loop over sequences replaced,
-and a scheduler that leaves its core to others while it is paused.
+"""Two changes to SGLang for CPUs: an attention backend for many short sequences, and a paused scheduler that sleeps.
 
-The stock backend calls torch once per sequence and layer; with hundreds of short sequences in a batch those
-calls, not the arithmetic, take most of the server's time. The one here does the same arithmetic for slices of
-the batch and leaves every other case to the stock code.
+SGLang's torch_native backend calls torch once per sequence and layer; with hundreds of short sequences in a batch the
+calls, not the arithmetic, take most of the server's time. The backend here does the same arithmetic for slices of the
+batch and leaves every other case to SGLang's code.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Samples of one prompt find all of it but its last token in the prefix cache: one new token each."""
+        """Samples of one prompt find all but its last token in the prefix cache, so each has one new token."""
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
-        tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one?
+        tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: whether it is the only new one
         if single.any():
             self._run_sdpa_forward_decode(
                 query[tokens], part := torch.empty_like(output[tokens]), k_cache, v_cache, req_to_token,
@@ -62,7 +61,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Call in the scheduler's process before it starts."""
+    """Install both changes. Call it in the scheduler's process before the scheduler starts."""
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
     Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
 
@@ -71,9 +70,9 @@ _record_paused = Scheduler._record_scheduler_state_for_paused_engine
 
 
 def _wait_while_paused(scheduler: Scheduler) -> None:
-    """With `sleep-on-idle`, a paused scheduler waits for the next message too.
+    """With `sleep-on-idle`, let a paused scheduler wait for the next message.
 
-    SGLang's asks for one over and over: on the core that its own HTTP process, or the learner, then needs for the push.
+    SGLang's scheduler polls for it, on the core that its own HTTP process, or the learner, needs for the push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

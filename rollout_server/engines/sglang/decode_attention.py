@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence, for all sequences of a batch at once. Plain torch."""
+"""Attention of one new token per sequence in plain torch, for all sequences of a batch at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 SLICE_TOKENS = 16_384
-"""Cached tokens (sequences * longest) gathered at a time: small enough for a CPU's caches."""
+"""The most cached tokens (sequences * longest) that are gathered at a time, so that they fit a CPU's caches."""
 
 
 def decode_attention(
@@ -18,7 +18,7 @@ def decode_attention(
     lengths: Tensor,  # [B] tokens of each sequence, the new one included
     scaling: float | None,
 ) -> Tensor:  # [B, H, D]
-    """softmax(q k^T * scaling) v over each sequence's cached tokens."""
+    """Compute softmax(q k^T * scaling) v over the cached tokens of each sequence."""
     order = torch.argsort(lengths)
     sorted_lengths = lengths[order].tolist()
     output = torch.empty_like(query)
@@ -40,7 +40,7 @@ def _padded_attention(
 ) -> Tensor:
     batch, heads, dim = query.shape
     valid = torch.arange(slots.shape[1], device=lengths.device) < lengths[:, None]  # [B, S]
-    slots = torch.where(valid, slots, slots[:, :1])  # padding reads the sequence's own cache, never another's
+    slots = torch.where(valid, slots, slots[:, :1])  # padding reads the cache of the same sequence
     keys, values = (  # [B, K, S, D]
         torch.index_select(cache, 0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
         for cache in (k_cache, v_cache)

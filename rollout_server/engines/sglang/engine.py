@@ -1,13 +1,13 @@
-"""The SGLang engine: its own server process, a few HTTP requests per rollout group, a version for every token.
+"""The SGLang engine: a server process, a few HTTP requests for each rollout group, a version for every token.
 
-A group is a primer, which computes the prompt's KV once, and one request with a sample for each answer, which finds
-it in the prefix cache. Each group has a prefix-cache key of its own, so that no request reads the KV cache of a
-request before it, which may come from older weights: an update in place keeps the cache. What SGLang samples depends on
-how it batches, so its runs don't repeat exactly (the hf engine's do) unless `rollout.server_args` has
+A group is sent as a primer, which computes the prompt's KV once, and one request with a sample for each answer, which
+finds that KV in the prefix cache. Each group has its own prefix-cache key, so that no request reads the KV of an
+earlier one, which may come from older weights: an update in place keeps the cache. SGLang's samples depend on how it
+batches, so its runs don't repeat exactly (the hf engine's do) unless `rollout.server_args` has
 enable-deterministic-inference (GPUs only): then an answer is a function of weights, seed, prompt and sample.
 
-With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is asked for
-again, from prompt and answer so far, under a new cache key: it's all computed by the new weights.
+With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
+again, from prompt and answer so far, under a new cache key, so that all of its KV comes from the new weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import threads_per_process
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import IntArray
-from rollout_server.engines.base import Completion, GenerationRequest, Load
-from rollout_server.engines.sglang.attach_server import take_over
+from rollout_server.engines.base import Completion, GenerationRequest, Load, check_prompt
+from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.engines.sglang.attach_server import attach_server
 from rollout_server.engines.sglang.sglang_process import ServerProcess, server_flags
 
 LOAD_TIMEOUT_S = 2.0
@@ -38,15 +39,15 @@ LOAD_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it grows; more than one request only if a push aborted it."""
+    """One answer while it grows. It takes more than one request only if a push aborts it."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty while tokens are missing."""
+    """Empty until the answer has ended."""
     seed: int = 0
-    """Heeded by servers with deterministic inference alone."""
+    """Only servers with deterministic inference use it."""
 
     def completion(self) -> Completion:
         return Completion(
@@ -65,22 +66,22 @@ class SGLangEngine:
         self._name = f"SGLang server rollout/{index}"
         self._log_file = log_dir / f"sglang-rollout-{index}.log"
         self._server: ServerProcess | None = None
-        """None where a running server was taken over."""
+        """None if the run uses a server that was running before."""
         self._resubmits = config.weight_sync.on_update == "abort"
         self._attempts = itertools.count()
-        self._given_up: asyncio.Queue[str] = asyncio.Queue()
+        self._cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
-        """Raises ConfigError, ProcessDiedError (with the log's last lines) or WaitTimeoutError."""
+        """Raises ConfigError, ProcessDiedError with the log's last lines, or WaitTimeoutError."""
         model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
             headers=authorization(self._config.network),
         )
-        self._aborting = asyncio.create_task(self._abort_given_up())
+        self._aborting = asyncio.create_task(self._abort_cancelled())
         if url := self._config.rollout.server_url:
-            await take_over(self._session, url, self._config)
+            await asyncio.to_thread(attach_server, SGLangAdmin(self._config, url), self._config)
             self.url = url
             return
         free_bytes = psutil.virtual_memory().available
@@ -92,26 +93,22 @@ class SGLangEngine:
         self.url = self._server.url
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """When cancelled it ends its requests on the server.
+        """Sample `request.n` answers. When cancelled, end the requests on the server too.
 
-        Raises ValueError on a prompt the model can't take, ProcessDiedError, WaitTimeoutError after
-        `timeouts.generate_s`, and AsyncRLError when the server refuses, aborts or garbles the answer."""
-        check_tokens(request.prompt.tokens, self.vocab_size, request.prompt.index)
+        Raises:
+            ValueError: the model can't take the prompt.
+            ProcessDiedError: the server is gone.
+            AsyncRLError: the server refuses, aborts or garbles the answer.
+        """
+        check_prompt(request.prompt, self.vocab_size)
         answers = [Answer(seed=sampling_seed(request, sample)) for sample in range(request.n)]
-        timeout_s = self._config.timeouts.generate_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while open_answers := [answer for answer in answers if not answer.finish_reason]:
-                    await self._generate(request, open_answers)
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"group {request.group_id} waited {timeout_s:.0f} s (timeouts.generate_s) for {self._name}"
-            ) from None
+        while open_answers := [answer for answer in answers if not answer.finish_reason]:
+            await self._generate(request, open_answers)
         return [answer.completion() for answer in answers]
 
     async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Lets `answers` grow, to their ends or until a push aborts them."""
-        # SGLang aborts every request whose id begins with the given one: none may begin with another's.
+        """Extend `answers` to their ends, or until a push aborts them."""
+        # SGLang aborts every request whose id begins with the given one, so no id may begin with another.
         key = f"{request.group_id}.{next(self._attempts)}."
         bodies = [request_body(request, answers, self._end_tokens, key)]
         if len(answers) > 1:
@@ -135,27 +132,27 @@ class SGLangEngine:
                 return replies
         except asyncio.CancelledError:
             for rid in body["rid"]:
-                self._given_up.put_nowait(rid)
+                self._cancelled.put_nowait(rid)
             raise
         except aiohttp.ClientError as error:
-            await asyncio.sleep(0.5)  # a dying server closes its connections before it can be seen dead
+            await asyncio.sleep(0.5)  # a dying server closes its connections before its process has ended
             if self._server is not None:
                 self._server.check_alive()
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
-    async def _abort_given_up(self) -> None:
-        """Consumes the ids of requests nobody waits for any more, and ends them on the server."""
+    async def _abort_cancelled(self) -> None:
+        """End the requests on the server whose callers were cancelled."""
         while True:
-            rid = await self._given_up.get()
+            rid = await self._cancelled.get()
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
-            # A server that is gone has nothing to end, and who needs an answer of it is told so.
+            # A server that is gone has nothing to end, and callers that wait for its answers get an error of their own.
             with suppress(TimeoutError, aiohttp.ClientError):
                 async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=timeout):
                     pass
-            self._given_up.task_done()
+            self._cancelled.task_done()
 
     async def load(self) -> Load | None:
-        """From the server's /v1/loads, which reads shared memory and leaves its scheduler alone."""
+        """The load by the server's /v1/loads, which reads shared memory and does not disturb its scheduler."""
         rollout = self._config.rollout
         try:
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
@@ -178,23 +175,14 @@ class SGLangEngine:
             await self._server.aclose()
 
 
-def check_tokens(tokens: IntArray, vocab_size: int, prompt_index: int) -> None:
-    """A token the model doesn't have would end the whole server, so it is refused here (ValueError)."""
-    if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(
-            f"prompt {prompt_index} must be one or more tokens in 0..{vocab_size - 1}, "
-            f"got {tokens.tolist()[:20]}"
-        )
-
-
 def sampling_seed(request: GenerationRequest, sample: int) -> int:
-    """In 0..2**31 - 1. Of its own for every answer: with one seed for all, a group's answers would be equal."""
+    """The seed of one answer, in 0..2**31 - 1. With one seed for all, the answers of a group would be equal."""
     source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
     return int(source.generate_state(1)[0]) >> 1
 
 
 def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
-    """Of a /generate request that computes the prompt's KV and samples nothing."""
+    """The body of a /generate request that computes the prompt's KV and samples nothing."""
     return {
         "rid": [f"{key}prompt."], "input_ids": [request.prompt.tokens.tolist()],
         "sampling_params": [{"max_new_tokens": 0}], "extra_key": key,
@@ -204,8 +192,9 @@ def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
 def request_body(
     request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
 ) -> dict[str, Any]:
-    """Of a /generate request for what the answers lack. Every parameter that could narrow the support is set, also
-    to its default.
+    """The body of a /generate request for the missing parts of the answers.
+
+    Every parameter that could narrow the support of the distribution is set, even if to its default.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {
@@ -225,7 +214,11 @@ def request_body(
 
 
 def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int]) -> None:
-    """Appends what one request sampled. Raises AsyncRLError if it isn't whole, or ended by neither model nor abort."""
+    """Append the tokens that one request sampled.
+
+    Raises:
+        AsyncRLError: the reply is incomplete, or the request was ended by neither the model nor an abort.
+    """
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
     aborted = finish["type"] == "abort" and not finish.get("status_code")
@@ -238,7 +231,7 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_to
     answer.logprobs += logprobs
     answer.versions += token_versions(meta.get("weight_versions"), len(tokens)).tolist()
     ended_by_token = finish["type"] == "stop" and isinstance(finish.get("matched"), int)
-    if ended_by_token or (aborted and tokens and tokens[-1] in end_tokens):  # an abort may come with the last token
+    if ended_by_token or (aborted and tokens and tokens[-1] in end_tokens):  # an abort can come with the last token
         answer.finish_reason = "stop"
     elif finish["type"] == "length" or (aborted and len(answer.tokens) == max_tokens):
         answer.finish_reason = "length"
@@ -247,7 +240,11 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_to
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:
-    """[num_tokens] from SGLang's spans `{version, start, end}`, which must cover the tokens in order."""
+    """The version of each token [num_tokens] from SGLang's spans `{version, start, end}`.
+
+    Raises:
+        AsyncRLError: the spans do not cover the tokens in order.
+    """
     versions = np.empty(num_tokens, dtype=np.int32)
     covered = 0
     for span in spans or ():
@@ -264,9 +261,7 @@ def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntAr
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:
-    """The text part of the model's config, the tokens that end an answer, whether there is a GPU to serve
-    from.
-    """
+    """Return the text part of the model's config, the tokens that end an answer, and whether there is a GPU."""
     import torch
     from transformers import AutoConfig
 

@@ -1,14 +1,12 @@
-"""Import stand-ins for packages that the stock SGLang imports at module level, also where serving text never uses
-them: without a GPU triton and sgl_kernel, on one flashinfer, on both torchvision.
+"""Stubs for packages that SGLang imports but does not use when it serves text on this host.
 
-A stand-in lets such code be imported: its names can be passed around (annotations, base classes, decorators, default
-values), and calling one raises MissingKernelError. It never computes anything, so it never computes a wrong
-number.
+They are triton and sgl_kernel without a GPU, flashinfer with one, and torchvision. With a stub SGLang's modules can be
+imported: its names can be used as annotations, base classes, decorators and default values, and calling one raises
+MissingKernelError. A stub computes nothing, so it never computes a wrong number.
 
-A real package always wins: `install` makes a stand-in only where importing the real one fails (not installed,
-or built for a GPU this host lacks). Stand-ins live in the server's processes only; `rollout_server.launch`
-installs them at its top, which multiprocessing's spawn runs again in each child of the server before anything
-else.
+A stub is installed only if the real package can't be imported: it is not installed, or built for a GPU that this host
+does not have. Stubs exist in the server's processes only: launch.py installs them at its top, which runs again in each
+child of the server before anything else.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from typing import Any
 
 ON_CPU = ("triton", "sgl_kernel", "torchvision")
 ON_GPU = ("flashinfer", "torchvision")
-"""There SGLang needs triton and sgl_kernel, and what their import says is the error to show."""
+"""On a GPU SGLang needs triton and sgl_kernel, so an error of their import is shown."""
 
 _WITH_FALLBACK = re.compile(r"triton\.knobs|sgl_kernel\..+|flashinfer\.norm")
-"""Modules that SGLang asks for in try/except, and does well without."""
+"""Modules that SGLang imports in try/except and can do without."""
 
 _CURES = {
     "triton": "It runs on GPUs only: use --device cpu with a text model SGLang serves natively in torch",
@@ -40,11 +38,11 @@ _CURES = {
 
 
 class MissingKernelError(NotImplementedError):
-    """Something called a function of a package that is not on this host."""
+    """A function of a package that is missing on this host was called."""
 
 
 class Absent:
-    """A name from an absent package: may be mentioned anywhere, can't be called, indexed or instantiated."""
+    """A name from a missing package. It can be passed around, but not called, indexed or instantiated."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -76,9 +74,7 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """@triton.jit, bare or with options: the body may only run as a compiled kernel, so nothing of it is
-    kept.
-    """
+    """@triton.jit, with or without options. The body can only run as a compiled kernel, so it is dropped."""
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
@@ -87,20 +83,20 @@ def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: obj
 
 
 class _Constant:
-    """tl.constexpr: modules define named constants with it."""
+    """tl.constexpr, with which modules define named constants."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
 
 class _Config:
-    """triton.Config: modules list the candidates of an autotuner."""
+    """triton.Config, with which modules list the candidates of an autotuner."""
 
     def __init__(self, kwargs: dict[str, object], **_options: object) -> None:
         self.kwargs = kwargs
 
 
-_REAL: dict[str, Any] = {  # names that importing modules do call, with what they mean
+_REAL: dict[str, Any] = {  # names that modules call while they are imported
     "triton.jit": _kernel,
     "triton.autotune": lambda *_args, **_kwargs: _kernel,
     "triton.heuristics": lambda *_args, **_kwargs: _kernel,
@@ -138,7 +134,7 @@ class _Finder(MetaPathFinder, Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: the names come into being when asked for."""
+        """Do nothing: `_AbsentModule` creates names when they are used."""
 
 
 def _is_usable(package: str) -> bool:
@@ -162,14 +158,16 @@ def _needed_here() -> tuple[str, ...]:
 
 
 def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Make stand-ins for those `packages` (None: what SGLang can do without on this host) that can't be imported
-    here; return their names. Call before sglang.
+    """Install stubs for those `packages` that can't be imported; return their names. Call it before importing sglang.
+
+    Args:
+        packages: None: the packages that SGLang can do without on this host.
     """
     packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))
     if "sgl_kernel" in missing:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    if "triton" in missing:  # torch asks once and remembers: it must not take the stand-in for a compiler
+    if "triton" in missing:  # torch looks once and remembers: it must not take the stub for a compiler
         from torch.utils._triton import has_triton_package
 
         has_triton_package()

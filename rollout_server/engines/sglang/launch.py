@@ -1,7 +1,6 @@
-"""The stock SGLang server, also on hosts without a GPU: python -m rollout_server.launch <SGLang's own flags>
+"""The program of an SGLang server: python -m rollout_server.engines.sglang.launch <SGLang's flags>
 
-What stands outside `main` runs in SGLang's child processes too: spawn imports this file in each of them
-first.
+The code outside `main` runs in SGLang's child processes too, because multiprocessing imports this file in each of them.
 """
 
 from __future__ import annotations
@@ -15,26 +14,24 @@ from typing import Any
 from rollout_server.engines.sglang import import_stubs
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
-"""Process id of the parent, set by one who wants the server to end with him."""
+"""Process id of the parent. If it is set, the server ends with that process."""
 API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
-"""The server's API key: on its command line everybody on the host could read it."""
+"""The server's API key. On the command line every user of the host could read it."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL. A server started by hand lives
-    on.
-    """
+    """Let the kernel kill this process when its parent dies, even by SIGKILL. Without PARENT_VARIABLE do nothing."""
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # what this process spawns ends with it
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the processes that this one starts end with it
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """The process that runs the model: SGLang's own, with this project's attention for CPUs."""
+    """Run SGLang's scheduler, the process that runs the model, with this project's attention for CPUs."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from rollout_server.engines.sglang import cpu_backend
@@ -57,7 +54,7 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # a process of the server, not one that imports this module
+if __name__ in ("__main__", "__mp_main__"):  # this is a process of the server, not one that imports this module
     die_with_parent()
     import_stubs.install()
 

@@ -47,7 +47,7 @@ def select(config: Config, query: str) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
-    """Ends like a killed process: without a last word to the journal."""
+    """Serve, and end as when the process is killed: without a last commit to the journal."""
     server = BufferServer(config)
     stop = threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
@@ -57,7 +57,7 @@ def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
     finally:
         stop.set()
         thread.join(10)
-        server._door.close()
+        server._socket.close()
         assert server._journal
         server._journal._db.close()
         server._journal._files.close()
@@ -72,7 +72,7 @@ async def put_six(worker: WorkerClient) -> None:
         assert await worker.put(make_group(slot))
 
 
-def test_a_buffer_that_crashed_goes_on_where_it_was_and_its_clients_with_it(tmp_path: Path) -> None:
+def test_a_buffer_that_crashed_continues_where_it_was_with_its_clients(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     learner = None
     try:
@@ -152,7 +152,7 @@ def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Pat
     )
 
 
-def test_what_a_checkpoint_may_need_is_kept_until_the_one_after_it_is_whole(tmp_path: Path) -> None:
+def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_path: Path) -> None:
     """Checkpoint 4 is being written until 8 is due at the latest; a crash before that resumes from 0."""
     config = dataclasses.replace(journalled(tmp_path, keep_steps=0), checkpoint=CheckpointConfig(every_steps=4))
     kept_at_the_end = []
@@ -208,9 +208,9 @@ def test_a_run_without_a_journal_says_so_when_asked_for_one(
 
 
 def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a run whose rollout server never started."""
+    """Such a journal is left by a run whose rollout server never started."""
     config = journalled(tmp_path)
-    BufferServer(config)._door.close()
+    BufferServer(config)._socket.close()
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
     assert "must hold what a buffer committed, got an empty journal" in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
@@ -224,7 +224,7 @@ def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
         BufferServer(config)
 
 
-def test_a_journal_of_another_version_of_the_program_is_neither_continued_nor_exported(
+def test_a_journal_of_another_schema_version_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / FILE_NAME
@@ -232,7 +232,7 @@ def test_a_journal_of_another_version_of_the_program_is_neither_continued_nor_ex
     Journal(file, keep_steps=1).close()
     with contextlib.closing(sqlite3.connect(file)) as database:
         database.execute("PRAGMA user_version = 0")
-    said = r"must have schema version 1, got 0: another version of async-rl wrote it\. Use that one"
+    said = r"must have schema version 2, got 0: another version of async-rl wrote it\. Use that one"
     with pytest.raises(AsyncRLError, match=said):
         Journal(file, keep_steps=1)
     assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1

@@ -1,4 +1,4 @@
-"""A buffer behind keys, on a real socket, and strangers at its door."""
+"""A buffer that requires keys, on a real socket, and clients without the right ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_answered(address: str, server_key: Path | None, client_key: Path | None) 
         return bool(socket.poll(1000))
 
 
-def test_who_has_the_keys_works_as_without_keys(locked: BufferServer, keys: Path) -> None:
+def test_a_client_with_the_keys_works_as_without_keys(locked: BufferServer, keys: Path) -> None:
     learner = LearnerClient(locked.address, TIMEOUTS, str(keys))
     learner.served(0)
     with_worker(locked.address, put_all, keys=str(keys))
@@ -55,7 +55,7 @@ def test_who_has_the_keys_works_as_without_keys(locked: BufferServer, keys: Path
     learner.close()
 
 
-def test_a_stranger_is_turned_away_whatever_is_wrong_with_its_keys(
+def test_a_client_with_wrong_keys_is_rejected(
     locked: BufferServer, keys: Path, tmp_path: Path
 ) -> None:
     foreign = tmp_path / "foreign"
@@ -80,12 +80,12 @@ def test_a_folder_without_all_keys_is_refused_before_a_run(keys: Path, tmp_path:
         check_keys(str(keys))
 
 
-def test_a_learner_with_foreign_keys_hears_so_instead_of_waiting_for_ever(
+def test_a_learner_with_foreign_keys_gets_an_error_instead_of_waiting(
     locked: BufferServer, keys: Path, tmp_path: Path
 ) -> None:
     new_keys(tmp_path / "foreign")
     learner = LearnerClient(locked.address, QUICK, str(tmp_path / "foreign"))
-    with pytest.raises(WaitTimeoutError, match=r"it is gone, or turns away who has not the keys of its network.keys"):
+    with pytest.raises(WaitTimeoutError, match=r"the buffer is down, or rejected this client's CURVE keys"):
         learner.served(0)
     learner.close()
 
@@ -99,7 +99,7 @@ def test_secret_keys_are_for_their_owner_only(keys: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in keys.iterdir()} == {0o600}
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     (keys / "client.key_secret").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"client.key_secret can be read by others than its owner. chmod 600"):
+    with pytest.raises(ConfigError, match=r"key_secret can be read by other users than its owner. Run chmod 600"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
 
 
@@ -121,7 +121,7 @@ def test_missing_and_broken_keys_are_refused_by_name(keys: Path, tmp_path: Path)
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
 
 
-def test_leaving_loopback_takes_keys_or_an_explicit_word() -> None:
+def test_an_address_off_loopback_needs_keys_or_insecure() -> None:
     for network in ({"keys": "some"}, {"insecure": True}):
         NetworkConfig(host="10.0.0.5", **network)
     with pytest.raises(ConfigError, match=r"network.host must be a loopback address.* got '10.0.0.5'.*keys new"):

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import requests
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.types import IntArray
 from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread
 
 TOLERANCE = 1e-4
@@ -46,15 +46,11 @@ def largest_error(
     )
 
 
-def update_in_place(url: str, model: Path, version: int) -> None:
-    """New weights from disk under running requests, as a weight push does it."""
-    for path, body in (
-        ("pause_generation", {"mode": "in_place"}),
-        ("begin_weight_update", {}),
-        ("update_weights_from_disk",
-         {"model_path": str(model), "weight_version": str(version), "flush_cache": False}),
-        ("end_weight_update", {}),
-        ("continue_generation", {}),
-    ):
-        reply = requests.post(f"{url}/{path}", json=body, timeout=60)
-        assert reply.status_code == 200, (path, reply.text)
+def update_in_place(server: EngineInThread, model: Path, version: int) -> None:
+    """Load new weights from disk under running requests, as a weight push does."""
+    admin = SGLangAdmin(server.config, server.engine.url)
+    admin.pause("in_place")
+    admin.begin_update()
+    admin.load_folder(model, version)
+    admin.end_update()
+    admin.resume()

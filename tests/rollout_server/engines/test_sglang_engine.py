@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.errors import AsyncRLError, ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
 from tests.rollout_server.engines.sglang_cases import (
@@ -101,7 +101,7 @@ def test_an_update_in_mid_answer_splits_its_versions_where_the_weights_changed(
         running = asyncio.create_task(sglang_server.engine.generate(group))
         for probe in (request_for(7), request_for(8)):  # once these are answered, the group is under way
             await sglang_server.engine.generate(probe)
-        await asyncio.to_thread(update_in_place, sglang_server.engine.url, new_folder, 1)
+        await asyncio.to_thread(update_in_place, sglang_server, new_folder, 1)
         return await running
 
     answers = sglang_server.run(generate_and_update())
@@ -131,12 +131,12 @@ def test_without_a_key_of_its_own_a_request_would_read_stale_cache(
     def logprob_error() -> float:
         sampling = {"max_new_tokens": 1}
         body = {"input_ids": prompt.tolist(), "return_logprob": True, "sampling_params": sampling}
-        reply = requests.post(f"{sglang_server.engine.url}/generate", json=body, timeout=30).json()
+        reply = SGLangAdmin(sglang_server.config, sglang_server.engine.url).ask("POST", "/generate", body)
         logprob, token, _ = reply["meta_info"]["output_token_logprobs"][0]
         return abs(logprob - logprobs_of(load_model(folder), prompt, np.array([token]), 1.0)[0])
 
     logprob_error()
-    update_in_place(sglang_server.engine.url, folder, version=2)
+    update_in_place(sglang_server, folder, version=2)
     assert logprob_error() > 100 * TOLERANCE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -22,11 +24,13 @@ from async_rl.config import (
     RolloutConfig,
     StalenessConfig,
     TaskConfig,
+    TimeoutsConfig,
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.engines.sglang.engine import (
     Answer,
+    SGLangEngine,
     extend_answer,
     primer_body,
     request_body,
@@ -154,6 +158,60 @@ def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
         pass
+
+
+FAKE_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"id": flags["--served-model-name"]}).encode())
+    do_POST = do_GET
+try:
+    HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+except OSError as error:
+    sys.exit(f"[Errno 98] error while attempting to bind on address: {error.strerror.lower()}")
+"""
+
+
+def test_a_server_whose_port_was_taken_meanwhile_starts_on_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def start_fake(command: list[str], **options: Any) -> Any:
+        return popen([sys.executable, "-c", FAKE_SERVER, *command[3:]], **options)
+
+    async def start_and_close() -> None:
+        await server.start()
+        await server.aclose()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1], free_port("127.0.0.1")]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        monkeypatch.setattr("rollout_server.engines.sglang.sglang_process.free_port", lambda host: ports.pop(0))
+        monkeypatch.setattr("rollout_server.engines.sglang.sglang_process.subprocess.Popen", start_fake)
+        server = ServerProcess("rollout/0", {"dtype": "float32"}, 1, tmp_path / "log", config())
+        asyncio.run(start_and_close())
+    assert server.url == urls[1]
+
+
+def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
+    """The worker waits for timeouts.generate_s: a second limit in the engine made it a race which error appears."""
+    limited = dataclasses.replace(config(), timeouts=TimeoutsConfig(generate_s=0.05))
+
+    async def wait_for_a_mute_server(url: str) -> None:
+        engine = SGLangEngine(limited, 0, tmp_path)
+        engine.url, engine.vocab_size, engine._end_tokens = url, 100, []
+        async with aiohttp.ClientSession() as engine._session:
+            await asyncio.wait_for(engine.generate(request_for(0)), 1.0)
+
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(TimeoutError) as caught:
+        asyncio.run(wait_for_a_mute_server(f"http://127.0.0.1:{mute.getsockname()[1]}"))
+    assert not isinstance(caught.value, AsyncRLError)
 
 
 def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import requests
 import torch
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
 from rollout_server.engines.base import Completion
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import request_for, sharp_model
 from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
@@ -44,7 +44,7 @@ def push(config: Config, url: str) -> int:
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
     if config.takes_turns:
-        publisher.make_room()
+        publisher.release_server_memory()
     publisher.push(model.named_parameters(), version)
     tokens = list(range(5, 30))
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
-    request = request_for(6, n=8, max_tokens=300, temperature=TEMPERATURE)
+    request = request_for(6, n=16, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
     async def generate_over_two_updates() -> list[Completion]:
@@ -153,7 +153,7 @@ def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
     sglang_server: EngineInThread, model_folder: Path, tmp_path: Path, one_rank: None
 ) -> None:
     train_and_export(model_folder, tmp_path, rank=2)
-    update_in_place(sglang_server.engine.url, tmp_path / "out", next(VERSIONS))
+    update_in_place(sglang_server, tmp_path / "out", next(VERSIONS))
     check_logprobs(sglang_server, tmp_path / "out", model_folder)
 
 
@@ -177,41 +177,40 @@ def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:
     engine = sglang_server.engine
+    admin = SGLangAdmin(sglang_server.config, engine.url)
 
     def unfinished() -> int:
-        loads = requests.get(f"{engine.url}/v1/loads", timeout=30).json()["loads"]
+        loads = admin.ask("GET", "/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     async def cancel_one() -> list[Completion]:
         kept, doomed = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
         while await asyncio.to_thread(unfinished) <= 9:
             assert not (kept.done() or doomed.done())
-        await post("pause_generation", mode="retract")  # nothing ends by itself now
+        # From now on nothing ends by itself.
+        await asyncio.to_thread(admin.ask, "POST", "/pause_generation", {"mode": "retract"})
         doomed.cancel()
         await asyncio.wait([doomed])
-        await engine._given_up.join()
-        await post("continue_generation")
+        await engine._cancelled.join()
+        await asyncio.to_thread(admin.resume)
         while await asyncio.to_thread(unfinished) > 9:  # it counts anew with the first tokens after the pause
             assert not kept.done()
         return await kept
-
-    async def post(path: str, **body: str) -> None:
-        await asyncio.to_thread(requests.post, f"{engine.url}/{path}", json=body, timeout=30)
 
     assert len(sglang_server.run(cancel_one())) == 9
 
 
 def test_a_paused_server_leaves_its_cores_to_others(sglang_server: EngineInThread) -> None:
-    url = sglang_server.engine.url
-    served_on = int(url.rpartition(":")[2])
+    admin = SGLangAdmin(sglang_server.config, sglang_server.engine.url)
+    served_on = int(admin.url.rpartition(":")[2])
     server = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
     processes = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
 
     def cpu_s() -> float:
         return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
 
-    requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=30)
+    admin.pause("in_place")
     before_s = cpu_s()
     time.sleep(1.0)
     assert cpu_s() - before_s < 0.5  # one that looks for messages all the time takes a whole core
-    requests.post(f"{url}/continue_generation", json={}, timeout=30)
+    admin.resume()

@@ -1,0 +1,75 @@
+"""The interface by which a learner pauses one rollout server, gives it new weights and lets it go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from async_rl.weights.buckets import Bucket
+
+
+class ServerAdmin(Protocol):
+    """Administers one rollout server. Each engine has its own implementation, named in its entry of ENGINES.
+
+    All calls block until the server has done what was asked, and may come from any thread. All but `is_ready` raise
+    WeightSyncError when the server refuses or can't be reached, and WaitTimeoutError when it does not answer within
+    timeouts.push_s (`join_group` and `leave_group`: timeouts.join_s).
+
+    New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
+    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;
+    folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The last call of an update
+    gets the policy version of the weights, all others get None. Without it the update is void.
+    """
+
+    def is_ready(self) -> bool:
+        """Whether the server answers. It does so also while it is paused."""
+
+    def pause(self, on_update: str) -> None:
+        """Stop sampling. Afterwards no request may read KV of the old weights except under `in_place`.
+
+        Args:
+            on_update: the policy weight_sync.on_update: in_place, retract, drain or abort.
+        """
+
+    def resume(self) -> None:
+        """Sample again, with the weights and the version of the last update that was ended."""
+
+    def begin_update(self) -> None:
+        """Prepare to receive weights. What an earlier update left unfinished is dropped."""
+
+    def end_update(self) -> None:
+        """Serve the weights received since `begin_update` under their version, or keep the old ones without it."""
+
+    def join_group(
+        self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        """Enter a torch.distributed group with all ranks of the server.
+
+        Args:
+            host, port: address of the group's TCPStore, which the learner serves.
+            first_rank: rank of the server's first process; the others follow.
+            backend: nccl or gloo.
+        """
+
+    def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
+        """Receive the bytes of `bucket`, which rank 0 of the group broadcasts meanwhile. Here they are not read."""
+
+    def leave_group(self, name: str) -> None:
+        """Destroy the server's half of the group."""
+
+    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
+        """Load weights from the memory of `bucket`, which is on the server's own device or host."""
+
+    def load_folder(self, folder: Path, version: int | None) -> None:
+        """Load the safetensors files of a model folder."""
+
+    def release_memory(self) -> None:
+        """Pause and give the memory of weights and KV cache back. Only engines that declare `releases_memory`."""
+
+    def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory of `part` again, with undefined contents. Nothing happens if it was not released."""
+
+    def score_tokens(self, tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 under the weights served now. [len(tokens) - 1]"""

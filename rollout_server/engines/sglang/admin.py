@@ -1,0 +1,182 @@
+"""SGLang's HTTP API for administration. The hf engine answers the part of it that weight pushes need."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from async_rl.config import Config, Limit
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.network import authorization
+
+if TYPE_CHECKING:
+    from async_rl.weights.buckets import Bucket
+
+PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
+"""SGLang's mode of a pause by weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
+PROBE_TIMEOUT_S = 3.0
+FLUSH_S = 30
+"""The time that SGLang waits for aborted requests to end before it flushes its cache."""
+RELEASED = ("weights", "kv_cache")
+"""The memory that a server releases. Its CUDA graphs stay: SGLang can release them only in a mode that its default
+graphs for prefill refuse."""
+
+
+class SGLangAdmin:
+    """Implements `ServerAdmin`."""
+
+    def __init__(self, config: Config, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **authorization(config.network)}
+        self._push_limit = config.timeouts.limit("push_s")
+        self._join_limit = config.timeouts.limit("join_s")
+        self._released: tuple[str, ...] = ()
+
+    def is_ready(self) -> bool:
+        try:
+            return self._request("GET", "/ready", None, PROBE_TIMEOUT_S)[0] == 200
+        except (OSError, HTTPException):
+            return False
+
+    def serves_model(self, name: str) -> bool:
+        """Whether this is the server that was started with `--served-model-name name`."""
+        return name in str(self.ask("GET", "/v1/models"))
+
+    def server_info(self) -> dict[str, Any]:
+        """The arguments that the server was started with, and its state."""
+        return dict(self.ask("GET", "/server_info"))
+
+    def served_version(self) -> str:
+        return str(self.ask("GET", "/model_info").get("weight_version"))
+
+    def freeze_garbage_collection(self) -> None:
+        """Leave all objects that exist now out of garbage collection, which would walk them for 0.3 s at a time.
+
+        SGLang does so after its warm-up, which it does not have on a CPU.
+        """
+        self.ask("POST", "/freeze_gc")
+
+    def pause(self, on_update: str) -> None:
+        """`retract` and `abort` leave no KV in use, so the cache is flushed: a prompt may wait in it for its answers.
+
+        `in_place` relies on prefix-cache keys that no two groups share. A server that is told to flush while requests
+        are paused in place refuses, and one that is told so by the update itself (`flush_cache`) dies.
+        """
+        mode = PAUSE_MODES[on_update]
+        self.ask("POST", "/pause_generation", {"mode": mode})
+        if mode == "retract":
+            self.ask("POST", "/flush_cache", {})
+        elif mode == "abort":  # an aborted request may take a moment to end
+            self.flush_when_idle()
+
+    def flush_when_idle(self) -> None:
+        """Empty the KV cache as soon as no request uses it, which must be within FLUSH_S."""
+        self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
+
+    def abort_all(self) -> None:
+        """End all requests, with the tokens that they have."""
+        self.ask("POST", "/abort_request", {"abort_all": True})
+
+    def resume(self) -> None:
+        self.ask("POST", "/continue_generation", {})
+
+    def begin_update(self) -> None:
+        self.ask("POST", "/begin_weight_update", {})
+
+    def end_update(self) -> None:
+        self.ask("POST", "/end_weight_update", {})
+
+    def join_group(
+        self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        body = {
+            "master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world_size,
+            "group_name": name, "backend": backend,
+        }
+        self.ask("POST", "/init_weights_update_group", body, self._join_limit)
+
+    def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
+        layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group_name}
+        body = {"load_format": "flattened_bucket", **_update(version)}
+        self.ask("POST", "/update_weights_from_distributed", layout | body)
+
+    def leave_group(self, name: str) -> None:
+        self.ask("POST", "/destroy_weights_update_group", {"group_name": name}, self._join_limit)
+
+    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
+        from rollout_server.engines.sglang.share_bucket import share_bucket
+
+        tensors = [share_bucket(bucket)]  # for this server alone: the memory counts who maps it
+        body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **_update(version)}
+        self.ask("POST", "/update_weights_from_tensor", body)
+
+    def load_folder(self, folder: Path, version: int | None) -> None:
+        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **_update(version)})
+
+    def release_memory(self) -> None:
+        self.ask("POST", "/pause_generation", {"mode": "retract"})
+        self.ask("POST", "/release_memory_occupation", {"tags": RELEASED})
+        self._released = RELEASED
+
+    def resume_memory(self, part: str) -> None:
+        if part in self._released:  # a server dies of a tag that it has not released
+            self.ask("POST", "/resume_memory_occupation", {"tags": [part]})
+            self._released = tuple(tag for tag in self._released if tag != part)
+
+    def score_tokens(self, tokens: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True, "logprob_start_len": 0,
+            "extra_key": f"score-{time.time_ns()}",  # no KV of older weights from the prefix cache
+        }
+        reply = self.ask("POST", "/generate", body)
+        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
+        """The server's JSON reply, {} if it is none.
+
+        Raises:
+            WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
+            WaitTimeoutError: it did not answer within `limit`, by default timeouts.push_s.
+        """
+        limit = limit or self._push_limit
+        try:
+            status, text = self._request(method, path, body, limit.seconds)
+        except TimeoutError:
+            raise WaitTimeoutError(f"waited {limit} for {self.url}{path}") from None
+        except (OSError, HTTPException) as error:
+            raise WeightSyncError(
+                f"{self.url}{path}: {type(error).__name__}: {error}: is the rollout server still alive?"
+            ) from error
+        if status != 200:
+            raise WeightSyncError(f"{self.url}{path} answered {status}: {text[:300]}")
+        try:
+            reply = json.loads(text)
+        except ValueError:
+            return {}
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise WeightSyncError(f"{self.url}{path} refused: {reply.get('message', '')[:300]}")
+        return reply
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        """Status and text of the answer."""
+        url = urlsplit(self.url)
+        connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = connection_type(url.netloc, timeout=timeout_s)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, url.path + path, data, self._headers)
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode(errors="replace")
+        finally:
+            connection.close()
+
+
+def _update(version: int | None) -> dict[str, Any]:
+    """The fields that every request with weights has. SGLang would flush its cache by default."""
+    return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

@@ -1,0 +1,31 @@
+"""An engine from outside the packages: `rollout.engine: tests.extensions.engine:COUNTING`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.seams import EngineEntry
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.sglang.admin import SGLangAdmin
+
+
+class CountingEngine(HFEngine):
+    """The hf engine, with a file in the log folder that says how many tokens of each version it has sampled."""
+
+    def __init__(self, config: Config, index: int, log_dir: Path) -> None:
+        super().__init__(config, index, log_dir)
+        self._log_file = log_dir / f"counting-{index}.log"
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        completions = await super().generate(request)
+        with self._log_file.open("a") as log:
+            log.writelines(f"{version}\n" for completion in completions for version in completion.versions)
+        return completions
+
+
+COUNTING = EngineEntry(
+    open=CountingEngine, open_admin=SGLangAdmin, update_policies=("in_place", "retract"), receives=("folder",),
+    computes_in_worker=True,
+)

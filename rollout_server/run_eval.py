@@ -55,7 +55,7 @@ class Evaluation:
         is_limited = beside_training and not evaluation.pin_version
         places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
         with self._stats.evaluating():
-            prompts = await asyncio.to_thread(self._task.eval_prompts, evaluation.size)
+            prompts = await asyncio.to_thread(self._task.eval_prompts)
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
         answers = [(reward, length) for group in groups for reward, length, _ in group]
         if not answers:

@@ -7,7 +7,6 @@ with its `data_source`. It returns a number, may block, and must be `def`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Protocol
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.seams import import_object
+from async_rl.seams import find_entry, import_object
 from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.math_checker import num_children
@@ -43,7 +42,8 @@ def open_reward(config: Config, task: Verifier) -> Reward:
     name = config.task.reward
     if not name:
         return lambda prompt, response: task.verify(prompt.reference, response)
-    if rule := RULES.get(name):
+    if ":" not in name:
+        rule = find_entry(RULES, name, _KEY)
         return lambda prompt, response: rule(response, prompt.reference.answer)
     return partial(_call_custom, _load_function(name))
 
@@ -64,10 +64,6 @@ def _call_custom(function: Callable[..., float], prompt: Prompt, response: str) 
 
 
 def _load_function(name: str) -> Callable[..., float]:
-    if ":" not in name:
-        nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
-        hint = f". Did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(f"{_KEY} must be one of {', '.join(RULES)} or package.module:function, got {name!r}{hint}")
     function = import_object(name, _KEY)
     if not callable(function):
         raise ConfigError(f"{_KEY} {name!r} is not a function but {type(function).__name__}")

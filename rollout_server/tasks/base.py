@@ -23,9 +23,9 @@ from rollout_server.question import Question
 class Task(ABC):
     """Training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It is made with (config, tokenizer), sets `num_prompts` in
-    its `__init__`, and defines `train_question`, `eval_questions` and `verify`; `self._config` is the section `task`,
-    with `params` for your own settings. The first two are called by one thread at a time, `verify` by many at once.
+    `task.name: my_module:MyTask` names a subclass of yours. It is created with (config, tokenizer), sets `num_prompts`
+    in its `__init__`, and defines `train_question`, `eval_questions` and `verify`. Its own settings are in
+    `config.task.params`. The first two methods are called by one thread at a time, `verify` by many at once.
     """
 
     num_prompts: int
@@ -38,7 +38,8 @@ class Task(ABC):
         self._lock = threading.Lock()
         """Held while questions are made, not while they are tokenized."""
         self._order = lru_cache(maxsize=4)(self._shuffled)
-        self._eval_prompts: dict[int, list[Prompt]] = {}
+        self._eval_size = config.eval.size
+        self._eval_prompts: list[Prompt] | None = None
         self.skipped_long = 0
         """Prompts left out so far because they have more than task.max_prompt_tokens tokens."""
 
@@ -47,8 +48,8 @@ class Task(ABC):
         """Return question number `position` of 0..num_prompts - 1, which must be short enough."""
 
     @abstractmethod
-    def eval_questions(self, size: int) -> list[Question]:
-        """Return at most `size` held-out questions, short enough, and the same whatever run.seed is."""
+    def eval_questions(self) -> list[Question]:
+        """Return at most eval.size held-out questions, short enough, and the same whatever run.seed is."""
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
@@ -64,23 +65,20 @@ class Task(ABC):
             question = self.train_question(int(self._order(epoch)[place]))
         return self._encode(question, index)
 
-    def eval_prompts(self, size: int) -> list[Prompt]:
-        """Return at most `size` held-out prompts. They are tokenized once, while other threads get training prompts."""
-        if size not in self._eval_prompts:
+    def eval_prompts(self) -> list[Prompt]:
+        """Return the held-out prompts. They are tokenized once, while other threads get training prompts."""
+        if self._eval_prompts is None:
             with self._lock:
-                questions = self.eval_questions(size)
-            self._eval_prompts[size] = [self._encode(question, i) for i, question in enumerate(questions)]
-        return self._eval_prompts[size]
+                questions = self.eval_questions()
+            self._eval_prompts = [self._encode(question, i) for i, question in enumerate(questions)]
+        return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
         """Return (prompt tokens, answer tokens with the final eos) of the first `n` training prompts.
 
         Raises:
-            ConfigError: the tokenizer has no eos token, or a question no reference answer.
+            ConfigError: a question has no reference answer.
         """
-        eos = self._tokenizer.eos_token_id
-        if eos is None:
-            raise ConfigError("supervised fine-tuning needs a tokenizer with an eos token, this one has none")
         pairs = []
         for index in range(n):
             prompt = self.prompt(index)
@@ -92,7 +90,7 @@ class Task(ABC):
                     "warm-start a model. Use another task for sft."
                 )
             tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-            pairs.append((prompt.tokens.tolist(), [*tokens, eos]))
+            pairs.append((prompt.tokens.tolist(), [*tokens, self._tokenizer.eos_token_id]))
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -40,22 +40,18 @@ class ReasoningGymTask(Task):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self._name = config.task.name.removeprefix("reasoning_gym/")
-        self._eval_size = config.eval.size
         self.num_prompts = config.task.size
         _check_params(self._name, config.task.params)
         self._parts = _parts(config.task.params) if self._name == _COMPOSITE else {}
-        self._datasets: dict[tuple[int, int], Any] = {}
-        self._questions: dict[int, Question] = {}
+        self._dataset = cache(self._create_dataset)
         self._dataset(_TRAIN, 0)
+        self._draw_once = cache(self._draw)
 
     def train_question(self, position: int) -> Question:
-        if position not in self._questions:
-            self._questions[position] = self._draw(position)
-        return self._questions[position]
+        return self._draw_once(position)
 
-    def eval_questions(self, size: int) -> list[Question]:
-        held_out = self._held_out if size <= self._eval_size else self._generate_held_out(size)
-        return list(held_out.values())[:size]
+    def eval_questions(self) -> list[Question]:
+        return list(self._held_out.values())
 
     def verify(self, question: Question, response: str) -> float:
         """Return the dataset's own score of the last <answer>...</answer>, or of all text if there is none.
@@ -90,13 +86,10 @@ class ReasoningGymTask(Task):
     @cached_property
     def _held_out(self) -> dict[str, Question]:
         """The held-out questions by their text."""
-        return self._generate_held_out(self._eval_size)
-
-    def _generate_held_out(self, size: int) -> dict[str, Question]:
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
-            if len(found) == size:
+            if len(found) == self._eval_size:
                 return found
             question = self._question(_HELD_OUT, *divmod(num_draws, _EVAL_CHUNK))
             num_draws += 1
@@ -107,7 +100,7 @@ class ReasoningGymTask(Task):
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
-            f"eval.size = {size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
+            f"eval.size = {self._eval_size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
         )
 
     def _question(self, kind: int, draw: int, position: int) -> Question:
@@ -117,22 +110,18 @@ class ReasoningGymTask(Task):
             extra=item["metadata"], source=self._config.name,
         )
 
-    def _dataset(self, kind: int, draw: int) -> Any:
-        if (kind, draw) not in self._datasets:
-            run_seed = self._seed if kind == _TRAIN else 0
-            # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give shifted copies.
-            seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
-            size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
-            try:
-                params = {**self._config.params, **self._parts}
-                dataset = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
-            except Exception as error:  # each dataset checks its parameters in its own way, or only uses them
-                raise ConfigError(
-                    f"task.params {self._config.params} do not suit {self._config.name}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            self._datasets[kind, draw] = dataset
-        return self._datasets[kind, draw]
+    def _create_dataset(self, kind: int, draw: int) -> Any:
+        run_seed = self._seed if kind == _TRAIN else 0
+        # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give shifted copies.
+        seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
+        size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
+        try:
+            params = {**self._config.params, **self._parts}
+            return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
+        except Exception as error:  # each dataset checks its parameters in its own way, or only uses them
+            raise ConfigError(
+                f"task.params {self._config.params} do not suit {self._config.name}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _check_params(name: str, params: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ class VerlFilesTask(Task):
     def train_question(self, position: int) -> Question:
         return self._train[position]
 
-    def eval_questions(self, size: int) -> list[Question]:
-        return self._eval[:size]
+    def eval_questions(self) -> list[Question]:
+        return self._eval[: self._eval_size]
 
     def verify(self, question: Question, response: str) -> float:
         return rule_for_source(question.source)(response, question.answer)

@@ -14,14 +14,14 @@ class Additions(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._largest = config.task.params["largest"]
-        self.num_prompts = self._largest + 1
+        self.num_prompts = config.task.params["largest"] + 1
+        self.num_held_out = min(config.eval.size, self.num_prompts)
 
     def train_question(self, position: int) -> Question:
         return _question(1, position)
 
-    def eval_questions(self, size: int) -> list[Question]:
-        return [_question(0, number) for number in range(min(size, self.num_prompts))]
+    def eval_questions(self) -> list[Question]:
+        return [_question(0, number) for number in range(self.num_held_out)]
 
     def verify(self, question: Question, response: str) -> float:
         return float(response.strip() == question.answer)

@@ -289,7 +289,7 @@ def test_an_evaluation_beside_training_keeps_no_more_groups_in_flight_than_train
 
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
     config = config_of(staleness=1)
-    held_out = open_task(config, TOKENIZER).eval_prompts(6)
+    held_out = open_task(config, TOKENIZER).eval_prompts()
     accurate = {prompt.text for prompt in held_out[:4]}
     broken = held_out[5].text
 

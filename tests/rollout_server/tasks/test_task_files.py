@@ -68,13 +68,13 @@ def test_the_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
     train = written(tmp_path / "a.jsonl", [row_of(i) for i in range(5)])
     held_out = written(tmp_path / "b.jsonl", [row_of(i) for i in range(5, 9)])
     _, task = opened(train, eval_path=str(held_out), eval_size=3)
-    assert [p.reference.answer for p in task.eval_prompts(3)] == ["6", "7", "8"]
+    assert [p.reference.answer for p in task.eval_prompts()] == ["6", "7", "8"]
 
 
 def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"task\.eval_path is not set"):
         _, task = opened(written(tmp_path / "a.jsonl", [row_of(0)]), eval_size=3)
-    assert task.eval_prompts(3) == []
+    assert task.eval_prompts() == []
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])

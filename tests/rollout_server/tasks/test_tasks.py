@@ -49,14 +49,14 @@ def test_every_epoch_holds_each_question_once_in_an_order_of_its_own() -> None:
 def test_another_seed_trains_on_other_questions_and_holds_out_the_same() -> None:
     one, other = (open_task(config_of(seed=seed), TOKENIZER) for seed in (0, 1))
     assert texts(one, range(100)) != texts(other, range(100))
-    assert [p.text for p in one.eval_prompts(50)] == [p.text for p in other.eval_prompts(50)]
+    assert [p.text for p in one.eval_prompts()] == [p.text for p in other.eval_prompts()]
 
 
 def test_training_and_held_out_questions_are_disjoint_where_chance_would_overlap_them() -> None:
     # 1-digit sums of two terms: 200 different questions, so 1000 random ones hit each of 50 held-out ones.
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, size=1000), TOKENIZER)
-    held_out = {p.text for p in task.eval_prompts(50)}
+    held_out = {p.text for p in task.eval_prompts()}
     trained = set(texts(task, range(1000)))
     assert len(held_out) == 50
     assert not held_out & trained
@@ -64,7 +64,7 @@ def test_training_and_held_out_questions_are_disjoint_where_chance_would_overlap
 
 
 def test_a_smaller_held_out_set_is_the_beginning_of_a_larger_one() -> None:
-    small, large = (open_task(config_of(eval_size=n), TOKENIZER).eval_prompts(n) for n in (20, 50))
+    small, large = (open_task(config_of(eval_size=n), TOKENIZER).eval_prompts() for n in (20, 50))
     assert [p.text for p in small] == [p.text for p in large[:20]]
 
 
@@ -72,14 +72,14 @@ def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, eval_size=300), TOKENIZER)
     with pytest.raises(ConfigError, match=r"only 200 different questions.*eval.size to at most 50"):
-        task.eval_prompts(300)
+        task.eval_prompts()
 
 
 def test_a_held_out_set_far_beyond_what_there_is_is_refused_after_few_draws() -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, eval_size=1_000_000), TOKENIZER)
     with pytest.raises(ConfigError, match=r"only 200 different questions of at most \d+ tokens in \d{4} draws"):
-        task.eval_prompts(1_000_000)
+        task.eval_prompts()
 
 
 NONSENSE = ("", "abc", "1", "-1", "9" * 30, "1/0", "[[1]]", "[1, 2]", "{}", '{"a": 1}', "None", "zzz 7 [", "\0")
@@ -148,7 +148,7 @@ def test_long_prompts_are_replaced_and_counted() -> None:
     prompts = [task.prompt(i) for i in range(100)]
     assert max(len(p.tokens) for p in prompts) == 55
     assert task.skipped_long > 100  # most words have 6 to 10 letters
-    assert max(len(p.tokens) for p in task.eval_prompts(50)) <= 55
+    assert max(len(p.tokens) for p in task.eval_prompts()) <= 55
 
 
 def test_a_long_prompt_is_refused_when_config_says_so() -> None:
@@ -194,7 +194,7 @@ def test_the_seed_of_the_order_differs_from_epoch_to_epoch_and_run_to_run() -> N
 
 def test_training_prompts_are_given_out_while_the_held_out_ones_are_tokenized() -> None:
     task = open_task(config_of(), TOKENIZER)
-    task.eval_questions(50)
+    task.eval_questions()
     given: list[Prompt] = []
     tokenized: list[str] = []
 
@@ -213,7 +213,7 @@ def test_training_prompts_are_given_out_while_the_held_out_ones_are_tokenized() 
             return {"input_ids": [1]}
 
     task._tokenizer = Tokenizer()
-    assert len(task.eval_prompts(50)) == 50
+    assert len(task.eval_prompts()) == 50
     tokenized.clear()
-    assert len(task.eval_prompts(50)) == 50
+    assert len(task.eval_prompts()) == 50
     assert tokenized == []  # once is enough

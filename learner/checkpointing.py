@@ -1,7 +1,7 @@
 """Checkpoints of the learner, written beside training by torch.distributed.checkpoint (DCP).
 
-    save   every rank copies its tensors to host memory, and training waits only for that; DCP then writes them in a
-           thread: one .distcp file per rank, and .metadata with what is where, once all ranks have written
+    save   every rank copies its tensors to host memory, and training waits only for that; a thread then lets DCP write
+           one .distcp file per rank and, once all ranks have written, .metadata, which says what is where
     name   rank 0 adds the `TrainingState` and renames the folder from step_N.partial to step_N, so that a crash leaves
            no folder that looks complete
     load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
@@ -18,11 +18,11 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class Checkpointer:
         self._networks = networks
         self._device = device
         self._timeout_s = config.timeouts.checkpoint_s
-        # A group of its own, because DCP's thread runs collectives while those of training go on.
+        # A group of its own, because the writer runs collectives while those of training go on.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         pinned = device.type == "cuda"
         self._stager = DefaultStager(
@@ -64,7 +64,8 @@ class Checkpointer:
                 use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
             )
         )
-        self._running: Future[Any] | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
         self.write_s = 0.0
         """Seconds from the start of the last complete checkpoint to its end, most of them beside training."""
 
@@ -81,15 +82,8 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier(self._group)
-        written = cast(
-            "Future[Any]",
-            dcp.async_save(
-                self._tensors(dist.get_rank()), checkpoint_id=partial, process_group=self._group,
-                async_stager=self._stager,
-            ),
-        )
-        self._running, self._target = Future(), target
-        written.add_done_callback(lambda done: self._finish(done, partial, target, state, start_s))
+        copied = self._stager.stage(self._tensors(dist.get_rank()))
+        self._running, self._target = self._writer.submit(self._write, copied, partial, target, state, start_s), target
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete.
@@ -156,21 +150,16 @@ class Checkpointer:
 
     def close(self) -> None:
         self.wait()
+        self._writer.shutdown()
         self._stager.close()
 
-    def _finish(self, done: Future[Any], partial: Path, target: Path, state: TrainingState, start_s: float) -> None:
-        """Complete the checkpoint; called in DCP's thread after this rank's tensors are written."""
-        assert self._running is not None
-        try:
-            done.result()  # does not wait: this is the callback of `done`
-            if dist.get_rank() == 0:
-                write_training_state(partial, state)
-                shutil.rmtree(target, ignore_errors=True)
-                partial.rename(target)
-            self.write_s = time.monotonic() - start_s
-            self._running.set_result(None)
-        except BaseException as error:
-            self._running.set_exception(error)
+    def _write(self, copied: Any, partial: Path, target: Path, state: TrainingState, start_s: float) -> None:
+        dcp.save(copied, checkpoint_id=partial, process_group=self._group)
+        if dist.get_rank() == 0:
+            write_training_state(partial, state)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        self.write_s = time.monotonic() - start_s
 
     def _tensors(self, random_of: int | None) -> dict[str, Tensor]:
         """Return the live tensors that are saved, with the random state of rank `random_of` if there is one."""

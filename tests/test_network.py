@@ -11,7 +11,7 @@ import psutil
 from async_rl.network import open_store
 
 
-def test_the_store_by_which_ranks_find_each_other_listens_on_its_address_only() -> None:
+def test_the_rendezvous_store_listens_at_its_address_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     store = open_store("127.0.0.1", port, 0, 2, timedelta(seconds=20))

@@ -79,7 +79,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_server_and_learner_agree_at_the_start_and_after_a_push_through_each_transport(
+def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
     config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, dtype: str
 ) -> None:
     if (device.type, dtype) == ("cpu", "bfloat16"):
@@ -122,7 +122,7 @@ def perturbed(folder: Path, version: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
-def test_every_token_has_the_version_that_sampled_it_when_weights_come_under_running_answers(
+def test_every_token_has_the_version_that_sampled_it_across_a_push(
     config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str
 ) -> None:
     """In float32, where versions are told apart. SGLang's overlap schedule is on as far as it may be."""

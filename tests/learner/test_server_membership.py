@@ -24,7 +24,7 @@ def joining(servers: ServerMembership, results: list[object], url: str = "http:/
     return thread
 
 
-def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
+def test_a_server_has_joined_when_a_push_has_reached_it() -> None:
     servers, results, live = ServerMembership(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
     thread = joining(servers, results)
     servers.apply(live)
@@ -36,7 +36,7 @@ def test_a_server_that_came_back_goes_on_when_a_push_has_reached_it() -> None:
     assert not servers.someone_waits()
 
 
-def test_a_server_that_dies_in_its_first_push_is_told_lost() -> None:
+def test_a_server_that_dies_in_its_first_push_fails_to_join() -> None:
     servers, results, live = ServerMembership(), list[object](), {"rollout/1": "http://old"}
     thread = joining(servers, results)
     servers.apply(live)
@@ -65,7 +65,7 @@ def test_a_server_that_left_gets_no_push() -> None:
     assert live == {"rollout/1": "http://b"}
 
 
-def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_in_its_place() -> None:
+def test_a_server_that_dies_while_waiting_is_told_apart_from_its_replacement() -> None:
     servers, results, live = ServerMembership(), list[object](), dict[str, str]()
     first = joining(servers, results, "http://first")
     servers.leave("rollout/1")
@@ -77,6 +77,6 @@ def test_a_server_that_dies_while_it_waits_does_not_take_the_answer_of_the_one_i
     assert results == ["rollout/1 died before it had the learner's current weights", "current"]
 
 
-def test_waiting_for_a_push_that_never_comes_ends_with_who_waited() -> None:
+def test_joining_without_a_push_times_out_and_names_the_server() -> None:
     with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.batch_s\)"):
         ServerMembership().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))

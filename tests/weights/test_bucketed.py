@@ -38,7 +38,7 @@ def gathered(receiver: ReceiverProcess, value: float) -> Iterator[tuple[str, Ten
         yield name, torch.full((512, 512), value)
 
 
-def test_two_buckets_and_the_tensor_being_gathered_are_all_that_a_push_holds(receiver: ReceiverProcess) -> None:
+def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: ReceiverProcess) -> None:
     publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
     publisher.connect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -77,7 +77,7 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
     assert receiver.checksum() == 3.0 * 32 * MB / 4
 
 
-def test_in_the_background_the_servers_are_stopped_only_when_they_have_everything(receiver: ReceiverProcess) -> None:
+def test_in_the_background_servers_pause_only_when_they_have_all_buckets(receiver: ReceiverProcess) -> None:
     config = replace(CONFIG, weight_sync=replace(CONFIG.weight_sync, background=True))
     asked: list[str] = []
 
@@ -106,7 +106,7 @@ def test_in_the_background_the_servers_are_stopped_only_when_they_have_everythin
     assert 0 < report.pause_s < report.seconds
 
 
-def test_a_push_that_breaks_off_writes_over_no_weights_in_use(receiver: ReceiverProcess) -> None:
+def test_a_push_that_breaks_off_overwrites_no_weights_in_use(receiver: ReceiverProcess) -> None:
     publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
 
     def breaking_off() -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ def test_unpacked_buckets_hold_every_tensor_once_in_order(shapes: list[list[int]
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), bucket_bytes=st.integers(4, 200))
-def test_only_the_last_bucket_is_marked_and_none_is_overfull(sizes: list[int], bucket_bytes: int) -> None:
+def test_only_the_last_bucket_is_marked_and_none_exceeds_the_limit(sizes: list[int], bucket_bytes: int) -> None:
     tensors = ((str(i), torch.ones(n)) for i, n in enumerate(sizes))
     buckets = list(iter_buckets(tensors, bucket_bytes, torch.float32, [None, None]))
     assert len({b.data.untyped_storage().data_ptr() for b in buckets[:-2]}) <= 2 or max(sizes) * 4 > bucket_bytes
@@ -34,7 +34,7 @@ def test_only_the_last_bucket_is_marked_and_none_is_overfull(sizes: list[int], b
     assert all(b.data.numel() <= bucket_bytes or len(b.names) == 1 for b in buckets)
 
 
-def test_tensors_travel_in_the_serving_dtype() -> None:
+def test_buckets_hold_tensors_in_the_serving_dtype() -> None:
     (bucket,) = iter_buckets([("w", torch.tensor([1.0, 2.5]))], 1024, torch.bfloat16, [None, None])
     assert bucket.dtypes == ["bfloat16"]
     assert bucket.data.numel() == 4

@@ -76,7 +76,7 @@ def urls() -> Iterator[dict[str, str]]:
         server.server_close()
 
 
-def test_a_server_that_died_is_dropped_and_every_tensor_is_gathered_all_the_same(urls: dict[str, str]) -> None:
+def test_a_dead_server_is_removed_and_every_tensor_is_still_gathered(urls: dict[str, str]) -> None:
     publisher = Pausing(CONFIG, [urls["Answering"], "http://127.0.0.1:9"], 0, CPU)
     gathered = []
 
@@ -100,7 +100,7 @@ def test_a_live_server_that_refuses_is_an_error(urls: dict[str, str], monkeypatc
     publisher.close()
 
 
-def test_a_live_server_that_asks_for_the_key_is_not_counted_as_lost(
+def test_a_live_server_that_requires_the_api_key_is_not_lost(
     urls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "client.key_secret").write_text("secret")
@@ -123,7 +123,7 @@ def test_a_server_is_told_to_leave_the_group_when_the_learner_closes() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_broadcast_goes_on_without_the_receiver_that_was_killed_in_the_middle_of_it() -> None:
+def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> None:
     receivers = [ReceiverProcess(num_tensors=8, config=CONFIG) for _ in range(2)]
     publisher = BroadcastPublisher(CONFIG, [r.url for r in receivers], 0, CPU, backend="gloo")
     tensors = {name: torch.full((512, 512), float(number)) for number, name in enumerate(receivers[0].names)}

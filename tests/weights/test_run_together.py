@@ -14,7 +14,7 @@ from async_rl.weights.cuda_ipc import CudaIpcPublisher
 PUSH = Limit(30.0, "timeouts.push_s")
 
 
-def test_the_first_failure_wins_although_another_call_never_returns() -> None:
+def test_the_first_failure_is_raised_while_another_call_still_runs() -> None:
     def refuse() -> None:
         raise ValueError("no such group")
 
@@ -22,14 +22,14 @@ def test_the_first_failure_wins_although_another_call_never_returns() -> None:
         run_together({"learner": threading.Event().wait, "http://b": refuse}, PUSH, "push of version 3")
 
 
-def test_a_timeout_names_who_was_waited_for_and_its_key() -> None:
+def test_a_timeout_names_the_call_that_did_not_return_and_the_key() -> None:
     with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s \(timeouts\.join_s\) for http://b$"):
         run_together(
             {"learner": lambda: 1, "http://b": threading.Event().wait}, Limit(0.3, "timeouts.join_s"), "joining"
         )
 
 
-def test_a_server_that_never_answers_is_named_with_the_key_of_the_wait() -> None:
+def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:
     config = Config(
         model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
         timeouts=TimeoutsConfig(push_s=0.3),

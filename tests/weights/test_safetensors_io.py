@@ -16,7 +16,7 @@ from async_rl.weights.safetensors_io import write_weights
 from tests.tiny_folder import save_tiny_model
 
 
-def test_weights_within_the_limit_are_one_file_in_the_type_asked_for(tmp_path: Path) -> None:
+def test_weights_within_the_limit_are_one_file_in_the_given_dtype(tmp_path: Path) -> None:
     assert write_weights([("a", torch.ones(3)), ("b", torch.ones(2, 2))], tmp_path, torch.bfloat16, 14) == 14
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     loaded = load_file(tmp_path / "model.safetensors")
@@ -25,7 +25,7 @@ def test_weights_within_the_limit_are_one_file_in_the_type_asked_for(tmp_path: P
     }
 
 
-def test_more_is_cut_into_shards_in_order_and_a_tensor_beyond_the_limit_is_one_of_its_own(tmp_path: Path) -> None:
+def test_weights_beyond_the_limit_are_split_into_shards_in_order(tmp_path: Path) -> None:
     tensors = [(name, torch.ones(size)) for name, size in zip("abcdef", (2, 3, 4, 1, 9, 1), strict=True)]
     assert write_weights(iter(tensors), tmp_path, torch.float32, 20) == 80
     assert [sorted(load_file(file)) for file in weight_files(tmp_path)] == [["a", "b"], ["c", "d"], ["e"], ["f"]]
@@ -45,7 +45,7 @@ def test_transformers_loads_the_shards_of_a_model(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
 
 
-def test_no_more_than_a_shard_of_gathered_tensors_is_alive(tmp_path: Path) -> None:
+def test_at_most_one_shard_of_gathered_tensors_is_in_memory(tmp_path: Path) -> None:
     alive: set[int] = set()
     most = 0
 

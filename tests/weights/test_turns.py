@@ -86,7 +86,7 @@ def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
     return publisher.push([("w", torch.ones(4))], version).lost
 
 
-def test_weights_come_back_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
+def test_weight_memory_is_resumed_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
     publisher = publisher_for(servers[0])
     publisher.release_server_memory()
     assert servers[0].heard() == [PAUSE, RELEASE]
@@ -96,7 +96,7 @@ def test_weights_come_back_before_the_push_and_the_cache_after_it(servers: list[
     assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
-def test_a_push_that_breaks_off_resumes_nothing_twice_and_nothing_of_a_server_that_is_new(
+def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
     servers: list[Server],
 ) -> None:
     stays, dies, new = servers
@@ -112,7 +112,7 @@ def test_a_push_that_breaks_off_resumes_nothing_twice_and_nothing_of_a_server_th
     assert new.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
-def test_a_server_that_dies_as_the_learners_turn_begins_is_found_out_by_the_push(servers: list[Server]) -> None:
+def test_a_server_that_dies_while_releasing_memory_is_found_by_the_push(servers: list[Server]) -> None:
     stays, dies, _ = servers
     dies.dies_at = "/release_memory_occupation"
     publisher = publisher_for(stays, dies)

@@ -56,7 +56,7 @@ def test_equal_weights_pass_and_one_changed_matrix_does_not(dtype: torch.dtype, 
         verify(config, [*equal[:-1], float("nan")], dtype)
 
 
-def test_a_single_token_may_differ_by_what_bfloat16_rounds_off_a_large_logit(model_folder: Path) -> None:
+def test_one_token_may_differ_by_the_rounding_of_a_large_bfloat16_logit(model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     rounded = logprobs_of(model)
     rounded[7] += 0.5

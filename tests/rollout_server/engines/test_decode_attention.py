@@ -30,7 +30,7 @@ def test_a_ragged_batch_equals_the_softmax_of_each_sequence_alone(
             torch.testing.assert_close(output[row, head], weights @ values[own, head // 2])
 
 
-def test_it_computes_where_its_inputs_are_not_on_the_default_device() -> None:
+def test_attention_runs_on_the_device_of_its_inputs() -> None:
     """As on a host with GPUs, whose tensors are not on torch's default device: every new one must follow the inputs."""
     torch.manual_seed(0)
     lengths, slots = torch.tensor([2, 3]), torch.tensor([[0, 1, 0], [2, 3, 4]])

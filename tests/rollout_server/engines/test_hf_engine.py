@@ -61,7 +61,7 @@ def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
     assert reasons == {"stop", "length"}
 
 
-def test_tokens_are_drawn_with_the_probabilities_they_are_logged_with(folder: Path) -> None:
+def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> None:
     config = config_for(folder)
     [group] = with_engine(config, lambda engine: answers_of(engine, range(1), n=4000, max_tokens=1))
     tokens = np.array([completion.tokens[0] for completion in group])
@@ -98,7 +98,7 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) ->
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_an_evaluation_beside_training_changes_no_bit_of_the_training_answers(folder: Path) -> None:
+def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path) -> None:
     async def with_evaluation(engine: HFEngine) -> list[list[Completion]]:
         training = asyncio.create_task(answers_of(engine, range(8), max_tokens=30))
         for i in range(5):
@@ -112,7 +112,7 @@ def test_an_evaluation_beside_training_changes_no_bit_of_the_training_answers(fo
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
-def test_weights_loaded_in_mid_answer_switch_tags_and_logprobs_at_one_token_boundary(
+def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     folder: Path, keep_kv: bool
 ) -> None:
     models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
@@ -173,7 +173,7 @@ def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
     assert len(with_engine(config_for(folder), cancel_one)) == 4
 
 
-def test_a_prompt_with_an_unknown_token_is_refused_by_number(folder: Path) -> None:
+def test_a_prompt_with_an_unknown_token_is_refused(folder: Path) -> None:
     request = request_for(0)
     bad = dataclasses.replace(request.prompt, tokens=np.array([5, 100], dtype=np.int32))
     with pytest.raises(ValueError, match=r"0\.\.99, got \[5, 100\]"):
@@ -195,7 +195,7 @@ def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: P
         assert "out of memory, say" in str(error)
 
 
-def test_a_wait_for_the_decode_thread_ends_with_its_key(folder: Path) -> None:
+def test_a_wait_for_the_decode_thread_times_out_and_names_the_key(folder: Path) -> None:
     release = threading.Event()
 
     async def hold_up(engine: HFEngine) -> None:

@@ -6,7 +6,7 @@ import torch
 from rollout_server.engines.hf.sampling import sample_tokens, uniforms
 
 
-def test_uniforms_depend_on_seed_prompt_and_sample_and_not_on_how_many_are_drawn() -> None:
+def test_random_numbers_depend_on_seed_prompt_and_sample_but_not_on_their_count() -> None:
     stream = uniforms(seed=3, prompt_index=5, sample=7, count=50)
     assert np.array_equal(stream, uniforms(seed=3, prompt_index=5, sample=7, count=400)[:50])
     for other in ((4, 5, 7), (3, 6, 7), (3, 5, 8), (5, 3, 7)):
@@ -14,7 +14,7 @@ def test_uniforms_depend_on_seed_prompt_and_sample_and_not_on_how_many_are_drawn
     assert abs(uniforms(0, 0, 0, 100_000).mean() - 0.5) < 0.005  # standard error 0.0009
 
 
-def test_the_sampled_token_is_the_one_whose_share_of_the_cumulative_distribution_holds_the_uniform() -> None:
+def test_sampling_inverts_the_cumulative_distribution() -> None:
     # Probabilities .5 .25 .125 .125: the cumulative distribution cuts at .5, .75, .875.
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(6, 1)
     drawn = torch.tensor([[0.0], [0.499], [0.501], [0.749], [0.76], [0.999]], dtype=torch.float64)

@@ -96,7 +96,7 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(
     with_engine(config_for(folder), break_off)
 
 
-def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
+def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -> None:
     partial = tmp_path / "partial"
     partial.mkdir()
     from safetensors.torch import save_file
@@ -135,7 +135,7 @@ def test_refusals_are_400_with_the_reason(folder: Path, tmp_path: Path) -> None:
     assert whole[0] == 400 and "lacks" in whole[1]
 
 
-def test_a_push_is_ended_once_however_often_that_is_said(folder: Path, tmp_path: Path) -> None:
+def test_a_second_end_of_the_same_push_is_refused(folder: Path, tmp_path: Path) -> None:
     other = save_sharp_model(tmp_path / "other", seed=9)
 
     async def end_twice(engine: HFEngine) -> list[int]:

@@ -27,7 +27,7 @@ def absent_package() -> Iterator[str]:
         del sys.modules[module]
 
 
-def test_code_that_only_mentions_an_absent_package_can_be_imported(absent_package: str) -> None:
+def test_code_that_only_names_an_absent_package_can_be_imported(absent_package: str) -> None:
     module = importlib.import_module(f"{absent_package}.ops.deep")
 
     class Derived(module.Base):  # type: ignore[name-defined, misc]
@@ -50,7 +50,7 @@ def test_a_package_that_can_be_imported_is_left_alone() -> None:
     assert sys.meta_path == before
 
 
-def test_a_package_that_is_there_but_cannot_be_loaded_gets_a_stand_in(
+def test_a_package_that_is_installed_but_cannot_be_loaded_gets_a_stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_kernels.py").write_text("raise OSError('libcuda.so.1: cannot open shared object')")
@@ -137,7 +137,7 @@ def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
     assert set(done.stdout.split()) >= {"flashinfer"}
 
 
-def test_stand_ins_stay_in_the_server() -> None:
+def test_importing_the_package_installs_no_stubs() -> None:
     """Importing the engine must not make other code believe that a package is there."""
     code = "import sys; was = list(sys.meta_path); import rollout_server.engines.sglang.{}; assert sys.meta_path == was"
     for module in ("engine", "launch", "sglang_process"):

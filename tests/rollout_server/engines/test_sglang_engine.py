@@ -63,7 +63,7 @@ def test_the_longest_prompt_gets_the_longest_answer(sglang_server: EngineInThrea
     assert any(len(a.tokens) == 512 for a in answers)
 
 
-def test_the_server_keeps_idle_connections_for_longer_than_its_clients_do(sglang_server: EngineInThread) -> None:
+def test_the_server_keeps_idle_connections_longer_than_its_clients(sglang_server: EngineInThread) -> None:
     # Otherwise it may close one just when a client sends the next request on it, and the group would be lost.
     host, port = sglang_server.engine.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -86,12 +86,12 @@ def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(
     assert len(generate(sglang_server, request_for(3))[0]) == 4
 
 
-def test_what_the_server_refuses_names_the_group_and_its_reason(sglang_server: EngineInThread) -> None:
+def test_a_refusal_names_the_group_and_the_servers_reason(sglang_server: EngineInThread) -> None:
     with pytest.raises(AsyncRLError, match=r"refused group 5 \(HTTP 400\).*maximum context"):
         generate(sglang_server, request_for(5, max_tokens=2000))
 
 
-def test_an_update_in_mid_answer_splits_its_versions_where_the_weights_changed(
+def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
     sglang_server: EngineInThread, model_folder: Path, tmp_path: Path
 ) -> None:
     new_folder = save_sharp_model(tmp_path / "new", seed=1)
@@ -121,7 +121,7 @@ def test_an_update_in_mid_answer_splits_its_versions_where_the_weights_changed(
     assert largest_error(load_model(new_folder), [group], [after]) < TOLERANCE
 
 
-def test_without_a_key_of_its_own_a_request_would_read_stale_cache(
+def test_requests_with_a_shared_cache_key_read_stale_kv(
     sglang_server: EngineInThread, tmp_path: Path
 ) -> None:
     """Shows that the check above can fail: what SGLang does when two requests share a prefix-cache key."""
@@ -166,7 +166,7 @@ def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_p
 
 
 @pytest.mark.nightly
-def test_garbage_collection_leaves_out_what_a_server_has_imported(model_folder: Path, tmp_path: Path) -> None:
+def test_garbage_collection_skips_objects_from_before_the_first_request(model_folder: Path, tmp_path: Path) -> None:
     server = EngineInThread(sglang_config(model_folder, server_args={"log_level": "debug"}), tmp_path)
     try:
         server.run(server.engine.start())

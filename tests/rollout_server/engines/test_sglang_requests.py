@@ -72,20 +72,20 @@ def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluatio
     assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 150
 
 
-def test_the_kv_cache_takes_a_quarter_of_the_free_memory_at_most_and_one_rollout_at_least() -> None:
+def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
     # a token takes 2 * 2 layers * 2 heads * 24 wide * 4 bytes = 768
     assert flags(config(), free_memory_bytes=768 * 4 * 1000)["max-total-tokens"] == 1000
     assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8
 
 
-def test_on_a_gpu_the_memory_fraction_rules_and_weights_are_bfloat16() -> None:
+def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None:
     chosen = flags(config(mem_fraction=0.4), on_gpu=True)
     assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
     assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
 
 
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
-def test_a_gpu_server_that_is_to_compute_float32_does_so_in_full(
+def test_a_gpu_server_computes_float32_in_full_precision(
     dtype: str, computes_float32: bool, tmp_path: Path
 ) -> None:
     typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bo
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
-def test_a_server_that_is_paused_in_place_has_read_every_token_it_has_sampled(on_update: str, on_gpu: bool) -> None:
+def test_overlap_scheduling_is_off_for_pauses_in_place_and_on_cpus(on_update: str, on_gpu: bool) -> None:
     pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
     assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
 
@@ -117,14 +117,14 @@ def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start(
         flags(config(max_response_tokens=1000))
 
 
-def test_users_flags_win_but_for_those_the_pipeline_relies_on() -> None:
+def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> None:
     chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
     assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
     with pytest.raises(ConfigError, match=r"got \{'port': 30000\}\. async-rl sets these: leave port out"):
         config(server_args={"port": 30000})
 
 
-def test_a_server_finds_the_programs_of_its_environment_also_where_nobody_has_activated_it(
+def test_a_server_finds_programs_of_an_environment_that_is_not_activated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
@@ -177,7 +177,7 @@ except OSError as error:
 """
 
 
-def test_a_server_whose_port_was_taken_meanwhile_starts_on_another_one(
+def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     popen = subprocess.Popen
@@ -229,7 +229,7 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     assert body["return_logprob"] and body["extra_key"] == "8.1."
 
 
-def test_answers_of_a_group_have_seeds_of_their_own_which_an_abort_leaves_as_they_are() -> None:
+def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
     request = request_for(3)
     seeds = [sampling_seed(request, sample) for sample in range(64)]
     assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
@@ -256,7 +256,7 @@ def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
     assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
 
 
-def test_what_a_push_aborted_is_asked_for_again_after_the_answer_so_far() -> None:
+def test_an_aborted_answer_is_continued_by_a_new_request() -> None:
     request = request_for(0, max_tokens=4)
     begun = extended(answer(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
     assert begun.finish_reason == ""
@@ -270,7 +270,7 @@ def test_what_a_push_aborted_is_asked_for_again_after_the_answer_so_far() -> Non
 
 
 @pytest.mark.parametrize(("last", "max_tokens", "reason"), [(5, 9, "stop"), (8, 2, "length"), (8, 3, "")])
-def test_an_abort_that_comes_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
+def test_an_abort_together_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
     reply = answer(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
     assert extended(reply, max_tokens=max_tokens).finish_reason == reason
 
@@ -283,13 +283,13 @@ def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() 
 @pytest.mark.parametrize(
     "finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}]
 )
-def test_an_answer_the_model_did_not_finish_is_an_error(finish: dict[str, Any]) -> None:
+def test_an_answer_that_ended_for_another_reason_is_an_error(finish: dict[str, Any]) -> None:
     with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
         extended(answer(finish_reason=finish))
 
 
 @pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
-def test_a_reply_without_a_number_for_each_token_is_an_error(logprobs: list[Any]) -> None:
+def test_a_reply_without_a_logprob_for_each_token_is_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
         extended(answer(output_token_logprobs=logprobs))
 

@@ -62,7 +62,7 @@ def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> C
 
 
 @pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
-def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
+def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `drain` only an evaluation's answers run on while weights change."""
@@ -99,7 +99,7 @@ def test_every_token_has_the_logprob_of_its_tagged_version_and_of_no_other(
 
 
 @pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
-def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_older_weights(
+def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, url = sglang_server, sglang_server.engine.url
@@ -120,7 +120,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_older_weights(
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_weights_in_shared_memory_arrive_whole_under_running_answers_also_after_the_learners_turn(
+def test_weights_in_shared_memory_arrive_whole_while_answers_run(
     sglang_server: EngineInThread, colocated: bool
 ) -> None:
     """The code path of cuda_ipc, with host memory in place of a GPU's; releasing memory means nothing to this server,
@@ -200,7 +200,7 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: E
     assert len(sglang_server.run(cancel_one())) == 9
 
 
-def test_a_paused_server_leaves_its_cores_to_others(sglang_server: EngineInThread) -> None:
+def test_a_paused_server_uses_almost_no_cpu(sglang_server: EngineInThread) -> None:
     admin = SGLangAdmin(sglang_server.config, sglang_server.engine.url)
     served_on = int(admin.url.rpartition(":")[2])
     server = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")

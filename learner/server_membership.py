@@ -1,4 +1,4 @@
-"""Which rollout servers get the weights: the driver tells, from another thread, as servers die and come back."""
+"""The rollout servers that get the weights. The driver reports, from another thread, which died or came back."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 
 
 class ServerMembership:
-    """Changes to the publisher's servers, to be applied between two pushes."""
+    """Collects changes to the publisher's servers, which are applied between two pushes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._urls: dict[str, str] = {}  # told and not yet pushed to; empty: gone
-        self._outcome: dict[str, str] = {}  # by URL, of who waits in `join`: `current` or `lost`
+        self._urls: dict[str, str] = {}
+        """URLs of servers that joined and wait for a push, by name; empty: the server left."""
+        self._outcome: dict[str, str] = {}
+        """`current` or `lost` for each server that waits in `join`, by URL."""
 
     def leave(self, name: str) -> None:
-        """It died: no push needs to find out."""
+        """Remove a server that died, so that no push has to find out."""
         with self._changed:
             if url := self._urls.get(name):
-                self._outcome[url] = "lost"  # who waits for it ends
+                self._outcome[url] = "lost"  # ends its `join`
                 self._changed.notify_all()
             self._urls[name] = ""
 
     def join(self, name: str, url: str, limit: Limit) -> None:
-        """Returns once the server `name`, new at `url`, holds the learner's current version.
+        """Add the new server `name` at `url`, and return when it holds the learner's current version.
 
         Raises:
             WeightSyncError: it died before that.
@@ -40,11 +42,11 @@ class ServerMembership:
                 raise WeightSyncError(f"{name} died before it had the learner's current weights")
 
     def someone_waits(self) -> bool:
-        """Whether a server needs a push out of turn."""
+        """Whether a server waits in `join`, and needs a push out of turn."""
         return any(self._urls.values())
 
     def apply(self, servers: dict[str, str]) -> None:
-        """Bring what was told into `servers`."""
+        """Apply the changes to `servers`."""
         with self._changed:
             for name, url in self._urls.items():
                 servers.pop(name, None)
@@ -53,7 +55,7 @@ class ServerMembership:
             self._urls = {name: url for name, url in self._urls.items() if url}
 
     def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
-        """After a push to `servers`; `lost` died in it."""
+        """Report the end of a push to `servers`, during which the servers `lost` died."""
         with self._changed:
             for name in lost:
                 if url := self._urls.pop(name, ""):

@@ -1,4 +1,4 @@
-"""Where sockets listen."""
+"""Addresses at which sockets listen."""
 
 from __future__ import annotations
 

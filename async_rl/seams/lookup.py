@@ -1,4 +1,4 @@
-"""From a word in the configuration to what it stands for: an entry of a table, or an object as `module:name`."""
+"""Looking up a name of the configuration: an entry of a table, or an object elsewhere that is named `module:name`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
-    """The entry that `name` stands for: that of the table, or the one that `module:name` is.
+    """Return the entry of the table that is called `name`, or the one that `module:name` is.
 
     Args:
         key: the configuration key that holds `name`, for messages.
 
     Raises:
-        ConfigError: there is no such entry, or what is there is of another class.
+        ConfigError: there is no such entry, or the object is of another class.
     """
     if name in table:
         return table[name]
@@ -40,7 +40,7 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def import_object(name: str, key: str) -> Any:
-    """The object that `module:name` names. The working directory is searched last.
+    """Return the object that `module:name` names. The working directory is searched last.
 
     Args:
         key: the configuration key that holds `name`, for messages.
@@ -51,7 +51,7 @@ def import_object(name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(module_name.split(".")):
         raise ConfigError(f"{key} must have the form package.module:name, got {name!r}")
-    if os.getcwd() not in sys.path:  # an installed command does not look where the user stands
+    if os.getcwd() not in sys.path:  # an installed command does not search it
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -68,6 +68,6 @@ def import_object(name: str, key: str) -> Any:
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """The code of an entry, which names it as `module:name` or holds it."""
+    """Return the code of an entry, which names it as `module:name` or holds it."""
     found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
     return found

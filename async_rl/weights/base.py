@@ -175,7 +175,7 @@ class WeightPublisher(ABC):
                 if admin.is_ready():
                     raise
 
-        self._at_every_server(release)
+        self._call_all(release)
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
         """By name of the server, a function that makes `call` for it."""
@@ -188,23 +188,23 @@ class WeightPublisher(ABC):
     def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
         """Make `call` for the servers at `urls` at once and return when all have ended, in an error or not."""
 
-        def tell(url: str) -> None:
+        def tell(admin: ServerAdmin) -> None:
             with suppress(WeightSyncError, WaitTimeoutError):
-                call(self.admin(url))
+                call(admin)
 
-        with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
-            list(threads.map(tell, urls))
+        self._call_all(tell, urls)
 
-    def _at_every_server(self, call: Callable[[ServerAdmin], Any]) -> list[Any]:
-        """Make `call` for every server at once. Returns, or raises the first error, when all have ended."""
-        with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
-            return list(threads.map(call, map(self.admin, self.servers.values())))
+    def _call_all(self, call: Callable[[ServerAdmin], Any], urls: Iterable[str] | None = None) -> list[Any]:
+        """Make `call` for all servers, or those at `urls`, at once. Return, or raise an error, when all have ended."""
+        admins = [self.admin(url) for url in (self.servers.values() if urls is None else urls)]
+        with ThreadPoolExecutor(max(1, len(admins))) as threads:
+            return list(threads.map(call, admins))
 
     def _find_lost(self) -> tuple[str, ...]:
         """Names of the servers that do not answer. They are asked until one does not or LOST_WITHIN_S have passed."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
-            alive = self._at_every_server(lambda admin: admin.is_ready())
+            alive = self._call_all(lambda admin: admin.is_ready())
             lost = tuple(name for name, is_alive in zip(self.servers, alive, strict=True) if not is_alive)
             if lost or time.monotonic() > deadline:
                 return lost
@@ -243,7 +243,7 @@ class WeightPublisher(ABC):
         if not self.config.weight_sync.background:
             self._pause()
         if self.config.takes_turns:
-            self._at_every_server(lambda admin: admin.resume_memory("weights"))
+            self._call_all(lambda admin: admin.resume_memory("weights"))
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
@@ -252,7 +252,7 @@ class WeightPublisher(ABC):
             self._pause()
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         if self.config.takes_turns:
-            self._at_every_server(lambda admin: admin.resume_memory("kv_cache"))
+            self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
 
     def _pause(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers of a server as a batch, and what the learner makes of them."""
+"""Answers of a server as a batch, and the learner's logprobs of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rollout_server.engines.hf_cases import request_for
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
-    """`groups` groups of config.rollout.group_size answers, generated at the same time."""
+    """Generate `groups` groups of config.rollout.group_size answers at the same time."""
     requests = [
         request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
         for index in range(groups)
@@ -53,7 +53,7 @@ def behaviour_logprobs(batch: Batch) -> np.ndarray:
 
 
 def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
-    """As the learner computes them in a step, in the order of `behaviour_logprobs`."""
+    """Logprobs as the learner computes them in a step, in the order of `behaviour_logprobs`."""
     (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     found = {}
     for micro in minibatch.micro_batches:

@@ -1,4 +1,4 @@
-"""What the tests for GPUs share. With ASYNC_RL_GPU_TESTS=cpu they run on a CPU, as far as they make sense there.
+"""Fixtures of the tests for GPUs. With ASYNC_RL_GPU_TESTS=cpu those that make sense there run on a CPU.
 
 ASYNC_RL_GPU_MODEL        folder of a model to take instead of one made from config
 ASYNC_RL_GPU_SERVER_ARGS  JSON, for rollout.server_args: what SGLang needs on this machine
@@ -46,7 +46,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_path(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """0.1 B parameters on a GPU, 0.5 M on a CPU, with three times the weights of a fresh model: it has opinions."""
+    """A model of 0.1 B parameters on a GPU, 0.5 M on a CPU, with three times the initial weights, so tokens differ."""
     if path := os.environ.get("ASYNC_RL_GPU_MODEL"):
         return Path(path)
     folder = tmp_path_factory.mktemp("gpu-model")
@@ -83,7 +83,7 @@ def config(device: torch.device, model_path: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def note(request: pytest.FixtureRequest, device: torch.device) -> Note:
-    """Keeps a distribution of differences, for people and for scripts/gpu_suite.sh."""
+    """Record a distribution of differences, for people and for scripts/gpu_suite.sh."""
 
     def write(what: str, differences: np.ndarray, **more: Any) -> None:
         size = np.abs(differences)

@@ -1,4 +1,4 @@
-"""Packed rows against every answer alone, by kind of attention: logprobs and gradient."""
+"""Logprobs and gradient of packed rows compared with every answer alone, for each kind of attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def random_batch(config: Config) -> Batch:
-    """Answers of many lengths, of tokens at random, as if sampled by a uniform policy."""
+    """A batch of answers with random lengths and random tokens, as if a uniform policy had sampled them."""
     rng = np.random.default_rng(0)
     requests = [request_for(index) for index in range(8)]
     answers = []

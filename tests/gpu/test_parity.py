@@ -1,5 +1,6 @@
-"""SGLang's logprobs against the learner's, at equal weights: at the start, and after a push through each transport.
-And answers that run while weights come: whose each token is.
+"""SGLang's logprobs compared with the learner's at the start and after a push through each transport.
+
+Also answers that run during a push: which version sampled each token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.rollout_server.engines.tags import check_tags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3
-"""Of answers that are to run for long: cold, they rarely come to an end."""
+"""Low, so that answers rarely end early."""
 
 
 def transports(device: torch.device) -> list[tuple[str, bool]]:
@@ -38,7 +39,7 @@ def transports(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def change(updater: Updater) -> None:
-    """New weights, a tenth off the old ones."""
+    """Change the weights by a tenth of their spread."""
     updater.policy.reshard()  # type: ignore[operator]
     with torch.no_grad():
         for parameter in updater.policy.parameters():
@@ -60,10 +61,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Memory:
-    """Of the GPU that a server shares; nothing is checked on a CPU.
+    """Checks of the free memory of a GPU that a server shares with the learner; on a CPU they always pass.
 
     Args:
-        of_server_bytes: what it was given for weights and KV cache.
+        of_server_bytes: the server's share, for weights and KV cache.
     """
 
     def __init__(self, device: torch.device, of_server_bytes: float) -> None:
@@ -71,10 +72,10 @@ class Memory:
         self._of_server_bytes = of_server_bytes
         self._before_bytes = free_bytes(device)
 
-    def check_let_go(self) -> None:
+    def check_released(self) -> None:
         assert free_bytes(self._device) - self._before_bytes >= 0.8 * self._of_server_bytes
 
-    def check_taken(self) -> None:
+    def check_resumed(self) -> None:
         assert free_bytes(self._device) - self._before_bytes <= 0.2 * self._of_server_bytes
 
 
@@ -102,9 +103,9 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
             held = Memory(device, config.rollout.mem_fraction * at_start_bytes)
             if in_turns:
                 publisher.release_server_memory()
-                held.check_let_go()
+                held.check_released()
             publisher.push(full_parameters(updater.policy, serving_dtype(config, device.type)), version)
-            held.check_taken()
+            held.check_resumed()
             publisher.close()
             check(f"{transport}{' in turns' if in_turns else ''}", dtype, updater, server, config, note)
     finally:
@@ -112,7 +113,7 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
 
 
 def perturbed(folder: Path, version: int) -> PreTrainedModel:
-    """A model of its own for each version, on the CPU."""
+    """A different model for each version, on the CPU."""
     torch.manual_seed(version)
     model = load_model(folder)
     with torch.no_grad():
@@ -125,7 +126,7 @@ def perturbed(folder: Path, version: int) -> PreTrainedModel:
 def test_every_token_has_the_version_that_sampled_it_across_a_push(
     config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str
 ) -> None:
-    """In float32, where versions are told apart. SGLang's overlap schedule is on as far as it may be."""
+    """Computed in float32, where versions differ visibly. SGLang's overlap schedule is on where it is allowed."""
     server_args = config.rollout.server_args | {"disable-overlap-schedule": on_update == "in_place"}
     config = dataclasses.replace(
         with_dtype(config, "float32"), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]

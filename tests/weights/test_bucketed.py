@@ -1,4 +1,4 @@
-"""A push in buckets, over gloo to a real receiver: what it holds in memory, and what it does at the same time."""
+"""Pushes in buckets over gloo to a real receiver: their memory, their overlap of gathering and sending, failures."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CONFIG = Config(
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[ReceiverProcess]:
-    """Of 32 tensors of 1 MB each: eight buckets."""
+    """A receiver of 32 tensors of 1 MB each, which fill eight buckets."""
     with ReceiverProcess(num_tensors=32, config=CONFIG) as receiver:
         yield receiver
 
 
 def gathered(receiver: ReceiverProcess, value: float) -> Iterator[tuple[str, Tensor]]:
-    """Each made when it is asked for, as a gather of a sharded parameter is."""
+    """Create each tensor when it is requested, like a gather of a sharded parameter."""
     for name in receiver.names:
         yield name, torch.full((512, 512), value)
 
@@ -49,19 +49,19 @@ def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: Rece
     events = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     peak_bytes = max(itertools.accumulate(size for _, size in changes))
-    # 2 buckets of 4 MB; of the gathered tensors the one that is copied, and the one before it until it is replaced.
+    # 2 buckets of 4 MB, the gathered tensor that is copied, and the one before it until it is replaced.
     assert 8 * MB <= peak_bytes <= 10 * MB + 2**16
 
 
 def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverProcess) -> None:
     next_began = [threading.Event() for _ in range(9)]
 
-    class Watched(BroadcastPublisher):
+    class EventPublisher(BroadcastPublisher):
         num_sent = 0
 
         def _broadcast(self, data: Tensor) -> None:
             self.num_sent += 1
-            assert next_began[self.num_sent].wait(10)  # would wait for ever if the gather waited for the broadcast
+            assert next_began[self.num_sent].wait(10)  # fails if the gather waits for the broadcast
             super()._broadcast(data)
 
     def watched() -> Iterator[tuple[str, Tensor]]:
@@ -70,7 +70,7 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
             yield item
         next_began[8].set()
 
-    publisher = Watched(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher = EventPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
     publisher.push(watched(), 2)
     publisher.close()
     assert publisher.num_sent == 8
@@ -86,12 +86,12 @@ def test_in_the_background_servers_pause_only_when_they_have_all_buckets(receive
             asked.append(path)
             return super().ask(method, path, *arguments)
 
-    class Watched(BroadcastPublisher):
+    class EventPublisher(BroadcastPublisher):
         def _broadcast(self, data: Tensor) -> None:
             asked.append("bucket")
             super()._broadcast(data)
 
-    publisher = Watched(config, [receiver.url], 0, CPU, backend="gloo")
+    publisher = EventPublisher(config, [receiver.url], 0, CPU, backend="gloo")
     publisher.connect()
     publisher._open_admin = Noting
     publisher._admins.clear()

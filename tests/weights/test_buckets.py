@@ -17,7 +17,7 @@ def test_unpacked_buckets_hold_every_tensor_once_in_order(shapes: list[list[int]
     received: list[tuple[str, torch.Tensor]] = []
     last: list[tuple[str, torch.Tensor]] = []
     for bucket in iter_buckets(tensors, bucket_bytes, torch.float32, [None, None]):
-        received += [(name, tensor.clone()) for name, tensor in last]  # sent while this one was filled
+        received += [(name, tensor.clone()) for name, tensor in last]  # that bucket was sent while this one was filled
         last = unpack(bucket.data, bucket.names, bucket.dtypes, bucket.shapes)
     received += last
     assert [name for name, _ in received] == [name for name, _ in tensors]

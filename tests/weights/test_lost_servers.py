@@ -1,4 +1,4 @@
-"""A push whose receivers die: over real HTTP and, for the broadcast, a real process group."""
+"""Pushes to servers that die, refuse or leave, over real HTTP and a real process group."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CONFIG = Config(
 )
 
 
-class Pausing(WeightPublisher):
-    """Pauses and resumes, and sends nothing."""
+class PausingPublisher(WeightPublisher):
+    """A publisher that pauses and resumes servers and sends nothing."""
 
     def connect(self) -> None:
         pass
@@ -42,10 +42,10 @@ class Pausing(WeightPublisher):
         return PushReport(num_bytes=1)
 
 
-class Answering(BaseHTTPRequestHandler):
+class AcceptingHandler(BaseHTTPRequestHandler):
     status = 200
     key = ""
-    """What `Authorization` must say, if anything."""
+    """The value that `Authorization` must have; empty: any."""
 
     def do_GET(self) -> None:
         self.send_response(401 if self.key and self.headers["Authorization"] != self.key else 200)
@@ -61,13 +61,13 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
-class Refusing(Answering):
+class RefusingHandler(AcceptingHandler):
     status = 400
 
 
 @pytest.fixture
 def urls() -> Iterator[dict[str, str]]:
-    servers = {h.__name__: ThreadingHTTPServer(("127.0.0.1", 0), h) for h in (Answering, Refusing)}
+    servers = {h.__name__: ThreadingHTTPServer(("127.0.0.1", 0), h) for h in (AcceptingHandler, RefusingHandler)}
     for server in servers.values():
         threading.Thread(target=server.serve_forever, daemon=True).start()
     yield {name: f"http://127.0.0.1:{server.server_port}" for name, server in servers.items()}
@@ -77,7 +77,7 @@ def urls() -> Iterator[dict[str, str]]:
 
 
 def test_a_dead_server_is_removed_and_every_tensor_is_still_gathered(urls: dict[str, str]) -> None:
-    publisher = Pausing(CONFIG, [urls["Answering"], "http://127.0.0.1:9"], 0, CPU)
+    publisher = PausingPublisher(CONFIG, [urls["AcceptingHandler"], "http://127.0.0.1:9"], 0, CPU)
     gathered = []
 
     def gather() -> Iterator[tuple[str, Tensor]]:
@@ -86,15 +86,15 @@ def test_a_dead_server_is_removed_and_every_tensor_is_still_gathered(urls: dict[
             yield str(number), torch.zeros(1)
 
     assert publisher.push(gather(), 1).lost == ("rollout/1",)
-    assert gathered == list(range(5))  # the other ranks gather them
-    assert publisher.servers == {"rollout/0": urls["Answering"]}
+    assert gathered == list(range(5))  # because the other ranks gather them too
+    assert publisher.servers == {"rollout/0": urls["AcceptingHandler"]}
     assert publisher.push(gather(), 1) == PushReport(num_bytes=1)
     publisher.close()
 
 
 def test_a_live_server_that_refuses_is_an_error(urls: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.5)
-    publisher = Pausing(CONFIG, [urls["Refusing"]], 0, CPU)
+    publisher = PausingPublisher(CONFIG, [urls["RefusingHandler"]], 0, CPU)
     with pytest.raises(WeightSyncError, match=r"rollout/0 failed.*answered 400"):
         publisher.push([("w", torch.zeros(1))], 1)
     publisher.close()
@@ -105,14 +105,15 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
 ) -> None:
     (tmp_path / "client.key_secret").write_text("secret")
     network = NetworkConfig(host="10.0.0.9", keys=str(tmp_path))
-    monkeypatch.setattr(Answering, "key", authorization(network)["Authorization"])
-    publisher = Pausing(replace(CONFIG, network=network), [urls["Answering"], "http://127.0.0.1:9"], 0, CPU)
+    monkeypatch.setattr(AcceptingHandler, "key", authorization(network)["Authorization"])
+    config = replace(CONFIG, network=network)
+    publisher = PausingPublisher(config, [urls["AcceptingHandler"], "http://127.0.0.1:9"], 0, CPU)
     assert publisher.push([("w", torch.zeros(1))], 1).lost == ("rollout/1",)
     publisher.close()
 
 
 def test_a_server_is_told_to_leave_the_group_when_the_learner_closes() -> None:
-    """A server of rollout.server_url outlives the run, and would keep a group for each run."""
+    """A server of rollout.server_url outlives the run and would keep a group of every run."""
     with ReceiverProcess(num_tensors=1, config=CONFIG) as receiver:
         publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
         publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
@@ -144,7 +145,7 @@ def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> No
         assert report.num_bytes == 8 * 2**20
         assert receivers[0].version() == 2
         assert receivers[0].checksum() == sum(t.double().sum().item() for t in tensors.values())
-        receivers.append(ReceiverProcess(num_tensors=8, config=CONFIG))  # one that joins late
+        receivers.append(ReceiverProcess(num_tensors=8, config=CONFIG))  # it joins late
         publisher.servers["rollout/1"] = receivers[2].url
         publisher.push(tensors.items(), 3)
         assert [receivers[0].version(), receivers[2].version()] == [3, 3]

@@ -54,7 +54,7 @@ def test_at_most_one_shard_of_gathered_tensors_is_in_memory(tmp_path: Path) -> N
         for number in range(20):
             data = np.full(4, number, np.float32)
             alive.add(number)
-            weakref.finalize(data, alive.discard, number)  # with the last tensor on it
+            weakref.finalize(data, alive.discard, number)  # with the last tensor in it
             tensor = torch.from_numpy(data)
             del data
             most = max(most, len(alive))
@@ -62,5 +62,5 @@ def test_at_most_one_shard_of_gathered_tensors_is_in_memory(tmp_path: Path) -> N
             del tensor
 
     write_weights(gather(), tmp_path, torch.float32, 4 * 16)
-    assert 4 <= most <= 4 + 1  # and the one that did not fit
+    assert 4 <= most <= 4 + 1  # and the tensor that did not fit
     assert len(weight_files(tmp_path)) == 5

@@ -1,4 +1,4 @@
-"""Who has the GPU's memory, by what servers are told: over real HTTP, to servers that only write it down.
+"""The requests by which servers release and resume GPU memory, sent over real HTTP to servers that record them.
 
 tests/rollout_server/engines/test_sglang_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU,
 where no memory is released.
@@ -18,7 +18,7 @@ import torch
 from async_rl.config import Config, ModelConfig, PlacementConfig, TaskConfig, WeightSyncConfig
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
 
-Told = list[tuple[str, Any]]
+Requests = list[tuple[str, Any]]
 PAUSE = ("/pause_generation", {"mode": "retract"})
 RELEASE = ("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 UPDATE = [("/begin_weight_update", {}), "/update_weights_from_tensor", ("/end_weight_update", {})]
@@ -27,7 +27,7 @@ KV_CACHE = ("/resume_memory_occupation", {"tags": ["kv_cache"]})
 CONTINUE = ("/continue_generation", {})
 
 
-class Noting(BaseHTTPRequestHandler):
+class RecordingHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -38,7 +38,7 @@ class Noting(BaseHTTPRequestHandler):
             threading.Thread(target=self.server.end).start()  # type: ignore[attr-defined]
             self.close_connection = True
             return
-        self.server.told.append((self.path, body))  # type: ignore[attr-defined]
+        self.server.requests.append((self.path, body))  # type: ignore[attr-defined]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"{}")
@@ -49,16 +49,16 @@ class Noting(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Noting)
-        self.told: Told = []
+        super().__init__(("127.0.0.1", 0), RecordingHandler)
+        self.requests: Requests = []
         self.dies_at = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def heard(self) -> list[Any]:
-        """What it was told since the last call; of weights only that they came."""
-        told, self.told = self.told, []
-        return [path if "tensor" in path else (path, body) for path, body in told]
+    def received(self) -> list[Any]:
+        """The requests since the last call, as (path, body); of requests with weights only the path."""
+        requests, self.requests = self.requests, []
+        return [path if "tensor" in path else (path, body) for path, body in requests]
 
     def end(self) -> None:
         self.shutdown()
@@ -89,11 +89,11 @@ def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
 def test_weight_memory_is_resumed_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
     publisher = publisher_for(servers[0])
     publisher.release_server_memory()
-    assert servers[0].heard() == [PAUSE, RELEASE]
+    assert servers[0].received() == [PAUSE, RELEASE]
     push(publisher, 1)
-    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_CACHE, CONTINUE]
-    push(publisher, 2)  # without a turn of the learner before it
-    assert servers[0].heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
+    assert servers[0].received() == [PAUSE, ("/flush_cache", {}), WEIGHTS, *UPDATE, KV_CACHE, CONTINUE]
+    push(publisher, 2)  # the learner had no turn before it
+    assert servers[0].received() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
 def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
@@ -102,14 +102,14 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
     stays, dies, new = servers
     publisher = publisher_for(stays, dies)
     publisher.release_server_memory()
-    assert stays.heard() == dies.heard() == [PAUSE, RELEASE]
+    assert stays.received() == dies.received() == [PAUSE, RELEASE]
     dies.dies_at = WEIGHTS[0]
     assert push(publisher, 1) == ("rollout/1",)
-    assert stays.heard() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
+    assert stays.received() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
     publisher.servers["rollout/1"] = new.url
     assert push(publisher, 1) == ()
-    assert stays.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_CACHE, CONTINUE]
-    assert new.heard() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
+    assert stays.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_CACHE, CONTINUE]
+    assert new.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
 
 
 def test_a_server_that_dies_while_releasing_memory_is_found_by_the_push(servers: list[Server]) -> None:
@@ -118,6 +118,6 @@ def test_a_server_that_dies_while_releasing_memory_is_found_by_the_push(servers:
     publisher = publisher_for(stays, dies)
     publisher.release_server_memory()
     assert push(publisher, 1) == ("rollout/1",)
-    stays.heard()
+    stays.received()
     assert push(publisher, 1) == ()
-    assert KV_CACHE in stays.heard()
+    assert KV_CACHE in stays.received()

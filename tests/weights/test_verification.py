@@ -1,4 +1,4 @@
-"""Is what a server serves what the learner has? Against a real server, of the same weights and of others."""
+"""Verification of a push against a real server, with equal and with different weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 
 
 def logprobs_of(model: PreTrainedModel) -> list[float]:
-    """As the learner's: logits in the compute type, their softmax in float32."""
+    """Compute logprobs as the learner does: logits in the compute type, their softmax in float32."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()

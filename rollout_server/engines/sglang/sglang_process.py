@@ -127,7 +127,6 @@ class ServerProcess:
         self.url = ""
         self.log_file = log_file
         self._flags = flags
-        self._timeouts = config.timeouts
         self._config = config
         self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
         # The context length may exceed the model's by the positions that SGLang reserves; without this it refuses.
@@ -190,7 +189,7 @@ class ServerProcess:
         """Kill the server and its children. It holds nothing for which an orderly end, of 5 s, would be needed."""
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(_end_session, process, self._timeouts.shutdown_s)
+            await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
             shutil.rmtree(self._scratch, ignore_errors=True)
             for file in self._left_behind:
                 file.unlink(missing_ok=True)
@@ -209,7 +208,7 @@ class ServerProcess:
             )
 
     async def _wait_ready(self, identity: str) -> None:
-        timeout_s, admin = self._timeouts.server_start_s, SGLangAdmin(self._config, self.url)
+        timeout_s, admin = self._config.timeouts.server_start_s, SGLangAdmin(self._config, self.url)
         try:
             async with asyncio.timeout(timeout_s):
                 while not await asyncio.to_thread(_answers, admin, identity):

@@ -1,5 +1,4 @@
-"""Tiny models with large random weights, so that tokens differ and mixed caches are told apart, and requests.
-"""
+"""Requests, and tiny models with large random weights, which make tokens differ and mixed caches visible."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ TOLERANCE = 1e-4
 
 
 def sharp_model(name: str, seed: int) -> PreTrainedModel:
-    """A fresh tiny model is nearly uniform over tokens; eight times the weights give it opinions."""
+    """A tiny model with eight times the initial weights. Without that its tokens would be almost equally likely."""
     model = tiny_model(name, seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,7 +46,7 @@ def config_for(folder: Path, **rollout: Any) -> Config:
 
 
 def request_for(index: int, **changes: Any) -> GenerationRequest:
-    """Prompts of different lengths and contents by index."""
+    """A request whose prompt has a length and contents that depend on `index`."""
     tokens = np.random.default_rng(index).integers(4, 100, size=5 + index % 9).astype(np.int32)
     prompt = Prompt(index=index, tokens=tokens, text="", reference=None)
     request = GenerationRequest(
@@ -72,9 +71,7 @@ def recomputed_logprobs(
     model: PreTrainedModel, request: GenerationRequest, completion: Completion, first: int = 0,
     cache: Any = None,
 ) -> np.ndarray:
-    """Of the response's tokens from `first` on, by one forward of transformers over prompt and response. [T -
-    first]
-    """
+    """Logprobs [T - first] of the response's tokens from `first` on, by one forward over prompt and response."""
     sequence = torch.from_numpy(np.concatenate([request.prompt.tokens, completion.tokens])).long()
     skip = 0 if cache is None else cache.get_seq_length()
     with torch.no_grad():

@@ -1,6 +1,4 @@
-"""The learner's half of a push, run as a process of its own: one process can't be both ends of a process
-group.
-"""
+"""The learner's half of a push as a separate program: one process can't be both ends of a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.rollout_server.engines.hf_cases import config_for, sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
-    """WeightSync the weights of seed 5 as version 3, in several buckets, and verifies them."""
+    """Push the weights of seed 5 as version 3, in several buckets, and verify them."""
     config = config_for(Path(folder))
     background = transport == "background"
     sync = replace(

@@ -1,4 +1,4 @@
-"""Requests to a running SGLang server, and what transformers says about its answers."""
+"""Requests to a running SGLang server, and comparisons of its answers with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are version tags true? Recomputes behaviour logprobs under the weights of every version."""
+"""Proof that version tags are true: behaviour logprobs are recomputed under the weights of every version."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollout_server.engines.base import Completion
 
 TOLERANCE = 1e-4
 TOLD_APART = 0.05
-"""Logprobs of one segment under another version's weights are at least this far off somewhere."""
+"""The least error of some logprob of a segment under another version's weights."""
 MIN_TOKENS = 5
-"""Of a segment in which other weights are sure to show."""
+"""The shortest segment in which other weights are sure to be visible."""
 
 
 def segments(versions: IntArray) -> list[tuple[int, int, int]]:
@@ -26,7 +26,7 @@ def segments(versions: IntArray) -> list[tuple[int, int, int]]:
 
 
 def from_scratch(model: PreTrainedModel, prompt: IntArray, answer: IntArray, temperature: float) -> FloatArray:
-    """[T] behaviour logprobs of one version's weights, all KV its own."""
+    """Logprobs [T] under one version's weights, with all KV computed by them."""
     return _continue(model, DynamicCache(), np.concatenate([prompt, answer[:-1]]), answer, temperature)
 
 
@@ -34,10 +34,10 @@ def over_mixed_kv(
     models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float,
     other: int | None = None,
 ) -> FloatArray:
-    """[T] what engines compute that keep KV: each segment by its version's weights, on KV of those before it.
+    """Logprobs [T] as engines that keep KV compute them: each segment by its version, on KV of the versions before.
 
-    Token i is read, and its KV made, by the forward that samples token i + 1. With `other` every segment is computed
-    by that version's weights instead, still on the KV that its version's would find.
+    The forward that samples token i + 1 reads token i and computes its KV. With `other` every segment is computed by
+    that version's weights instead, on the same KV.
     """
     cache, parts = DynamicCache(), []
     sequence = np.concatenate([prompt, completion.tokens])
@@ -56,10 +56,13 @@ def check_tags(
     models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float, *,
     keeps_kv: bool, tolerance: float = TOLERANCE,
 ) -> float:
-    """Asserts that behaviour logprobs are those of the tagged version and of no other. With `keeps_kv` they are
-    compared over mixed KV, else from scratch.
+    """Assert that behaviour logprobs are those of the tagged version and of no other.
 
-    Returns the mean difference to a recompute from scratch, over tokens sampled after the first update.
+    Args:
+        keeps_kv: compare over mixed KV; otherwise from scratch.
+
+    Returns:
+        The mean difference to a recompute from scratch, over tokens sampled after the first update.
     """
     fresh = {v: from_scratch(model, prompt, completion.tokens, temperature) for v, model in models.items()}
     tagged = np.concatenate([fresh[v][a:b] for v, a, b in segments(completion.versions)])
@@ -80,7 +83,7 @@ def check_tags(
 def _continue(
     model: PreTrainedModel, cache: DynamicCache, fed: IntArray, answer: IntArray, temperature: float
 ) -> FloatArray:
-    """Feeds tokens, extending the cache; the logprobs of `answer`, which the last of them predict."""
+    """Extend the cache by the tokens `fed`; return the logprobs of `answer`, which the last of them predict."""
     with torch.no_grad():
         output = model(input_ids=torch.from_numpy(fed).long()[None], past_key_values=cache, use_cache=True)
     logprobs = torch.log_softmax(output.logits[0, -len(answer) :].float() / temperature, dim=-1)

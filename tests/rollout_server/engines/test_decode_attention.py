@@ -16,7 +16,7 @@ def test_a_ragged_batch_equals_the_softmax_of_each_sequence_alone(
     lengths = torch.tensor([3, 17, 1, 9, 17, 2])
     query = torch.randn(6, 4, 8)
     keys, values = torch.randn(50, 2, 8), torch.randn(50, 2, 8)
-    keys[0], values[0] = float("nan"), float("nan")  # what padding points at must not leak in
+    keys[0], values[0] = float("nan"), float("nan")  # the slots of padding must not have an effect
     slots = torch.zeros(6, 17, dtype=torch.int32)
     for row, length in enumerate(lengths.tolist()):
         slots[row, :length] = torch.randperm(49)[:length] + 1
@@ -31,7 +31,7 @@ def test_a_ragged_batch_equals_the_softmax_of_each_sequence_alone(
 
 
 def test_attention_runs_on_the_device_of_its_inputs() -> None:
-    """As on a host with GPUs, whose tensors are not on torch's default device: every new one must follow the inputs."""
+    """On a host with GPUs tensors are not on torch's default device: every new tensor must be on that of the inputs."""
     torch.manual_seed(0)
     lengths, slots = torch.tensor([2, 3]), torch.tensor([[0, 1, 0], [2, 3, 4]])
     query, keys, values = torch.randn(2, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)

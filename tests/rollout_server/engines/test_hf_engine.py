@@ -121,7 +121,7 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     async def update_inside(engine: HFEngine) -> list[Completion]:
         running = asyncio.create_task(engine.generate(request))
         for version in (1, 2):
-            for _ in range(8):  # a token or more each
+            for _ in range(8):  # each takes one token or more
                 await engine.between_tokens(lambda: None)
             await engine.pause(keep_kv=keep_kv)
             await engine.load_weights(dict(models[version].named_parameters()), version)
@@ -164,10 +164,10 @@ def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
 
 def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
     async def cancel_one(engine: HFEngine) -> list[Completion]:
-        doomed = asyncio.create_task(engine.generate(request_for(0, max_tokens=500)))
+        cancelled = asyncio.create_task(engine.generate(request_for(0, max_tokens=500)))
         kept = asyncio.create_task(engine.generate(request_for(1, max_tokens=60)))
         await engine.between_tokens(lambda: None)
-        doomed.cancel()
+        cancelled.cancel()
         return await kept
 
     assert len(with_engine(config_for(folder), cancel_one)) == 4

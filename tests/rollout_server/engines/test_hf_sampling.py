@@ -15,7 +15,7 @@ def test_random_numbers_depend_on_seed_prompt_and_sample_but_not_on_their_count(
 
 
 def test_sampling_inverts_the_cumulative_distribution() -> None:
-    # Probabilities .5 .25 .125 .125: the cumulative distribution cuts at .5, .75, .875.
+    # Probabilities .5 .25 .125 .125: the cumulative distribution is .5, .75, .875, 1.
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(6, 1)
     drawn = torch.tensor([[0.0], [0.499], [0.501], [0.749], [0.76], [0.999]], dtype=torch.float64)
     tokens, logprobs = sample_tokens(logits, torch.ones(6, 1), None, drawn)

@@ -34,7 +34,7 @@ async def post(engine: HFEngine, path: str, body: dict[str, Any]) -> tuple[int, 
 
 
 def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine], Awaitable[list[float]]]:
-    """Publishes other weights while answers run; returns the largest logprob errors of later answers."""
+    """Push other weights while answers run; return the largest logprob error of each later answer."""
 
     async def push(engine: HFEngine) -> list[float]:
         running = asyncio.create_task(_keep_generating(engine))
@@ -57,7 +57,10 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
 
 
 async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
-    """Token versions of answers asked for until one is all new, by callers out of step: some are always half done."""
+    """Generate from four callers until answers have only the new version; return all token versions.
+
+    The callers are out of step, so that some answers are always unfinished.
+    """
 
     async def call(caller: int) -> list[np.ndarray]:
         versions: list[np.ndarray] = []
@@ -87,7 +90,7 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(
         await post(engine, "/begin_weight_update", {})
         status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), **label})
         assert status == 200
-        assert (await post(engine, end, {}))[0] == 200  # before the end, or before the bucket that brings the label
+        assert (await post(engine, end, {}))[0] == 200  # without the end, or without a version
         for completion in await engine.generate(request_for(1)):
             assert set(completion.versions.tolist()) == {0}
             expected = recomputed_logprobs(old, request_for(1), completion)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def absent_package() -> Iterator[str]:
-    """A package that is on no machine, with a stand-in for the time of the test."""
+    """The name of a package that exists nowhere, with a stub during the test."""
     finders = list(sys.meta_path)
     name = "no_such_kernels"
     assert import_stubs.install((name,)) == (name,)
@@ -60,7 +60,7 @@ def test_a_package_that_is_installed_but_cannot_be_loaded_gets_a_stub(
 
 
 def in_server_process(code: str) -> str:
-    """What the code prints in a fresh process with the shims of the launcher."""
+    """Run the code in a new process with the stubs that the launcher installs; return its output."""
     code = f"from rollout_server.engines.sglang import import_stubs\nmissing = import_stubs.install()\n{code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
@@ -126,7 +126,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
 def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
-    """No GPU is needed for it: torch is made to say that there is one."""
+    """It needs no GPU: torch is changed so that it reports one."""
     modules = (
         "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.model_executor.model_runner",
         "srt.models.qwen2", "srt.models.llama", "srt.layers.attention.triton_backend", "benchmark.serving",
@@ -138,7 +138,7 @@ def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
 
 
 def test_importing_the_package_installs_no_stubs() -> None:
-    """Importing the engine must not make other code believe that a package is there."""
+    """After importing the engine, other code must not find a package that is missing."""
     code = "import sys; was = list(sys.meta_path); import rollout_server.engines.sglang.{}; assert sys.meta_path == was"
     for module in ("engine", "launch", "sglang_process"):
         subprocess.run([sys.executable, "-c", code.format(module)], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""The real SGLang server on CPU: one for the module, which the last tests move to new weights."""
+"""The SGLang engine with a real server on CPU. The tests share one, and the last of them update its weights."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def test_answers_end_with_the_end_token_or_at_the_limit(sglang_server: EngineInT
 
 def test_the_longest_prompt_gets_the_longest_answer(sglang_server: EngineInThread) -> None:
     prompt = dataclasses.replace(request_for(0).prompt, tokens=np.full(512, 7, dtype=np.int32))
-    group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # cold: it repeats itself
+    group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # it repeats itself
     (answers,) = generate(sglang_server, group)
     assert any(len(a.tokens) == 512 for a in answers)
 
 
 def test_the_server_keeps_idle_connections_longer_than_its_clients(sglang_server: EngineInThread) -> None:
-    # Otherwise it may close one just when a client sends the next request on it, and the group would be lost.
+    # Otherwise it may close a connection just when a client sends the next request, and the group would be lost.
     host, port = sglang_server.engine.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(f"GET /ready HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         time.sleep(5.5)  # uvicorn's default is 5
         connection.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nothing to read, not even the end
+        with pytest.raises(BlockingIOError):  # there is nothing to read, so it is not closed
             connection.recv(1)
 
 
@@ -95,11 +95,11 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
     sglang_server: EngineInThread, model_folder: Path, tmp_path: Path
 ) -> None:
     new_folder = save_sharp_model(tmp_path / "new", seed=1)
-    group = request_for(6, n=8, max_tokens=500, temperature=0.3)  # cold: it rarely comes to an end
+    group = request_for(6, n=8, max_tokens=500, temperature=0.3)  # at a low temperature it rarely ends early
 
     async def generate_and_update() -> list[Completion]:
         running = asyncio.create_task(sglang_server.engine.generate(group))
-        for probe in (request_for(7), request_for(8)):  # once these are answered, the group is under way
+        for probe in (request_for(7), request_for(8)):  # once these are answered, the group is running
             await sglang_server.engine.generate(probe)
         await asyncio.to_thread(update_in_place, sglang_server, new_folder, 1)
         return await running
@@ -124,7 +124,7 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
 def test_requests_with_a_shared_cache_key_read_stale_kv(
     sglang_server: EngineInThread, tmp_path: Path
 ) -> None:
-    """Shows that the check above can fail: what SGLang does when two requests share a prefix-cache key."""
+    """The counterpart of the test above: when requests share a prefix-cache key, SGLang uses the KV of old weights."""
     folder = save_sharp_model(tmp_path / "newer", seed=2)
     prompt = request_for(8).prompt.tokens
 
@@ -141,7 +141,7 @@ def test_requests_with_a_shared_cache_key_read_stale_kv(
 
 
 def save_qwen3(folder: Path) -> Path:
-    """Unlike Qwen2: no bias, normalised queries and keys, wide heads, untied output."""
+    """Save a model unlike Qwen2: no bias, normalised queries and keys, wide heads, untied output."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(character_tokenizer()), hidden_size=64, intermediate_size=128, num_hidden_layers=2,

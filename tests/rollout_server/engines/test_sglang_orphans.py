@@ -1,4 +1,4 @@
-"""Whoever kills the parent, however early: nothing of the server is left."""
+"""SIGKILL of the parent at any time leaves no process of the SGLang server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_is_left_after_sigkill_of_the_parent(
     try:
         if moment == "while it serves":
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        # The server; and behind it scheduler, detokenizer and Python's resource tracker.
+        # The server or, later, also its scheduler, its detokenizer and Python's resource tracker.
         count = 1 if moment == "while SGLang imports" else 4
         assert wait_until(lambda: len(family.children(recursive=True)) >= count, 60)
         sessions = {os.getsid(child.pid) for child in family.children(recursive=True)}

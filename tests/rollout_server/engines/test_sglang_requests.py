@@ -1,4 +1,4 @@
-"""The pure parts of the SGLang engine: flags, requests, replies."""
+"""The parts of the SGLang engine that need no SGLang: flags, requests, replies, the start of a process."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
 
 
 def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
-    """The worker waits for timeouts.generate_s: a second limit in the engine made it a race which error appears."""
+    """The worker enforces timeouts.generate_s. With a second limit in the engine either error could appear."""
     limited = dataclasses.replace(config(), timeouts=TimeoutsConfig(generate_s=0.05))
 
     async def wait_for_a_mute_server(url: str) -> None:
@@ -240,7 +240,7 @@ def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
 
 
 def test_no_request_id_begins_with_another() -> None:
-    """SGLang aborts all requests whose id begins with the one it is told."""
+    """SGLang aborts all requests whose id begins with the given one."""
     request = request_for(0)
     keys = [f"{group}.{attempt}." for group in (1, 11) for attempt in (0, 1, 10, 11)]
     bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [Answer()] * 12, [], k))]

@@ -1,4 +1,4 @@
-"""What becomes of answers of a real SGLang server when weights change, or nobody waits for them any more."""
+"""Answers of a real SGLang server when weights change while they run, and when their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from tests.rollout_server.exported import train_and_export
 pytestmark = pytest.mark.e2e
 
 TEMPERATURE = 0.3
-"""Cold: answers rarely come to an end."""
+"""Low, so that answers rarely end early."""
 VERSIONS = itertools.count(10)
 MODELS: dict[int, PreTrainedModel] = {}
-"""What the server was given, by version."""
+"""The weights that the server was given, by version."""
 
 
 def push(config: Config, url: str) -> int:
-    """Makes the server serve a new version, very different from all others. Where learner and server take turns, it is
-    the learner's turn before.
+    """Make the server serve a new version, very different from all others, and return its number.
+
+    If learner and server take turns, the learner has its turn before.
     """
     version = next(VERSIONS)
     model = MODELS[version] = sharp_model("tiny-qwen2", 100 + version).eval()
@@ -65,7 +66,7 @@ def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> C
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `drain` only an evaluation's answers run on while weights change."""
+    """With `drain` only answers of an evaluation can be running while weights change."""
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
@@ -75,7 +76,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     async def generate_over_two_updates() -> list[Completion]:
         running = asyncio.create_task(server.engine.generate(request))
         for _ in range(2):
-            for _ in range(3 if on_update == "abort" else 1):  # then the group runs, which may have to ask anew first
+            for _ in range(3 if on_update == "abort" else 1):  # the group runs then, after an abort anew
                 await server.engine.generate(request_for(7))
             await asyncio.to_thread(push, config, url)
         return await running
@@ -89,7 +90,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     mismatches = [
         check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]
     ]
-    assert (max(mismatches) > 0.01) == keeps_kv  # what a recompute from scratch makes of them
+    assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
 
     # The same prompt again: its KV cache must be of the newest version too.
     (last,) = generate(server, request)
@@ -109,7 +110,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
 
     async def post_and_push(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
         replies = await post(body, group_id)
-        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is there, no answer has begun
+        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is computed, no answer has begun
             await asyncio.to_thread(push, config, url)
         return replies
 
@@ -123,9 +124,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
 def test_weights_in_shared_memory_arrive_whole_while_answers_run(
     sglang_server: EngineInThread, colocated: bool
 ) -> None:
-    """The code path of cuda_ipc, with host memory in place of a GPU's; releasing memory means nothing to this server,
-    but it checks that nothing runs then.
-    """
+    """The code path of cuda_ipc with host memory. This server releases no memory, but checks that nothing runs then."""
     server, url = sglang_server, sglang_server.engine.url
     config = dataclasses.replace(
         server.config, weight_sync=WeightSyncConfig(transport="cuda_ipc", bucket_bytes=100_000),
@@ -172,7 +171,7 @@ def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None
     groups = [request_for(i, max_tokens=10) for i in range(4)]
     answers = generate(server, *groups)
     assert largest_error(load_model(exported), groups, answers) < TOLERANCE
-    assert largest_error(load_model(before), groups, answers) > 10 * TOLERANCE  # training has moved them
+    assert largest_error(load_model(before), groups, answers) > 10 * TOLERANCE  # training has changed the weights
 
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:
@@ -184,16 +183,16 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: E
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     async def cancel_one() -> list[Completion]:
-        kept, doomed = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
+        kept, cancelled = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
         while await asyncio.to_thread(unfinished) <= 9:
-            assert not (kept.done() or doomed.done())
+            assert not (kept.done() or cancelled.done())
         # From now on nothing ends by itself.
         await asyncio.to_thread(admin.ask, "POST", "/pause_generation", {"mode": "retract"})
-        doomed.cancel()
-        await asyncio.wait([doomed])
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
         await engine._cancelled.join()
         await asyncio.to_thread(admin.resume)
-        while await asyncio.to_thread(unfinished) > 9:  # it counts anew with the first tokens after the pause
+        while await asyncio.to_thread(unfinished) > 9:  # it updates its counts with the first tokens after the pause
             assert not kept.done()
         return await kept
 
@@ -212,5 +211,5 @@ def test_a_paused_server_uses_almost_no_cpu(sglang_server: EngineInThread) -> No
     admin.pause("in_place")
     before_s = cpu_s()
     time.sleep(1.0)
-    assert cpu_s() - before_s < 0.5  # one that looks for messages all the time takes a whole core
+    assert cpu_s() - before_s < 0.5  # a scheduler that polls for messages uses a whole core
     admin.resume()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 2 for what the user can mend in command, config or files, 130 after Ctrl-C, else 1."""
+    """Run one command. Exit code: 0; 2 for an error in the command, configuration or files; 130 after Ctrl-C; else 1.
+    """
     args = _parse(arguments)
     try:
         return int(args.run(args))
@@ -32,100 +34,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's arguments. Words of the form key=value may stand anywhere, also behind options."""
     parser = argparse.ArgumentParser(
         prog="async-rl",
         description="Asynchronous RL post-training of language models with bounded staleness.",
     )
-    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-
-    train = commands.add_parser("train", help="train a model by RL")
-    _add_config(train, nargs="?")
-    train.add_argument(
-        "--resume", metavar="RUN_DIR", default="",
-        help="go on from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
-    )
-    train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
-    train.set_defaults(run=_train)
-
-    sft = commands.add_parser("sft", help="make model.path from sft.base by supervised fine-tuning")
-    _add_config(sft)
-    sft.set_defaults(run=_sft)
-
-    prepare = commands.add_parser("prepare", help="convert a data set's original files for task.path")
-    prepare.add_argument("dataset", choices=["gsm8k"])
-    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
-    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
-    prepare.set_defaults(run=_prepare)
-
-    buffer = commands.add_parser("buffer", help="run the buffer alone, for clients of your own")
-    _add_config(buffer, nargs="?")
-    buffer.add_argument("--every-s", type=float, default=10.0, metavar="S", help="seconds between lines of counters")
-    buffer.set_defaults(run=_buffer)
-
-    export = commands.add_parser("export-trajectories", help="a run's journal as Parquet, a row for each rollout")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    export.add_argument("target", type=Path, metavar="OUT.parquet")
-    export.set_defaults(run=_export_trajectories)
-
-    keys = commands.add_parser("keys", help="make the keys that let the buffer leave loopback")
-    keys.add_argument("action", choices=["new"])
-    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
-    keys.set_defaults(run=_keys)
-
-    _add_model_commands(commands)
+    _add_commands(commands)
     add_benchmarks(commands, _add_config)
-    _add_inspections(commands)
 
     args, rest = parser.parse_known_args(arguments)
-    overrides_behind_an_option = [text for text in rest if "=" in text and not text.startswith("-")]
-    if len(overrides_behind_an_option) < len(rest) or (rest and not hasattr(args, "overrides")):
+    if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += overrides_behind_an_option
-    if "=" in (getattr(args, "config", None) or ""):  # only overrides, no CONFIG
-        args.config, args.overrides = None, [args.config, *args.overrides]
-    if args.command in ("train", "sft", "sweep") and not (args.config or getattr(args, "resume", "")):
-        or_resume = ", or --resume RUN_DIR" if args.command == "train" else ""
-        parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{or_resume}")
-    if args.run is _doctor and args.overrides and not args.config:
-        parser.error(f"doctor needs a CONFIG to apply {' '.join(args.overrides)} to")
+    if hasattr(args, "words"):
+        words = [*args.words, *rest]
+        args.config = words.pop(0) if words and "=" not in words[0] else None
+        args.overrides = words
+        if args.needs_config and not args.config and not getattr(args, "resume", ""):
+            parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{args.or_else}")
     return args
 
 
-def _add_inspections(commands: Any) -> None:
-    status = commands.add_parser("status", help="who waits on whom, in a run that goes on or has ended")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    status.set_defaults(run=_status)
+def _add_commands(commands: Any) -> None:
+    train = _add(commands, "train", _train, "train a model by RL")
+    _add_config(train, or_else=", or --resume RUN_DIR")
+    train.add_argument(
+        "--resume", metavar="RUN_DIR", default="",
+        help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
+    )
+    train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
 
-    doctor = commands.add_parser("doctor", help="check this machine, and a config if one is given")
-    _add_config(doctor, nargs="?")
-    doctor.set_defaults(run=_doctor)
+    _add_config(_add(commands, "sft", _sft, "make model.path from sft.base by supervised fine-tuning"))
 
+    prepare = _add(commands, "prepare", _prepare, "convert a data set's original files for task.path")
+    prepare.add_argument("dataset", choices=["gsm8k"])
+    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
+    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
 
-def _add_model_commands(commands: Any) -> None:
-    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
+    config = _add(commands, "config", _config, "print the JSON schema of the configuration, for editors")
+    config.add_argument("action", choices=["schema"])
+
+    keys = _add(commands, "keys", _keys, "make the keys that let the buffer leave loopback")
+    keys.add_argument("action", choices=["new"])
+    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
+
+    buffer = _add(commands, "buffer", _buffer, "run the buffer alone, for clients of your own")
+    _add_config(buffer, is_needed=False)
+    buffer.add_argument("--every-s", type=float, default=10.0, metavar="S", help="seconds between lines of counters")
+
+    export = _add(commands, "export", _export, "write a checkpoint as a Hugging Face folder")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
     export.add_argument("target", type=Path, metavar="OUT_DIR")
-    export.set_defaults(run=_export)
 
-    evaluate = commands.add_parser("eval", help="held-out accuracy of a model folder")
+    evaluate = _add(commands, "eval", _eval, "measure the held-out accuracy of a model folder")
     evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
-    _add_config(evaluate, nargs="?")
-    evaluate.set_defaults(run=_eval)
+    _add_config(evaluate, is_needed=False)
+
+    trajectories = _add(commands, "export-trajectories", _export_trajectories, "write a run's journal as Parquet")
+    trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
+
+    status = _add(commands, "status", _status, "show who waits on whom, in a run that goes on or has ended")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    _add_config(_add(commands, "doctor", _doctor, "check this machine, and a config if one is given"), is_needed=False)
 
 
-def _add_config(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    parser.add_argument("config", nargs=nargs, metavar="CONFIG", help="YAML, e.g. configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. staleness.max=2 run.steps=60")
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help)
+    parser.set_defaults(run=run)
+    return parser
 
 
-class _PrintVersion(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"async-rl {version('async-rl')}")
-        parser.exit()
+def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
+    """Add the arguments CONFIG and key=value; `or_else` ends the error of a command that gets no CONFIG."""
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG key=value",
+        help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
+    )
+    parser.set_defaults(needs_config=is_needed, or_else=or_else)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -178,6 +166,14 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _config(args: argparse.Namespace) -> int:
+    from async_rl.config import Config
+    from async_rl.config.schema import json_schema
+
+    print(json.dumps(json_schema(Config), indent=2))
+    return 0
+
+
 def _buffer(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
@@ -185,8 +181,7 @@ def _buffer(args: argparse.Namespace) -> int:
     from async_rl.storage.run_dir import open_buffer_dir
     from buffer.standalone import serve_alone
 
-    longest_s = threading.TIMEOUT_MAX
-    check(0 < args.every_s <= longest_s, "--every-s", args.every_s, f"above 0, at most {longest_s:.0f}")
+    check(0 < args.every_s <= 1e6, "--every-s", args.every_s, "above 0, at most 1000000")
     defaults = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none", "run.name=buffer"]
     config = load_config(args.config, [*defaults, *args.overrides])
     with StopSignals(), open_buffer_dir(config):
@@ -249,6 +244,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from async_rl.doctor.host import examine, print_table
     from async_rl.driver.placement import runs_here
 
+    if args.overrides and not args.config:
+        raise ConfigError(f"doctor needs a CONFIG to apply {' '.join(args.overrides)} to")
     config = load_config(args.config, args.overrides) if args.config else None
     checks = examine(config)
     if config and not runs_here(config):

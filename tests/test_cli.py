@@ -41,7 +41,7 @@ def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: 
     )
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["sft", "-h"], ["doctor", "-h"]])
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["sft", "-h"], ["config", "-h"]])
 def test_help_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(command)
@@ -82,13 +82,14 @@ def test_an_export_of_no_run_speaks_of_the_argument(tmp_path: Path, capsys: pyte
     assert "There is no such folder" in error
 
 
-def test_overrides_may_stand_before_and_behind_options(
+def test_config_and_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Config] = []
     monkeypatch.setattr(pipeline, "dry_run", lambda config: seen.append(config) or "")
     assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
-    assert (seen[0].run.steps, seen[0].staleness.max) == (7, 3)
+    assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
+    assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3), (7, 3)]
 
 
 @pytest.mark.parametrize(

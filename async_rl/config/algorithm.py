@@ -99,7 +99,9 @@ class KlConfig:
 class AlgorithmConfig:
     """How a batch becomes a loss."""
 
-    preset: Annotated[str, Named(PRESETS)] = "grpo"
+    preset: Annotated[
+        str, checked(PRESETS.__contains__, "a preset"), Field(json_schema_extra={"enum": [*PRESETS]})
+    ] = "grpo"
     """Sets those keys of this section that are not given; docs/algorithms.md lists what each preset sets."""
     advantage: Annotated[str, Named(ADVANTAGES, "algorithm.advantage")] = "grpo"
     """How rewards become advantages. gae and vtrace train a critic; the others compare rewards."""

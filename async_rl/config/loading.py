@@ -13,7 +13,7 @@ import yaml
 from async_rl.config import AlgorithmConfig, Config
 from async_rl.config.check import SettingsError
 from async_rl.config.presets import PRESETS
-from async_rl.config.schema import describe, find_schema, unknown_key
+from async_rl.config.schema import describe
 from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
 
@@ -75,29 +75,16 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
         value, lines = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
-    _check_path(names, override)
     node = settings
-    for name in names[:-1]:
+    for depth, name in enumerate(names[:-1], 1):
         if not isinstance(node.get(name), dict):
             node[name] = {}
+            places[".".join(names[:depth])] = COMMAND_LINE
         node = node[name]
     node[names[-1]] = value
     for below in [each for each in places if each.startswith(f"{key}.")]:
         del places[below]
     places.update(dict.fromkeys([key, *(f"{key}.{below}" for below in lines)], COMMAND_LINE))
-
-
-def _check_path(names: Sequence[str], override: str) -> None:
-    """Refuse a key of which no section knows the first unknown name, or which goes on below a single value."""
-    for depth, name in enumerate(names):
-        schema = find_schema(Config, names[:depth])
-        if "properties" not in schema:
-            if schema.get("type") != "object":
-                single = ".".join(names[:depth])
-                raise ConfigError(f"override {override!r}: {single} is a single value, not a section")
-            return
-        if name not in schema["properties"]:
-            raise SettingsError([unknown_key(names[: depth + 1], Config)], {".".join(names[: depth + 1]): COMMAND_LINE})
 
 
 def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:

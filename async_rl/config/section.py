@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import (
@@ -17,7 +17,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from async_rl.config.schema import explain
 from async_rl.seams import find_entry
@@ -64,24 +64,20 @@ def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> Cor
 
 
 class Named:
-    """A text that is a name in `table`, one of `also`, or, with `key`, `module:name` of an entry like the table's."""
+    """Marks a text that is a name in `table`, one of `also`, or `module:name` of an entry like those in `table`."""
 
-    def __init__(self, table: Mapping[str, Any], key: str = "", also: Collection[str] = ()) -> None:
-        self.table, self.key, self.names = table, key, [*also, *table]
+    def __init__(self, table: Mapping[str, Any], key: str, also: Sequence[str] = ()) -> None:
+        self.table, self.key, self.also = table, key, also
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
+        return no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        names: dict[str, Any] = {"type": "string", "enum": self.names}
-        outside = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "module:name of one from outside"}
-        return {"anyOf": [names, outside]} if self.key else names
+        outside = {"pattern": r"^[\w.]+:\w+$", "description": "module:name of an entry"}
+        return {"type": "string", "anyOf": [{"enum": [*self.also, *self.table]}, outside]}
 
     def _check(self, name: str) -> str:
-        if name not in self.names:
-            if not (self.key and ":" in name):
-                raise PydanticCustomError("unknown_name", "unknown name")
-            find_entry(self.table, name, self.key)
+        find_entry({**self.table, **dict.fromkeys(self.also)}, name, self.key)
         return name
 
 

@@ -37,10 +37,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
-        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be in (0, 1], got 0 (command line)"),
+        (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid' ("),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True (command line)."),
-        (["buffer.max_uses=0"], "buffer.max_uses must be at least 1, got 0"),
+        (["buffer.max_uses=0"], "buffer.max_uses must be greater than 0, got 0"),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
             "buffer.max_uses must be 1 with staleness.max 0, got 2 (command line). A used group is at least one "

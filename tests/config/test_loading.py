@@ -76,7 +76,7 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("learner.group_size=4", ["unknown key learner.group_size ", "did you mean rollout.group_size?"]),
         ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr?"]),
         ("rollout.zzz=1", ["unknown key rollout.zzz ", "allowed in rollout: engine, group_size"]),
-        ("staleness.max.x=2", ["staleness.max is a single value"]),
+        ("staleness.max.x=2", ["staleness.max must be a whole number, got {'x': 2} (dict) (command line)"]),
         ("staleness=2", ["staleness must be a section with some of max", "got 2 (int)"]),
         ("staleness.max=two", ["staleness.max must be a whole number, got 'two' (str) (command line)"]),
         ("staleness.max=true", ["staleness.max must be a whole number, got True (bool)"]),
@@ -90,15 +90,15 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("run.name=", ["run.name must be text", "got nothing"]),
         ("weight_sync.verify=1", ["weight_sync.verify must be true or false, got 1 (int)"]),
         ("task.params={1: 2}", ["task.params must be a section of names and values"]),
-        ("staleness.max=-1", ["staleness.max must be 0 or more, got -1"]),
-        ("run.seed=-1", ["run.seed must be in [0, 4294967295], got -1", "Engines take no others"]),
-        ("run.seed=4294967296", ["run.seed must be in [0, 4294967295], got 4294967296"]),
-        ("learner.lr=.inf", ["learner.lr must be finite, got inf (command line). Only algorithm.clip.high", "give a"]),
-        ("critic.value_clip=.inf", ["critic.value_clip must be finite, got inf"]),
-        ("run.seconds=.inf", ["run.seconds must be finite, got inf"]),
-        ("model.lora.alpha=.inf", ["model.lora.alpha must be finite, got inf"]),
-        ("timeouts.push_s=.inf", ["timeouts.push_s must be finite, got inf"]),
-        ("timeouts.wire_s=1e7", ["timeouts.wire_s must be in (0, 1000000], got 10000000.0 (command line)"]),
+        ("staleness.max=-1", ["staleness.max must be greater than or equal to 0, got -1"]),
+        ("run.seed=-1", ["run.seed must be greater than or equal to 0, got -1", "Engines take no others"]),
+        ("run.seed=4294967296", ["run.seed must be less than 4294967296, got 4294967296"]),
+        ("learner.lr=.inf", ["learner.lr must be a finite number, got inf (command line). Only algo", "give"]),
+        ("critic.value_clip=.inf", ["critic.value_clip must be a finite number, got inf"]),
+        ("run.seconds=.inf", ["run.seconds must be a finite number, got inf"]),
+        ("model.lora.alpha=.inf", ["model.lora.alpha must be a finite number, got inf"]),
+        ("timeouts.push_s=.inf", ["timeouts.push_s must be a finite number, got inf"]),
+        ("timeouts.wire_s=1e7", ["timeouts.wire_s must be less than or equal to 1000000, got 10000000.0"]),
         ("rollout.server_args={tp_size: 2, x: 1}", ["rollout.server_args must be without model-path", "tp_size out"]),
         ("staleness.max", ["must have the form key.sub=value"]),
         ("=3", ["must have the form key.sub=value"]),
@@ -191,3 +191,57 @@ def test_what_is_dumped_is_read_back_equal(
     )
     assert load(folder, dump_config(config)) == config
     assert yaml.safe_load(dump_config(load(folder, MINIMAL)))["placement"]["learner"]["ranks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "key"),
+    [
+        ("run:\n  seed: 3\n  steps: 0\n", "config.yaml:5", "run.steps"),
+        ("algorithm:\n  gamma: 0.9\n", "config.yaml:4", "algorithm.gamma"),
+        ("weight_sync:\n\n  background: true\n", "config.yaml:5", "weight_sync.background"),
+        ("learner:\n  betas:\n    - 0.9\n    - 2\n", "config.yaml:4", "learner.betas[1]"),
+    ],
+)
+def test_an_error_names_the_line_of_the_file(tmp_path: Path, text: str, place: str, key: str) -> None:
+    message = error_of(tmp_path, MINIMAL + text)
+    assert message.startswith(f"{key} must be ") and f" ({tmp_path}/{place})" in message, message
+
+
+def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tmp_path: Path) -> None:
+    text = MINIMAL + "weight_sync:\n  every_steps: 1\n"
+    assert "got 0 (command line). " in error_of(tmp_path, text, "weight_sync.every_steps=0")
+    assert "staleness.mode exact, got 'in_place'. An" in error_of(tmp_path, text, "staleness.mode=exact")
+    message = error_of(tmp_path, text, "algorithm.preset=gspo", "algorithm.advantage=gae")
+    assert message.startswith("algorithm.loss must be one of ppo_clip, cispo, dppo_tv with algorithm.advantage gae ")
+    assert "got 'gspo' (preset gspo). gspo has one ratio an answer" in message
+
+
+def test_every_setting_that_can_not_work_is_told_at_once(tmp_path: Path) -> None:
+    lines = error_of(tmp_path, MINIMAL, "run.steps=0", "learner.lr=-1", "eval.sizes=3").splitlines()
+    assert [line.split(" (command")[0] for line in lines] == [
+        "run.steps must be greater than 0, got 0", "learner.lr must be greater than 0, got -1",
+        "unknown key eval.sizes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("algorithm.aggregation=tokenmean", "token_mean, sequence_mean, constant, got 'tokenmean' (command line). Did"),
+        ("algorithm.loss=ppo_klip", "got 'ppo_klip'. Did you mean ppo_clip?"),
+        ("algorithm.advantage=gro", "got 'gro'. Did you mean grpo?"),
+        ("algorithm.correction.kind=tokentis", "topr, auto, or module:name, got 'tokentis'. Did you mean token_tis?"),
+        ("weight_sync.transport=dsk", "disk, auto, or module:name, got 'dsk'. Did you mean disk?"),
+        ("algorithm.preset=icepop2", "Did you mean icepop?"),
+        ("algorithm.loss=no_such_module:loss", "algorithm.loss 'no_such_module:loss' can't be imported from"),
+        ("rollout.engine=async_rl.types:Slot", "must be an instance of async_rl.seams.engines.EngineEntry"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, override: str, hint: str) -> None:
+    assert hint in error_of(tmp_path, MINIMAL, override)
+
+
+def test_a_yaml_alias_does_not_tie_two_sections_together(tmp_path: Path) -> None:
+    text = MINIMAL + "critic: &rate {lr: 1e-3}\nsft: *rate\n"
+    config = load(tmp_path, text, "sft.lr=0.5")
+    assert (config.critic.lr, config.sft.lr) == (1e-3, 0.5)

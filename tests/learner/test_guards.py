@@ -185,7 +185,7 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
     ("algorithm", "message"),
     [
         ({"early_stop_kl": 0.1}, "algorithm.early_stop_kl must be 0 with one optimizer step per batch"),
-        ({"skip_batch_kl": -1.0}, r"algorithm.skip_batch_kl must be 0 or more"),
+        ({"skip_batch_kl": -1.0}, r"algorithm.skip_batch_kl must be greater than or equal to 0"),
         ({"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}, "0 with algorithm.proximal interpolate"),
     ],
 )

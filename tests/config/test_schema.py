@@ -1,0 +1,66 @@
+"""The JSON schema that the shipped YAML files name describes the configuration as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from async_rl.cli import main
+from async_rl.config import Config
+from async_rl.config.schema import json_schema
+
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+
+
+def errors_of(settings: Any) -> list[str]:
+    """What an editor would underline."""
+    schema = json.loads((FOLDER / "config.schema.json").read_text())
+    return [error.message for error in Draft202012Validator(schema).iter_errors(settings)]
+
+
+def test_the_committed_schema_is_the_one_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    assert capsys.readouterr().out == (FOLDER / "config.schema.json").read_text(), (
+        "run: async-rl config schema > configs/config.schema.json"
+    )
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_every_shipped_config_names_the_schema_and_fits_it(file: Path) -> None:
+    assert file.read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
+    assert errors_of(yaml.safe_load(file.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stalenes": {"max": 2}}, "'stalenes' was unexpected"),
+        ({"staleness": {"maximum": 2}}, "'maximum' was unexpected"),
+        ({"staleness": {"max": -1}}, "-1 is less than the minimum of 0"),
+        ({"staleness": {"max": "two"}}, "'two' is not of type 'integer'"),
+        ({"algorithm": {"preset": "grop"}}, "'grop' is not one of ['grpo', "),
+        ({"algorithm": {"loss": "ppo"}}, "'ppo' is not valid under any of the given schemas"),
+    ],
+)
+def test_the_schema_refuses_what_loading_refuses(change: dict[str, Any], message: str) -> None:
+    settings = {"model": {"path": "x"}, "task": {"name": "reasoning_gym/y"}}
+    assert errors_of(settings) == []
+    assert errors_of(settings | {"algorithm": {"loss": "my_losses:mine"}}) == []
+    assert message in " ".join(errors_of(settings | change))
+
+
+def test_every_setting_has_a_description() -> None:
+    sections = [json_schema(Config), *json_schema(Config)["$defs"].values()]
+    undescribed = [
+        f"{section['title']}.{name}"
+        for section in sections for name, setting in section["properties"].items()
+        if "description" not in setting and "$ref" not in setting
+    ]
+    assert undescribed == []
+    assert [section["title"] for section in sections if "description" not in section] == []

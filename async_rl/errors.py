@@ -1,4 +1,4 @@
-"""One root, and own types only where a caller acts differently."""
+"""The errors of the project: one root, and a type of its own only where a caller handles it differently."""
 
 import traceback
 
@@ -12,7 +12,7 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):
-    """A named wait ran out of time. Says who waited on whom, for what, for how long."""
+    """A wait reached its time limit. Says who waited on whom, for what, for how long."""
 
 
 class ProcessDiedError(AsyncRLError):
@@ -20,23 +20,23 @@ class ProcessDiedError(AsyncRLError):
 
 
 class ProcessKilledError(ProcessDiedError):
-    """The process itself is gone, not only a call of it failed: another one may take its place."""
+    """The process itself has ended, not only a call of it failed: it may be started again."""
 
 
 class StalenessError(AsyncRLError):
-    """The staleness bound or the accounting identity was violated: a bug, never trained through."""
+    """The staleness bound or the accounting of groups was violated. This is a bug, and training stops."""
 
 
 class NothingToLearnError(AsyncRLError):
-    """The buffer will hand out no batch any more; says why. The learner saves what it has and ends."""
+    """The buffer will hand out no further batch; says why. The learner saves a checkpoint and ends."""
 
 
 class WireError(AsyncRLError, ValueError):
-    """A message was refused at the door. Names the field and the value."""
+    """A received message is invalid. Names the field and the value."""
 
 
 class WeightSyncError(AsyncRLError):
-    """A weight push failed, or the server's weights are not the learner's."""
+    """A weight push failed, or a server's weights differ from the learner's."""
 
 
 class RewardError(AsyncRLError):
@@ -44,6 +44,6 @@ class RewardError(AsyncRLError):
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line` where it was raised, leaving out Python's own import machinery; empty: it has no traceback."""
+    """The `file:line` where an error was raised, not counting Python's import machinery; empty without a traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

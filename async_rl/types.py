@@ -1,6 +1,6 @@
-"""The nouns of the pipeline, without behaviour beyond derived properties and without torch.
+"""The data types that all parts of the pipeline share. They have no behaviour beyond derived properties, and no torch.
 
-Axis legend, used for every shape comment in the project:
+Letters of the axes in every shape comment of the project:
     B  sequences in a (micro-)batch     G  rollouts of one group
     T  tokens of a response             P  tokens of a prompt
     S  tokens of a whole sequence (P + T, padded)     V  vocabulary
@@ -28,7 +28,7 @@ class Prompt:
     text: str
     """The text that was tokenized, chat template applied."""
     reference: Any
-    """What the reward function compares an answer with (an answer string, a dataset entry, ...)."""
+    """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
     """`data_source` of the row, or the task's name."""
 
@@ -56,7 +56,7 @@ class Rollout:
     finish_reason: str
     """`stop` (the model ended the answer) or `length` (it ran into max_response_tokens)."""
     num_too_old: int = 0
-    """Tokens that the mask leaves out only because they are too old (`staleness.late: mask`)."""
+    """Number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +73,15 @@ class RolloutGroup:
     """From the grant of the slot to the last reward."""
     worker: str = ""
     baseline_reward: float | None = None
-    """Of a greedy answer to the prompt, which is not trained on; only with algorithm.advantage remax."""
+    """Reward of a greedy answer to the prompt, which is not trained on; only where the advantage needs it (remax)."""
     keeps_kv: bool = False
     """Its answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
-        """[T] True where the token may come from its version's weights on KV of older ones.
+        """[T] True where the token may have been sampled on KV cache of older weights than its version's.
 
-        Its behaviour logprob is true, but no recompute from scratch reproduces it. At the start version all KV is of
-        that version; above it a group that keeps its KV has KV of older ones, if only the prompt's.
+        Its behaviour logprob is right, but recomputing it from scratch gives another value. Tokens of the start version
+        have KV of that version only; in a group that keeps its KV, later tokens have at least the prompt's older KV.
         """
         return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
 
@@ -101,7 +101,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What the learner trains on in one step: exactly `prompts_per_step` groups."""
+    """The `prompts_per_step` groups on which the learner trains in one step."""
 
     version: int
     """Policy version it is trained at; training it yields version + 1."""
@@ -109,4 +109,4 @@ class Batch:
     finished_versions: tuple[int, ...]
     """Served version when each group reached the buffer; splits staleness into in flight and in queue."""
     counters: dict[str, float] = field(default_factory=dict)
-    """The buffer's own metrics at hand-out, keys like `buffer/depth`."""
+    """The buffer's metrics at the time of hand-out, with keys like `buffer/depth`."""

@@ -1,11 +1,11 @@
-"""RolloutGroup <-> msgpack bytes. What comes off a wire is checked here before anybody looks at it.
+"""RolloutGroup <-> msgpack bytes. Messages from the network are checked here before any other code reads them.
 
     group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
     array     [dtype, number of elements, little-endian bytes]
 
-The rollouts of a group travel as columns, one rollout after the other, so that a group is checked by a handful of
-array operations however many rollouts it has. An array names its dtype, so that a wrong one is refused instead of
-reinterpreted. Decoding copies nothing out of the columns: arrays are read-only views.
+A group is sent as columns, one rollout after the other in each, so that it is checked by a few array operations however
+many rollouts it has. An array names its dtype, so that a wrong one is refused instead of reinterpreted. Decoded arrays
+are read-only views of the columns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ SCHEMA_VERSION = 5
 """Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
-"""Log-softmax in float32 rounds a certain token's 0 to a few ulps of its logit: at |logit| = 100 up to 1e-5. So much
-above 0, ten times that, the sender cuts to 0; more (probabilities or negated logprobs sent by mistake) is refused."""
+"""Float32 log-softmax rounds the logprob 0 of a certain token to a few ulps of its logit, up to 1e-5 at |logit| = 100.
+The sender sets a value above 0 to 0 up to ten times that. A larger one, as of probabilities or of negated logprobs sent
+by mistake, is refused."""
 FINISH_REASONS = ("stop", "length")
 
 _GROUP_FIELDS = frozenset((
@@ -58,7 +59,7 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """No valid group encodes to more: 13 bytes a response token, 4 a prompt token, and room for the names."""
+        """Upper bound of the size of a valid group: 13 bytes a response token, 4 a prompt token, and the names."""
         return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
 
 
@@ -96,7 +97,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 class GroupColumns(NamedTuple):
-    """A group that was checked, as it travels: each array holds all rollouts, one after the other."""
+    """A checked group as it is sent: each array holds all rollouts, one after the other."""
 
     group_id: int
     prompt_index: int
@@ -115,16 +116,16 @@ class GroupColumns(NamedTuple):
     baseline_reward: float | None
     keeps_kv: bool
     newest_version: int
-    """Of its tokens."""
+    """Highest version of its tokens."""
 
     def parts(self) -> Iterator[slice]:
-        """Where each rollout's tokens are in the arrays."""
+        """The slice of the arrays that holds each rollout's tokens."""
         start = 0
         for length in self.lengths:
             yield slice(start, start := start + length)
 
     def group(self) -> RolloutGroup:
-        """With arrays that are views."""
+        """The same as rollouts, whose arrays are views."""
         rollouts = tuple(
             Rollout(
                 tokens=self.tokens[part], logprobs=self.logprobs[part], versions=self.versions[part],
@@ -141,12 +142,12 @@ class GroupColumns(NamedTuple):
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
-    """The group that `encode_group` was given; arrays are read-only views. Checked as `check_group` does."""
+    """The group that `encode_group` was given, checked as by `check_group`; its arrays are read-only views."""
     return check_group(data, limits).group()
 
 
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
-    """The group that `encode_group` was given, as columns: all that a buffer has to know, at half of decoding's time.
+    """The group that `encode_group` was given, as columns, which takes half the time of decoding it to rollouts.
 
     Checked: exactly the known fields; sizes within `limits`; dtypes; for each rollout equal lengths T >= 1 of all four
     arrays, tokens >= 0, logprobs finite and <= 0, versions non-decreasing from start_version up, a finite reward.
@@ -194,7 +195,7 @@ def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
 
 
 def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The array, in little-endian order."""
+    """The array in little-endian order. WireError: it has another shape or dtype."""
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
@@ -206,7 +207,7 @@ def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -
 
 
 def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """This array of all rollouts, one after the other."""
+    """The array `name` of all rollouts, one after the other."""
     arrays = []
     for i, rollout in enumerate(rollouts):
         array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
@@ -233,14 +234,14 @@ def _finish_reasons(fields: Fields, size: int) -> list[str]:
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:
-    """The newest of them."""
+    """Check the token versions; returns the newest."""
     oldest, newest = int(versions.min()), int(versions.max())
     if oldest < start_version:
         too_old = versions < start_version
         raise _refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
     if oldest < newest:
         falls = versions[1:] < versions[:-1]
-        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # from one rollout to the next they may
+        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # at the start of a rollout they may
         if falls.any():
             at = int(falls.argmax())
             allowed = f"{versions[at]} and up, as the token before has it"
@@ -251,7 +252,7 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
 def _refuse_element(
     name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], lengths: list[int], allowed: str
 ) -> WireError:
-    """Of the first bad element of a column."""
+    """The error for the first bad element of a column."""
     at = int(is_bad.argmax())
     rollout = np.cumsum(lengths).searchsorted(at, side="right")
     return refusal(f"rollouts[{rollout}].{name}", column[at].item(), allowed)

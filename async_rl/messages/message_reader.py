@@ -1,4 +1,4 @@
-"""Messages as msgpack, read field by field: whatever is wrong with one, its refusal names the field and the value."""
+"""Reading msgpack messages field by field; an invalid one is refused with the name of the field and its value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAME_CHARS = 200
 _WHOLE = object()
 _BOOL = np.dtype("bool")
 _PACKER = msgpack.Packer()
-"""Making one takes longer than packing a small message with it."""
+"""Shared, because creating a Packer takes longer than packing a small message."""
 
 
 class Fields:
@@ -40,7 +40,11 @@ class Fields:
             raise refusal(f"{path}{min(map(str, values.keys() - names))[:80]}", "a field", "no such field")
 
     def refuse(self, name: str, allowed: str, got: object = _WHOLE) -> WireError:
-        """The error to raise for field `name`; `got` where a part of its value is at fault."""
+        """The error to raise for field `name`.
+
+        Args:
+            got: the part of its value that is wrong; without it, the whole value.
+        """
         return refusal(self._path + name, self._values[name] if got is _WHOLE else got, allowed)
 
     def integer(self, name: str, low: int, high: int = MAX_INT) -> int:
@@ -84,7 +88,7 @@ class Fields:
         return value
 
     def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
-        """One-dimensional, of low..high elements of exactly this dtype."""
+        """A read-only one-dimensional array of low..high elements of exactly this dtype."""
         value = self._values[name]
         if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], bytes):
             raise self.refuse(name, "a list of dtype, number of elements, bytes")
@@ -97,21 +101,23 @@ class Fields:
         if len(data) != count * dtype.itemsize:
             raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize} as it says")
         array = np.frombuffer(data, dtype)
-        # Any byte passes for a bool in numpy, but arithmetic with bytes other than 0 and 1 is wrong.
+        # numpy accepts any byte as a bool, but arithmetic with bytes other than 0 and 1 is wrong.
         if dtype == _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
             raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 
 
 def pack(message: dict[str, Any]) -> bytes:
+    """The message in msgpack."""
     data: bytes = _PACKER.pack(message)
     return data
 
 
 def unpack(data: bytes | memoryview) -> object:
-    """
+    """The value of one msgpack object.
+
     Raises:
-        WireError: not one msgpack object.
+        WireError: the data is something else.
     """
     try:
         return msgpack.unpackb(data)
@@ -121,6 +127,7 @@ def unpack(data: bytes | memoryview) -> object:
 
 
 def refusal(field: str, value: object, allowed: str) -> WireError:
+    """The error for a field with a value that is not allowed."""
     return WireError(f"{field}: got {_short(value)}, allowed {allowed}")
 
 

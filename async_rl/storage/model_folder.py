@@ -11,7 +11,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _ROLES: dict[str, tuple[str, ...]] = {
@@ -31,9 +31,14 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
         ConfigError: one of these is missing or wrong.
     """
     folder = Path(path)
-    model = _read_model_config(folder, key, _CAUSAL)
+    model = _load_model_config(folder, key, _CAUSAL)
     weight_files(folder)
-    check_positions(folder, _size(model, "max_position_embeddings", folder), longest_tokens)
+    check_positions(folder, getattr(model, "max_position_embeddings", None), longest_tokens)
+    if not hasattr(model, "num_attention_heads"):  # as of Mamba2
+        raise ConfigError(
+            f"{folder / 'config.json'} must describe a model with attention (num_attention_heads), got model_type "
+            f"{model.model_type}: the rollout engines keep a KV cache. Choose a transformer model"
+        )
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -42,14 +47,12 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
         )
     vocabulary = tokenizer.get_vocab()
     token, token_id = max(vocabulary.items(), key=lambda item: item[1])
-    vocab_size = _size(model, "vocab_size", folder)
-    if vocab_size is not None and token_id >= vocab_size:
+    if token_id >= model.vocab_size:
         raise ConfigError(
             f"tokenizer and model in {folder} do not belong together: token {token!r} has id {token_id}, the "
-            f"model's vocab_size is {vocab_size}. Take the tokenizer the model was trained with, or resize "
+            f"model's vocab_size is {model.vocab_size}. Take the tokenizer the model was trained with, or resize "
             "the embeddings"
         )
-    _check_attention(folder)
 
 
 def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
@@ -83,7 +86,7 @@ def check_role_folder(key: str, path: str) -> None:
     Raises:
         ConfigError: it is another kind of model, or lacks files.
     """
-    _read_model_config(Path(path), key, _ROLES[key])
+    _load_model_config(Path(path), key, _ROLES[key])
     weight_files(Path(path))
 
 
@@ -127,8 +130,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare ones
-        first = (line.strip() for line in str(error).strip().splitlines()[:2])
-        raise ConfigError(f"the tokenizer in {path} can't be loaded: {' '.join(first)}") from None
+        raise ConfigError(f"the tokenizer in {path} can't be loaded: {_first_lines(error)}") from None
     return tokenizer
 
 
@@ -150,12 +152,15 @@ def end_tokens(path: str | Path) -> list[int]:
     return sorted(tokens)
 
 
-def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict[str, Any]:
-    """The content of config.json, with that of its text_config; the architecture must end in one of `endings`, if any.
+def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:
+    """The configuration of the (text) model in `folder`, whose architecture must end in one of `endings`, if any.
 
     Raises:
-        ConfigError: there is no such file, or it describes another kind of model; `key` names the folder.
+        ConfigError: there is no config.json, transformers can't read it, or it describes another kind of model; `key`
+            names the folder.
     """
+    from transformers import AutoConfig
+
     if not folder.is_dir():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.is_dir():
             hint = f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
@@ -167,39 +172,14 @@ def _read_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> dict
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
         raise ConfigError(f"{key} {folder} is no Hugging Face model: no config.json. Found: {found}")
     try:
-        model = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(model, dict):
-        raise ConfigError(f"{file} must be a JSON object, got {str(model)[:80]}. Take the file of the model you want")
-    architectures = model.get("architectures") or []
+        model: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises errors of many types
+        raise ConfigError(f"{file} can't be loaded: {_first_lines(error)}. Take the model's own file") from None
+    architectures = model.architectures or []
     if architectures and endings and not any(name.endswith(endings) for name in architectures):
         raise ConfigError(f"{file} must describe a model {' or '.join(endings)}, got {', '.join(architectures)}")
-    return {**(model.get("text_config") or {}), **model}
+    return model.get_text_config()
 
 
-def _check_attention(folder: Path) -> None:
-    """Check that a model has attention heads, from which the engines compute the size of the KV cache.
-
-    Raises:
-        ConfigError: it has none, as Mamba2, or its config.json can't be loaded.
-    """
-    from transformers import AutoConfig
-
-    try:
-        model = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except Exception as error:  # transformers raises errors of many types
-        raise ConfigError(f"{folder / 'config.json'} can't be loaded: {str(error).strip().splitlines()[0]}") from None
-    if not hasattr(model, "num_attention_heads"):
-        raise ConfigError(
-            f"{folder / 'config.json'} must describe a model with attention (num_attention_heads), got model_type "
-            f"{model.model_type}: the rollout engines keep a KV cache. Choose a transformer model"
-        )
-
-
-def _size(model: dict[str, Any], name: str, folder: Path) -> int | None:
-    """A number in config.json; None if it is missing or null."""
-    size = model.get(name)
-    if size is not None and not isinstance(size, int):
-        raise ConfigError(f"{folder / 'config.json'}: {name} must be an integer or null, got {size!r}")
-    return size
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip().rstrip(".") for line in str(error).strip().splitlines()[:2])

@@ -1,4 +1,4 @@
-"""Weights & Biases as a guest: it gets the metrics when it can, and never delays or ends a run.
+"""Metrics to Weights & Biases, in such a way that wandb can neither delay nor end a run.
 
 wandb is imported only when it is on.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import netrc
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+
+import requests
 
 from async_rl.config import Config
 
@@ -28,7 +27,7 @@ Mode = Literal["online", "offline", "disabled"]
 
 
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
-    """The run that `logging.wandb` asks for, or None. Whatever stands in the way is told in one `note`."""
+    """The wandb run that `logging.wandb` asks for, or None; why it is less than asked is told in one `note`."""
     mode, why = choose_mode(config.logging.wandb)
     if why:
         note(f"wandb: {why}")
@@ -54,14 +53,14 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
             ),
         )
         run.define_metric("*", step_metric="step")  # wandb's own counter goes up with every line, evaluations included
-    except Exception as error:  # a guest: nothing that wandb raises may end the run
+    except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
     return WandbRun(run, note)
 
 
 def _run_id(run_dir: Path) -> str:
-    """Of this run directory, so that a resumed run goes on in the same wandb run."""
+    """The wandb id of this run directory, so that a resumed run continues the same wandb run."""
     file = run_dir / "wandb_id"
     if not file.is_file():
         file.write_text(secrets.token_hex(4))
@@ -69,7 +68,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 class WandbRun:
-    """Passes values on; the first failure is told once and turns it off."""
+    """Passes values to wandb. The first failure is noted, and nothing more is passed on."""
 
     def __init__(self, run: Any, note: Callable[[str], None]) -> None:
         self._run = run
@@ -91,13 +90,13 @@ class WandbRun:
             return
         try:
             call()
-        except Exception as error:  # a guest: see open_wandb_run
+        except Exception as error:  # as in open_wandb_run
             self._failed = True
             self._note(f"wandb: off from here on: {type(error).__name__}: {error}")
 
 
 def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tuple[Mode, str]:
-    """What `logging.wandb` comes to on this machine, and a line for the user if that is less than asked."""
+    """The mode of wandb on this machine for a value of `logging.wandb`, and why it is less than asked, or nothing."""
     if asked == "disabled" or (asked == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
         return "disabled", ""
     if importlib.util.find_spec("wandb") is None:
@@ -108,47 +107,31 @@ def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tupl
         if asked == "auto":
             return "disabled", ""
         return "offline", "offline, there is no account. Run `wandb login` or set WANDB_API_KEY."
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if not is_reachable(url):
-        return "offline", f"offline, {url} can't be reached. Send it later with `wandb sync`."
+    if not is_reachable(_base_url()):
+        return "offline", f"offline, {_base_url()} can't be reached. Send it later with `wandb sync`."
     return "online", ""
 
 
 def is_logged_in() -> bool:
-    """Whether the user gave wandb a key: WANDB_API_KEY, or `wandb login`, which writes netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    candidates = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    for candidate in candidates:
-        try:
-            if netrc.netrc(os.path.expanduser(candidate)).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    """Whether the user gave wandb a key: in WANDB_API_KEY, or by `wandb login`, which writes netrc."""
+    return bool(os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(_base_url()))
 
 
 def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
-    """Whether the host of `url`, or the proxy the environment sets for it, takes a TCP connection in time."""
-    target = urlsplit(url)
-    proxy = getproxies().get(target.scheme)
-    if proxy and not proxy_bypass(target.hostname or ""):
-        target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (target.hostname or "", target.port or (443 if target.scheme == "https" else 80))
-    reached = threading.Event()
+    """Whether a server at `url` answers in time, through the proxy that the environment sets, if any."""
+    answered = threading.Event()
 
-    def connect() -> None:
-        try:
-            with socket.create_connection(address, timeout=timeout_s):
-                reached.set()
-        except OSError:
-            pass
-        finally:
-            done.set()
+    def ask() -> None:
+        with suppress(requests.RequestException):
+            requests.head(url, timeout=timeout_s)
+            answered.set()
 
-    done = threading.Event()
-    # In a thread of its own, because no timeout reaches into the name look-up.
-    threading.Thread(target=connect, daemon=True, name="wandb-reach").start()
-    done.wait(timeout_s)
-    return reached.is_set()
+    # In a thread of its own, because the timeout does not cover the name look-up.
+    asking = threading.Thread(target=ask, daemon=True, name="wandb-reach")
+    asking.start()
+    asking.join(timeout_s)
+    return answered.is_set()
+
+
+def _base_url() -> str:
+    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")

@@ -1,7 +1,8 @@
-"""`async-rl doctor` for a run on several nodes: what it needs of each, and of the network between them.
+"""`async-rl doctor` for a run on several nodes: checks of each node, and of the network between them.
 
-A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there, then the probes compare
-what must be equal and try to reach each other, first by TCP, then by torch.distributed. No weights are loaded.
+A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there. Then what must be equal on
+all nodes is compared, and the probes try to reach each other, first by TCP, then by torch.distributed. No weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,21 +40,19 @@ OPEN_PORTS = (
     "open all TCP ports between the hosts of a run (firewall, security group), or let Ray use another interface: "
     "`ray start --node-ip-address`"
 )
+SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
 Result = TypeVar("Result")
 Results = dict[str, Result | Exception]
-"""By host; an exception where the call failed there."""
+"""By node; an exception where the call failed there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What one node says of itself."""
+    """The findings on one node."""
 
     checks: list[Check] = field(default_factory=list)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: str = ""
-    """Digest of vocabulary and chat template; empty where it can't be loaded."""
-    model: str = ""
-    """Digest of config.json and of the weight files' names and sizes."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Values that must be the same on every node: versions of packages, digests of the tokenizer and the model."""
     sees_run_dir: bool = True
 
 
@@ -68,20 +67,23 @@ class Probe:
     def examine(self, marker: str) -> NodeReport:
         """
         Args:
-            marker: name of a file that the driver has made in run.dir.
+            marker: name of a file that the driver has created in run.dir.
         """
         path = Path(self._config.model.path)
+        facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+        facts |= {"tokenizer": _tokenizer_digest(path), "model": _model_digest(path)}
         return NodeReport(
-            checks=examine(self._config, is_driver=False), versions=_versions(), tokenizer=_tokenizer_digest(path),
-            model=_model_digest(path), sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
+            checks=examine(self._config, is_driver=False), facts=facts,
+            sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
         )
 
     def listen(self) -> tuple[str, int]:
+        """Open a port; returns its address."""
         self._server = socket.create_server((self._address, 0))
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Tries to connect to each; returns who was not reached, and why."""
+        """Try to connect to each address; returns those that were not reached, with the reason."""
         failed = []
         for address, port in others:
             try:
@@ -91,7 +93,7 @@ class Probe:
         return failed
 
     def join(self, rank: int, world_size: int, address: str, port: int) -> float:
-        """An all-reduce of ones by gloo with all other probes; the listening socket of rank 0 is closed for it."""
+        """An all-reduce of ones by gloo with all other probes, over the port that rank 0 had opened."""
         import torch
         import torch.distributed as dist
 
@@ -108,7 +110,7 @@ class Probe:
 
 
 def examine_nodes(config: Config) -> list[Check]:
-    """All checks of the cluster that the run would join; starts nothing that outlives it."""
+    """All checks of the cluster that the run would join; nothing that they start outlives them."""
     try:
         with open_ray(config):
             return _examine_cluster(config)
@@ -118,16 +120,15 @@ def examine_nodes(config: Config) -> list[Check]:
 
 def _examine_cluster(config: Config) -> list[Check]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    hosts = ray_hosts()
-    offers = "; ".join(f"{host.name}: {host.cpus:g} CPUs, {host.gpus:g} GPUs" for host in hosts)
+    offers = "; ".join(f"{host.name}: {host.cpus:g} CPUs, {host.gpus:g} GPUs" for host in ray_hosts())
     checks = [Check("Ray", "ok", f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}: {offers}"), _placement(config)]
     probe_class: Any = ray.remote(Probe)
-    names = _names(nodes)
+    addresses = [node["NodeManagerAddress"] for node in nodes]
     probes = {
-        names[node["NodeID"]]: probe_class.options(
+        address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})": probe_class.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(os.getcwd(), config)
-        for node in nodes
+        for address, node in zip(addresses, nodes, strict=True)
     }
     try:
         with _marker(config) as marker:
@@ -145,16 +146,8 @@ def _examine_cluster(config: Config) -> list[Check]:
     return checks
 
 
-def _names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Address by node id; with the id's beginning where two nodes share an address."""
-    addresses = [node["NodeManagerAddress"] for node in nodes]
-    return {
-        node["NodeID"]: address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})"
-        for node, address in zip(nodes, addresses, strict=True)
-    }
-
-
 def _placement(config: Config) -> Check:
+    """Whether the nodes offer the CPUs and GPUs of the run, and whether these are free."""
     hosts = ray_hosts()
     try:
         wanted = bundles(config, sum(host.gpus for host in hosts))
@@ -169,19 +162,21 @@ def _placement(config: Config) -> Check:
 
 
 def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
-    """What the nodes say of themselves, and whether they agree."""
-    checks = [_unable(name, error) for name, error in reports.items() if isinstance(error, Exception)]
+    """The checks that are not ok on some node, and whether the nodes agree."""
+    checks = [_failed_report(name, error) for name, error in reports.items() if isinstance(error, Exception)]
     known = {name: report for name, report in reports.items() if isinstance(report, NodeReport)}
     for name, report in known.items():
         bad = [check for check in report.checks if check.state != "ok"]
         checks.append(Check(name, "ok", f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok"))
         checks += [dataclasses.replace(check, what=f"{name}: {check.what}") for check in bad]
-    for package in ("python", *PACKAGES):
-        versions = {name: report.versions.get(package, "none") for name, report in known.items()}
-        checks.append(_equal(f"{package} everywhere", versions, f"install the same on every host: {REINSTALL}"))
-    same = "copy model.path from one host to the others, or put it on a disk that all share"
-    checks.append(_equal("tokenizer everywhere", {n: r.tokenizer or "none" for n, r in known.items()}, same))
-    checks.append(_equal("model everywhere", {n: r.model or "none" for n, r in known.items()}, same))
+    for fact in ("python", *PACKAGES, "tokenizer", "model"):
+        found = {name: report.facts.get(fact) or "none" for name, report in known.items()}
+        if len(set(found.values())) < 2:
+            checks.append(Check(f"{fact} everywhere", "ok", next(iter(found.values()), "no node reports it")))
+            continue
+        differences = "; ".join(f"{name} has {value}" for name, value in found.items())
+        mend = SAME_MODEL if fact in ("tokenizer", "model") else f"install the same on every host: {REINSTALL}"
+        checks.append(Check(f"{fact} everywhere", "broken", differences, mend))
     blind = [name for name, report in known.items() if not report.sees_run_dir]
     checks.append(Check(
         "run.dir everywhere", "broken" if blind else "ok",
@@ -191,21 +186,15 @@ def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
     return checks
 
 
-def _equal(what: str, found: Mapping[str, str], mend: str) -> Check:
-    if len(set(found.values())) <= 1:
-        return Check(what, "ok", next(iter(found.values()), "nobody says"))
-    return Check(what, "broken", "; ".join(f"{name} has {value}" for name, value in found.items()), mend)
-
-
-def _unable(name: str, error: Exception) -> Check:
+def _failed_report(name: str, error: Exception) -> Check:
     if isinstance(error, TimeoutError):
-        return Check(name, "broken", str(error), f"does the host live (`ray status`)? If so, {OPEN_PORTS}")
+        return Check(name, "broken", str(error), f"check with `ray status` that the host is alive; if so, {OPEN_PORTS}")
     found = f"the checks can't run there: {_last_line(error)}"
     return Check(name, "broken", found, f"the same environment on every host: {REINSTALL}")
 
 
 def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
-    """TCP from each to each, then one all-reduce of all."""
+    """Check TCP from each node to each other one, then an all-reduce of all nodes."""
     listening: Results[tuple[str, int]] = call_all({n: p.listen.remote() for n, p in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
     reached: Results[list[str]] = call_all({
@@ -234,39 +223,32 @@ def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
 
 
 def call_all(calls: Mapping[str, Any], timeout_s: float) -> Results[Any]:
-    """The result of each call by name; what failed or took too long is an exception in its place."""
+    """The result of each call by name; for a call that failed or took too long, the exception."""
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
-    return {
-        name: _attempt(lambda call=call: ray.get(call)) if call in ready  # type: ignore[misc]
-        else TimeoutError(f"no answer for {timeout_s:.0f} s")
-        for name, call in calls.items()
-    }
-
-
-def _attempt(get: Callable[[], Result]) -> Result | Exception:
-    try:
-        return get()
-    except RayTaskError as error:
-        return error.cause if isinstance(error.cause, Exception) else error
-    except RayError as error:
-        return error
+    results: Results[Any] = {}
+    for name, call in calls.items():
+        try:
+            results[name] = ray.get(call) if call in ready else TimeoutError(f"no answer for {timeout_s:.0f} s")
+        except RayTaskError as error:
+            results[name] = error.cause if isinstance(error.cause, Exception) else error
+        except RayError as error:
+            results[name] = error
+    return results
 
 
 def _last_line(value: object) -> str:
     return (str(value).strip().splitlines() or [type(value).__name__])[-1]
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _tokenizer_digest(path: Path) -> str:
+    """Digest of vocabulary and chat template; empty if the tokenizer can't be loaded."""
     try:
         tokenizer = load_tokenizer(str(path))
     except ConfigError:
@@ -275,6 +257,7 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 def _model_digest(path: Path) -> str:
+    """Digest of config.json and of names and sizes of the weight files; empty if they can't be read."""
     try:
         weights = sorted((file.name, file.stat().st_size) for file in path.glob("*.safetensors"))
         return _digest((path / "config.json").read_text() + json.dumps(weights))
@@ -288,7 +271,7 @@ def _digest(text: str) -> str:
 
 @contextmanager
 def _marker(config: Config) -> Iterator[str]:
-    """A file in run.dir while the body runs; its name."""
+    """Create a file in run.dir for the duration of the block; yields its name."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / f".doctor-{uuid.uuid4().hex}"

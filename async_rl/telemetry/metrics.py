@@ -1,4 +1,4 @@
-"""Metrics are returned by whoever measures them and reduced and written here, in the driver, once a step."""
+"""Metrics: measured in all processes and returned to the driver, which reduces and writes them here once a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One measured value. `key` is a path with its unit (`time/step_s`); `weight` is used by `mean`."""
+    """One measured value. `key` is a path with a unit (`time/step_s`); `weight` is used by the reduction `mean`."""
 
     key: str
     value: float
@@ -50,10 +50,10 @@ class Report:
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """One value a key, in the order of first appearance.
+    """One value for each key, in the order of first appearance. A mean whose weights sum to 0 is left out.
 
-    A mean whose weights sum to 0 has no value: its key is left out. Raises ValueError if one key comes with
-    two reductions.
+    Raises:
+        ValueError: a key has metrics with different reductions.
     """
     by_key: dict[str, list[Metric]] = {}
     for metric in metrics:
@@ -82,9 +82,12 @@ def _reduce(metrics: list[Metric]) -> float | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
-    """The steps of a `metrics.jsonl`, ordered. Lines of the same step are merged, later ones win.
+    """The records of a `metrics.jsonl` in the order of their steps. Lines of one step are merged; later values win.
 
-    A last line cut short by a crash is skipped; any other broken line raises json.JSONDecodeError.
+    A last line without a line end, as a crash leaves it, is skipped.
+
+    Raises:
+        json.JSONDecodeError: another line is not valid JSON.
     """
     steps: dict[int, dict[str, float | None]] = {}
     lines = Path(path).read_text().splitlines(keepends=True)
@@ -97,11 +100,11 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
 
 
 class MetricsLogger:
-    """Writes `run_dir/metrics.jsonl`, the console, and wandb if it is on; the same keys in all three.
+    """Writes metrics to `run_dir/metrics.jsonl`, to the console, and to wandb if it is on, with the same keys.
 
-    One JSON object a line; a value that is not finite is null there, as JSON has no NaN. An existing file is
-    replaced, or with run.resume continued. On a terminal a bar with the time left stays below the lines. Used by one
-    thread.
+    The file has one JSON object a line; a value that is not finite is null, as JSON has no NaN. An existing file is
+    replaced, or with run.resume continued. On a terminal a progress bar with the time left stays below the lines. For
+    use by one thread.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -123,28 +126,26 @@ class MetricsLogger:
         self._wandb = open_wandb_run(config, run_dir, self.note)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One finished step. Its line is flushed when this returns: a crash of the driver loses nothing."""
+        """Write a finished step. Its line is flushed, so that a crash of the driver does not lose it."""
         self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
     def log_eval(self, version: int, values: dict[str, float]) -> None:
-        """An evaluation of policy version `version`: a line of its own, as it may come after its step's."""
+        """Write an evaluation of policy version `version`, as a line of its own: it may come after its step's line."""
         self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(version, self._steps, values))
 
     def log_late(self, version: int, values: dict[str, float]) -> None:
-        """What was measured after the step of policy version `version` had ended: a line of its own in the file, under
-        names that leave the step's own values alone.
-        """
+        """Write metrics that arrived after the line of their step, as a line of its own with keys `late/...`."""
         self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})
 
     def note(self, text: str) -> None:
-        """One line for the person at the console, above the bar."""
+        """Print one line on the console, above the progress bar."""
         self._console.print(text, soft_wrap=True)
 
     def alarm(self, text: str) -> None:
-        """A note that wandb sends on to the user too."""
+        """Print a line on the console and send it as a wandb alert."""
         self.note(text)
         if self._wandb is not None:
             self._wandb.alert(text)
@@ -159,7 +160,7 @@ class MetricsLogger:
         return round(time.monotonic() - self._started_s, 3)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file and wandb; a second call does nothing."""
         self._bar.stop()
         self._file.close()
         if self._wandb is not None:
@@ -179,7 +180,7 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """The console line: the columns whose values were measured."""
+    """The console line of a step, with the columns of _COLUMNS whose values were measured."""
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
     parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])

@@ -1,4 +1,4 @@
-"""The picture at the end of a run, drawn from its metrics.jsonl alone."""
+"""The plot of a run's learning curve, staleness and utilisation, from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-"""Okabe-Ito colours: told apart with every common colour vision deficiency."""
+"""Okabe-Ito colours, which people with a colour vision deficiency can distinguish too."""
 
 Series = tuple[list[float], list[float]]
 """Steps and values."""
@@ -20,7 +20,7 @@ Records = list[dict[str, float | None]]
 
 
 def plot_learning_curve(run_dir: str | Path) -> Path | None:
-    """Writes `run_dir/learning_curve.png` and returns its path, or None if the run measured nothing to draw.
+    """Write `run_dir/learning_curve.png`; returns its path, or None if there is neither a reward nor an accuracy.
 
     Reward and held-out accuracy on top, staleness and the utilisation of both pools below, over the step.
     """
@@ -71,14 +71,10 @@ def smooth(values: list[float], span: int) -> list[float]:
 def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> None:
     _draw_line(axes, reward, span, BLUE, "-", "reward, mean of a batch")
     axes.plot(*accuracy, color=ORANGE, marker="o", linestyle="--", linewidth=1, label="held-out accuracy")
-    for step, value in _ends(accuracy):
+    points = list(zip(*accuracy, strict=True))
+    for step, value in dict.fromkeys(points[:1] + points[-1:]):
         axes.annotate(
-            f"{value:.2f}",
-            (step, value),
-            xytext=(0, -18),
-            textcoords="offset points",
-            ha="center",
-            color=ORANGE,
+            f"{value:.2f}", (step, value), xytext=(0, -18), textcoords="offset points", ha="center", color=ORANGE,
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     axes.margins(y=0.12)
@@ -101,7 +97,7 @@ def _draw_utilisation(axes: Axes, records: Records, span: int) -> None:
 
 
 def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
-    """The average in bold over the pale values; only the values where there is nothing to average."""
+    """Draw the moving average in bold over the values in a pale colour."""
     steps, values = series
     if span > 1:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
@@ -112,7 +108,3 @@ def _series(records: Records, key: str) -> Series:
     points = [(r["step"], value) for r in records if (value := r.get(key)) is not None]
     return [step or 0.0 for step, _ in points], [value for _, value in points]
 
-
-def _ends(series: Series) -> list[tuple[float, float]]:
-    points = list(zip(*series, strict=True))
-    return points if len(points) < 2 else [points[0], points[-1]]

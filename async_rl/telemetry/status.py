@@ -1,4 +1,7 @@
-"""Who waits on whom, since when: `run_dir/status.json`, which the driver writes and `async-rl status` prints."""
+"""The status of a run: `run_dir/status.json`, which the driver writes and `async-rl status` prints.
+
+It says for each process what it does, on which process it waits, and since when.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,35 @@ from pathlib import Path
 from async_rl.errors import ConfigError
 
 STALE_S = 30.0
-"""A running driver writes more often."""
+"""A running driver writes the status more often than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What one process does at one moment."""
+    """The activity of one process at one moment."""
 
     process: str = ""
     host: str = ""
     doing: str
     waits_on: str = ""
-    """Another process, or what it is to do; empty where this one works by itself."""
+    """The process, or the event, that it waits for; empty if it does not wait."""
     since_s: float
-    """time.time() of when it began."""
+    """time.time() at the start of the activity."""
     told_s: float = field(default_factory=time.time)
-    """When the process said so, by the same clock; that of another host may be wrong."""
+    """time.time() at the report, by the clock of the same host, which may differ from that of other hosts."""
     limit_s: float = 0.0
-    """After so long it gives up by itself; 0: it does not wait."""
+    """The time limit of the wait; 0: it does not wait."""
 
     @property
     def waited_s(self) -> float:
-        """Until it was told."""
+        """Duration of the activity at the time of the report."""
         return self.told_s - self.since_s
 
 
 def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
     """
     Args:
-        note: on the run as a whole: `running`, or how it ended.
+        note: the state of the whole run: `running`, or how it ended.
     """
     partial = run_dir / "status.json.partial"
     partial.write_text(json.dumps({"note": note, "time_s": time.time(), "processes": [asdict(s) for s in statuses]}))
@@ -54,18 +57,18 @@ def format_status(run_dir: Path) -> str:
         ConfigError: the folder is not that of a run.
     """
     try:
-        told = json.loads((run_dir / "status.json").read_text())
+        saved = json.loads((run_dir / "status.json").read_text())
     except OSError as error:
         raise ConfigError(
             f"{run_dir} has no status.json ({error.strerror}): it is not a run directory, or the run has just begun"
         ) from None
     now_s = time.time()
-    age_s = now_s - told["time_s"]
-    text = f"{run_dir}, {age_s:.0f} s ago: {told['note']}\n"
-    if told["note"] == "running" and age_s > STALE_S:
-        text += "The driver writes no more: it was killed, or hangs.\n"
+    age_s = now_s - saved["time_s"]
+    text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
+    if saved["note"] == "running" and age_s > STALE_S:
+        text += "The driver has stopped writing its status: it was killed, or hangs.\n"
     rows = [("process", "host", "does", "waits on", "for", "at most")]
-    for status in (Status(**entry) for entry in told["processes"]):
+    for status in (Status(**entry) for entry in saved["processes"]):
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"
         since = f"{status.waited_s:.0f} s"
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))

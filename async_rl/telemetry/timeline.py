@@ -1,12 +1,12 @@
-"""Where the time of each pool goes: spans in, exact shares out.
+"""Accounting of time: spans of what each pool did become the share of time that it spent in each state.
 
-Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool is exactly one state, so the
-shares of a pool add up to 1. Times are seconds of `time.time()`, which processes of one machine share.
+Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool counts as exactly one state, so the
+shares of a pool add up to 1. Times are in seconds of `time.time()`, which is the same for all processes of a machine.
 
-Busy, for measurement and prediction alike:
+The definition of busy, for measurements and predictions:
     learner   it computes an update
-    rollout   at least one rollout group is in flight (granted, and not yet in the buffer), and no push holds it up
-How full a busy rollout pool is says its occupancy, running requests over slots: a Sample, not a state.
+    rollout   at least one rollout group is in flight (granted, and not yet in the buffer), and no push delays it
+The occupancy of a busy rollout pool, its running requests over its slots, is a Sample and not a state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ State = Literal["busy", "wait_data", "wait_weights", "sync", "eval", "checkpoint
 STATES: tuple[State, ...] = get_args(State)
 
 PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weights", "wait_data", "other")
-"""Which state an instant counts as when spans of one pool overlap: the first of these."""
+"""When spans of one pool overlap, an instant counts as the first of these states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What `pool` did in [start_s, end_s)."""
+    """The state of `pool` in [start_s, end_s)."""
 
     pool: str
     state: State
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A share in 0..1 of `pool`, read at one instant; `name` is `occupancy` or `gpu`."""
+    """A share in 0..1 of `pool`, measured at one instant; `name` is `occupancy` or `gpu`."""
 
     pool: str
     name: str
@@ -58,7 +58,7 @@ class Timeline:
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
-        """The body's duration, recorded also when it raises."""
+        """Record the duration of the block, also if it raises."""
         entry = (state, time.time())
         with self._lock:
             self._open.append(entry)
@@ -70,28 +70,28 @@ class Timeline:
             self.add(state, entry[1], time.time(), name)
 
     def now(self) -> tuple[State, float]:
-        """What the pool does now, and since when: the innermost open `span`."""
+        """The state of the innermost open `span`, and its start; `other` if none is open."""
         with self._lock:
             return self._open[-1] if self._open else ("other", time.time())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
-        """A clock that was set back in between makes an empty span, never a negative one."""
+        """Record a span. If the clock was set back in between, the span is empty and not negative."""
         span = Span(self._pool, state, start_s, max(start_s, end_s), name)
         with self._lock:
             self._spans.append(span)
 
     def drain(self) -> tuple[Span, ...]:
-        """All spans since the last call; each is handed out once."""
+        """The spans recorded since the last call."""
         with self._lock:
             spans, self._spans = tuple(self._spans), []
         return spans
 
 
 class Usage:
-    """How the pools used a window of time: the share each spent in each state, and what was sampled meanwhile.
+    """The share of a window of time that each pool spent in each state, and the means of the samples in it.
 
-    Uncovered time is `other`, overlaps go by PRIORITY. The shares are ratios of exact sums, in however many parts the
-    window was added: those of a pool add up to 1 but for the rounding of seven floats.
+    Time that no span covers is `other`, and PRIORITY decides where spans overlap. Sums are exact, so however many parts
+    the window is added in, the shares of a pool add up to 1 up to the rounding of seven floats.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,12 @@ class Usage:
         """[key] sum and number."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
-        """The part [start_s, end_s) of the window, of which `spans` and `samples` tell all.
+        """Add the part [start_s, end_s) of the window, with all `spans` and `samples` in it.
 
-        A pool counts if any of `spans` is its own, also one outside. Raises ValueError on an empty part.
+        A pool is included if any of `spans` is of it, even one outside of the part.
+
+        Raises:
+            ValueError: the part is empty.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
@@ -156,7 +159,7 @@ class Usage:
 
 
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
-    """(state, from, to) over [start_s, end_s) without gap or overlap, by the `spans` of one pool; see `Usage`."""
+    """The states of one pool as (state, from, to) over [start_s, end_s), without gap or overlap; see PRIORITY."""
     edges: list[tuple[float, int, State]] = []
     for span in spans:
         first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)

@@ -31,7 +31,7 @@ SCHEMA = pa.schema(
         "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
     }
 )
-"""`staleness` is that of the last use; the arrays are null where the journal has pruned the group's payload."""
+"""`staleness` is that of the last use. The arrays are null if the journal has removed the group's payload."""
 
 _ROLLOUTS = """
 SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
@@ -44,10 +44,12 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 
 
 def export_trajectories(run_dir: Path, target: Path) -> int:
-    """Writes every rollout that arrived, those before a resume included; returns their number. The run may be going on.
+    """Write every rollout that arrived, before a resume too, to a Parquet file; returns their number.
+
+    The run may be going on.
 
     Raises:
-        ConfigError: the run has no journal, or nothing in it yet, or the file can't be written.
+        ConfigError: the run has no journal, the journal is empty, or the file can't be written.
         AsyncRLError: another version of this program wrote the journal.
     """
     journal = run_dir / FILE_NAME
@@ -57,7 +59,7 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     try:
         with closing(sqlite3.connect(journal)) as database:
             check_schema(database, journal)
-            database.execute("BEGIN")  # one moment of a run that goes on
+            database.execute("BEGIN")  # all queries see the same moment of a run that is going on
             _check_used(database, journal)
             with pq.ParquetWriter(target, SCHEMA) as writer:
                 for chunk in _chunks(database, payload_folder(journal)):
@@ -77,7 +79,7 @@ def _check_used(database: sqlite3.Connection, journal: Path) -> None:
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Rows of whole groups."""
+    """The rows of the file, in chunks of whole groups."""
     cursor = database.execute(_ROLLOUTS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []
@@ -86,7 +88,7 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         rows = list(of_group)
         place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
         if place:
-            with suppress(FileNotFoundError):  # pruned since this export began
+            with suppress(FileNotFoundError):  # removed since this export began
                 _add_arrays(rows, read_payload(folder, Place(*place)))
         for row in rows:
             row["trained_steps"] = json.loads(row["trained_steps"])
@@ -99,7 +101,7 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """The group was within the limits of its time: a resume may have changed them."""
+    """Add the arrays of one group to its rows. Limits are not checked again: a resume may have changed them."""
     limits = Limits(group_size=len(rows), max_prompt_tokens=len(payload), max_response_tokens=len(payload))
     group = decode_group(payload, limits)
     for row, rollout in zip(rows, group.rollouts, strict=True):

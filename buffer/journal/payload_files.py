@@ -1,8 +1,9 @@
-"""Payloads of groups in files beside the journal, written once; the journal says where each one is.
+"""Files beside the journal that hold the encoded groups (payloads); the journal holds the place of each.
 
-A payload in a row of SQLite is written three times (log, table, and again when its pages are used anew), which takes
-longer than all else that the buffer does with a group. Here it is appended to the newest file; a file goes once nothing
-in it is kept. What was appended survives the end of the process; the end of the machine may cost the last ones.
+SQLite would write a payload three times (to the log, to the table, and when its pages are reused), which takes longer
+than everything else that the buffer does with a group. Here it is appended to the newest file, and a file is removed
+once no payload in it is kept. Appended payloads survive the death of the process; the last ones may be lost if the
+machine stops.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE_BYTES = 64 * 2**20
-"""A new file is begun after so many: disk that pruning gives back comes in such pieces."""
+"""Size at which a new file is begun: pruning frees disk space in such pieces."""
 MAX_BUFFERS = 512
-"""In one write; POSIX allows at least 1024."""
+"""The most buffers in one write; POSIX guarantees 1024."""
 
 
 class Place(NamedTuple):
+    """Where a payload is: the number of its file, its first byte, its length."""
+
     file: int
     start: int
     bytes: int
 
 
 class PayloadFiles:
-    """
+    """Appends payloads to the files of a folder and removes files that are not needed any more.
+
     Args:
-        kept: places that the journal still knows; files with none of them are removed.
+        kept: the places in the journal; files without any of them are removed.
 
     Raises:
         OSError: in every method: the folder or a file can't be read or written.
@@ -42,12 +46,13 @@ class PayloadFiles:
         there = {int(path.name) for path in folder.iterdir()}
         for number in there - self._kept.keys():
             (folder / str(number)).unlink()
-        # Never the last one of a buffer that was killed: its last write may be torn.
+        # Never append to the last file of a buffer that was killed: its last write may be incomplete.
         self._newest = max(there, default=-1)
         self._end = FILE_BYTES
         self._file: int | None = None
 
     def append(self, payloads: Sequence[memoryview]) -> list[Place]:
+        """Write payloads; returns the place of each."""
         places = []
         for first in range(0, len(payloads), MAX_BUFFERS):
             part = payloads[first : first + MAX_BUFFERS]
@@ -55,7 +60,7 @@ class PayloadFiles:
                 self._begin()
             assert self._file is not None
             written = os.writev(self._file, part)
-            if written != sum(map(len, part)):  # 2 GiB are its most; a disk that fills up tells so only at the next
+            if written != sum(map(len, part)):  # over 2 GiB, or the disk is full, which the next write reports
                 rest = memoryview(b"".join(part))[written:]
                 while rest:
                     rest = rest[os.write(self._file, rest) :]
@@ -66,7 +71,7 @@ class PayloadFiles:
         return places
 
     def remove(self, places: Iterable[Place]) -> None:
-        """They are not needed any more."""
+        """Forget payloads that are not needed any more."""
         for place in places:
             self._kept[place.file] -= 1
             if not self._kept[place.file]:
@@ -88,9 +93,10 @@ class PayloadFiles:
 
 
 def share_files(source: Path, target: Path) -> list[int]:
-    """Every file of the folder `source` in the folder `target` too, without a copy if the disk can do that.
+    """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
 
-    A `PayloadFiles` writes to its own files only. Returns the numbers of the files; none if there is no `source`.
+    Returns:
+        The numbers of the files; none if there is no `source`. No `PayloadFiles` changes a file of another one.
 
     Raises:
         OSError: a file can't be read or written.
@@ -107,9 +113,10 @@ def share_files(source: Path, target: Path) -> list[int]:
 
 
 def read_payload(folder: Path, place: Place) -> bytes:
-    """
+    """The payload at a place.
+
     Raises:
-        OSError: it is not there, or not whole.
+        OSError: it is missing or incomplete.
     """
     with (folder / str(place.file)).open("rb") as file:
         file.seek(place.start)

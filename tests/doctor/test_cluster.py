@@ -1,4 +1,4 @@
-"""The doctor of several nodes: what they must have in common, and whether they reach each other."""
+"""The doctor on several nodes: whether they agree, and whether they reach each other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import Check
 from tests.tiny_folder import save_tiny_model
 
-VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21"}
-GOOD = NodeReport(
-    checks=[Check("torch", "ok", "2.13.0"), Check("memory", "ok", "9 GiB")], versions=VERSIONS, tokenizer="t1",
-    model="m1",
-)
+FACTS = {
+    "python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21",
+    "tokenizer": "t1", "model": "m1",
+}
+GOOD = NodeReport(checks=[Check("torch", "ok", "2.13.0"), Check("memory", "ok", "9 GiB")], facts=FACTS)
 
 
 def broken(checks: list[Check]) -> dict[str, Check]:
@@ -38,7 +38,7 @@ def test_nodes_that_agree_are_well() -> None:
 def test_nodes_that_differ_are_told_apart_with_what_to_do() -> None:
     other = NodeReport(
         checks=[Check("disk", "broken", "0.1 GiB free in /", "free some")],
-        versions=VERSIONS | {"torch": "2.12.1", "sglang": "none"}, tokenizer="t2", model="", sees_run_dir=False,
+        facts=FACTS | {"torch": "2.12.1", "sglang": "none", "tokenizer": "t2", "model": ""}, sees_run_dir=False,
     )
     found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": other}))
     assert found["torch everywhere"].found == "10.0.0.1 has 2.13.0; 10.0.0.2 has 2.12.1"
@@ -63,7 +63,7 @@ def test_a_node_that_cannot_answer_is_named() -> None:
     assert "the same environment" in found["10.0.0.3"].mend
 
 
-def test_a_port_that_nobody_serves_is_told_with_the_reason() -> None:
+def test_a_port_that_nobody_serves_is_reported_with_the_reason() -> None:
     probe = Probe(os.getcwd(), Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum")))
     address, port = probe.listen()
     with socket.create_server((address, 0)) as closed:

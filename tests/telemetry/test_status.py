@@ -26,11 +26,11 @@ def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pyte
     assert lines[3].split() == ["rollout/0", "10.0.0.2", "generates", "3", "groups", "-", "0", "s", "-"]
 
 
-def test_a_driver_that_writes_no_more_is_told(tmp_path: Path) -> None:
+def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
     write_status(tmp_path, [], "running")
     told = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(told | {"time_s": told["time_s"] - STALE_S - 1}))
-    assert "The driver writes no more" in format_status(tmp_path)
+    assert "The driver has stopped writing its status" in format_status(tmp_path)
     write_status(tmp_path, [], "ended: learner/0 died")
     assert "writes no more" not in format_status(tmp_path)
 

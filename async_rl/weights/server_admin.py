@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ServerAdmin(Protocol):
-    """Administers one rollout server. Each engine has its own implementation, named in its entry of ENGINES.
+    """Administers one rollout server. The entry of the engine in ENGINES names the implementation.
 
     All calls block until the server has done what was asked, and may come from any thread. All but `is_ready` raise
     WeightSyncError when the server refuses or can't be reached, and WaitTimeoutError when it does not answer within
@@ -19,8 +19,9 @@ class ServerAdmin(Protocol):
 
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
     `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;
-    folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The last call of an update
-    gets the policy version of the weights, all others get None. Without it the update is void.
+    folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The call with the last
+    weights also gets their policy version, all others get None. If it never comes, the push has failed: the server is
+    not resumed before another push has sent all weights again.
     """
 
     def is_ready(self) -> bool:
@@ -34,13 +35,13 @@ class ServerAdmin(Protocol):
         """
 
     def resume(self) -> None:
-        """Sample again, with the weights and the version of the last update that was ended."""
+        """Sample again, with the weights and the version of the last update."""
 
     def begin_update(self) -> None:
         """Prepare to receive weights. What an earlier update left unfinished is dropped."""
 
     def end_update(self) -> None:
-        """Serve the weights received since `begin_update` under their version, or keep the old ones without it."""
+        """Make the weights received since `begin_update`, and their version, the ones that `resume` samples from."""
 
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str

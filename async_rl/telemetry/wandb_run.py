@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import netrc
 import os
 import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
-
-import requests
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from async_rl.config import Config
 
@@ -114,7 +117,11 @@ def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tupl
 
 def is_logged_in() -> bool:
     """Whether the user gave wandb a key: in WANDB_API_KEY, or by `wandb login`, which writes netrc."""
-    return bool(os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(_base_url()))
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(_base_url()).hostname or "") is not None
+    return False
 
 
 def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
@@ -122,8 +129,9 @@ def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
     answered = threading.Event()
 
     def ask() -> None:
-        with suppress(requests.RequestException):
-            requests.head(url, timeout=timeout_s)
+        with suppress(OSError, HTTPException):
+            with suppress(HTTPError):  # an answer, with another status than 200
+                urlopen(Request(url, method="HEAD"), timeout=timeout_s).close()
             answered.set()
 
     # In a thread of its own, because the timeout does not cover the name look-up.

@@ -69,17 +69,10 @@ class LearnerClient:
             WireError: the learner is at another version.
             NothingToLearnError: there will be no further batch.
         """
-        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
-        while not interrupted():
-            left_s = limit.seconds - (time.monotonic() - start_s)
-            reply = self._call("take", version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
-            if reply.frames:
-                return [frame.buffer for frame in reply.frames]
-            if "end" in reply.result:
-                raise NothingToLearnError(reply.result["end"])
-            if time.monotonic() - start_s >= limit.seconds:
-                raise WaitTimeoutError(f"learner waited {limit} for batch {version}: {reply.result['state']}")
-        return []
+        reply = self._poll("take", version, f"for batch {version}", interrupted)
+        if reply and "end" in reply.result:
+            raise NothingToLearnError(reply.result["end"])
+        return [frame.buffer for frame in reply.frames] if reply else []
 
     def await_push(self, version: int) -> None:
         """Wait until `version`, the newest, may be pushed.
@@ -90,10 +83,7 @@ class LearnerClient:
         Raises:
             WaitTimeoutError: not within timeouts.batch_s; says what is missing.
         """
-        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
-        while "ready" not in (result := self._call("may_push", version=version, wait_s=LONG_POLL_S).result):
-            if time.monotonic() - start_s >= limit.seconds:
-                raise WaitTimeoutError(f"learner waited {limit} to push version {version}: {result['state']}")
+        self._poll("may_push", version, f"to push version {version}", lambda: False)
 
     def trained(self, version: int) -> None:
         """Report that the batch taken last yielded `version`; tokens of that version are legal from now on."""
@@ -110,6 +100,18 @@ class LearnerClient:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
+
+    def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> Reply | None:
+        """Ask until the answer is not the state of a wait; None if `interrupted`."""
+        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
+        while not interrupted():
+            left_s = limit.seconds - (time.monotonic() - start_s)
+            reply = self._call(op, version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
+            if "state" not in reply.result:
+                return reply
+            if time.monotonic() - start_s >= limit.seconds:
+                raise WaitTimeoutError(f"learner waited {limit} {purpose}: {reply.result['state']}")
+        return None
 
     def _call(self, op: str, **fields: Any) -> Reply:
         request_id = next(self._ids)

@@ -32,7 +32,7 @@ def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(told | {"time_s": told["time_s"] - STALE_S - 1}))
     assert "The driver has stopped writing its status" in format_status(tmp_path)
     write_status(tmp_path, [], "ended: learner/0 died")
-    assert "writes no more" not in format_status(tmp_path)
+    assert "has stopped writing" not in format_status(tmp_path)
 
 
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:

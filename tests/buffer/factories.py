@@ -36,7 +36,7 @@ def make_config(
         task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=16),
         rollout=RolloutConfig(group_size=group_size, max_response_tokens=32),
         staleness=StalenessConfig(max=max_staleness),
-        algorithm=AlgorithmConfig(filter_zero_variance=False),  # made groups have equal rewards
+        algorithm=AlgorithmConfig(filter_zero_variance=False),  # the groups of `make_group` have equal rewards
         buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=prompts_per_step),
         placement=PlacementConfig(rollout=RolloutPlacement(servers=workers)),
@@ -85,7 +85,7 @@ def make_group(slot: Slot, group_size: int = 2, **changes: Any) -> RolloutGroup:
 
 @contextlib.contextmanager
 def serving(config: Config) -> Iterator[BufferServer]:
-    """A buffer with its loop in a thread; closing it checks the account."""
+    """A buffer with its loop in a thread; closing it checks the accounting."""
     server = BufferServer(config)
     stop, crashes = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""Clients at work: one call of a worker, or a whole run."""
+"""Helpers that run clients: one call of a worker, or a whole run."""
 
 from __future__ import annotations
 

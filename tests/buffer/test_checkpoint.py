@@ -53,7 +53,7 @@ def test_prompts_are_trained_on_exactly_once_across_a_resume(before: int, lost: 
     prompts = train_batches(store, before)
     store.admit("w", 4, 0.0)
     saved = checkpoint(store)
-    train_batches(store, lost)  # after the checkpoint: the resumed run knows nothing of it
+    train_batches(store, lost)  # after the checkpoint: the resumed run discards it
 
     resumed = Store(RULES, resumed_state(saved))
     assert resumed.state.version == before
@@ -79,7 +79,7 @@ def test_group_ids_continue_after_a_resume() -> None:
 
 
 def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, Row]]:
-    """At version 2 with prompts 6.. granted; and the newest row of every group, as a journal keeps them."""
+    """A store at version 2 with the prompts from 6 on granted, and the newest row of each group, as in a journal."""
     rows: dict[int, Row] = {}
     store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))
     train_batches(store, 2)
@@ -139,7 +139,7 @@ def test_exact_mode_continues_or_counts_anew_from_the_resume(has_past: bool) -> 
 
 
 def exact_ages(store: Store, number: int) -> list[int]:
-    """Staleness of the next batches, everything being generated before a push, as exact mode has it."""
+    """Staleness of the next batches, if every group is generated before a push, as in exact mode."""
     ages = []
     store.served(store.state.version)
     for _ in range(number):

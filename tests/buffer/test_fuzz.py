@@ -48,8 +48,8 @@ def valid_messages() -> list[list[bytes]]:
     ]
 
 
-def test_mutated_messages_of_a_worker_are_refused_or_valid_and_the_account_holds() -> None:
-    """They come from a worker that has slots, so that some are still valid and change the state."""
+def test_mutated_messages_of_a_worker_are_refused_or_valid() -> None:
+    """The messages are those of a worker that has slots, so some are still valid and change the state."""
     rng = random.Random(1)
     originals = valid_messages()
     answers = refusals = admitted = 0
@@ -68,13 +68,13 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid_and_the_account_holds
                 refusals += bool(answer.error)
         admitted += int(operations.counters()["buffer/admitted"])
         assert operations.counters()["buffer/refused"] > 0.5 * TO_THE_OPERATIONS // 10
-        store.close()  # checks the account
+        store.close()  # checks the accounting
     assert refusals < answers <= TO_THE_OPERATIONS + 10, "some were valid"
     assert admitted >= 10 * 3
 
 
-def test_mutated_messages_beside_a_run_leave_the_run_alone() -> None:
-    """The peer that sends them is no worker of the run, so that none of them can be valid."""
+def test_mutated_messages_do_not_disturb_a_run() -> None:
+    """The client that sends them is no worker of the run, so none of them can be valid."""
     rng = random.Random(0)
     originals = [
         put_frames(dataclasses.replace(FIRST, group_id=FAR), worker="rubbish"),

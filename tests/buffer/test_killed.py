@@ -1,4 +1,4 @@
-"""SIGKILL to a buffer of its own process, while learner and workers go on."""
+"""A buffer in a process of its own is killed with SIGKILL while learner and workers go on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 60
 
 
 def buffer_that_is_killed(arguments: list[str], kills: int, rng: random.Random, done: threading.Event) -> None:
-    """Started again at once, by the same command."""
+    """Kill the buffer again and again; it is started again at once, by the same command."""
     for life in range(kills + 1):
         buffer = Alone(*arguments)
         buffer.line_with("buffer at ")
@@ -30,7 +30,7 @@ def buffer_that_is_killed(arguments: list[str], kills: int, rng: random.Random, 
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
-def test_a_buffer_killed_at_random_moments_loses_nothing_and_trains_nothing_twice(
+def test_a_killed_buffer_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.5)

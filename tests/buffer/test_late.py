@@ -108,7 +108,7 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     (slot,) = store.admit("rollout/0", 1, 0.0)
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=1.0), drop_equal=True)
     assert "task is solved" in store.end_reason
-    (slot,) = store.admit("rollout/0", 1, 0.0)  # which one group more can disprove, before the learner has asked
+    (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=False, reward=0.5), drop_equal=True)
     assert not store.end_reason
 

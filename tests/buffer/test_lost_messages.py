@@ -13,7 +13,7 @@ from tests.buffer.running import QUICK, put_all, with_worker
 
 
 class LossyLink:
-    """Between one client and the buffer; swallows the first `lost` replies."""
+    """A proxy between one client and the buffer that loses the first `lost` replies."""
 
     def __init__(self, address: str, lost: int) -> None:
         self.lost = lost

@@ -174,7 +174,7 @@ def test_four_batches_in_flight_keep_the_bound(max_staleness: int, every_steps: 
     assert simulate(workload, max_staleness, steps=60).max_staleness == max_staleness
 
 
-def test_four_batches_in_flight_break_a_rule_that_looks_only_at_today(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_batches_in_flight_break_a_rule_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
         enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
         return rules.prompts_per_step if enough else None
@@ -192,7 +192,7 @@ def test_four_batches_in_flight_break_a_rule_that_looks_only_at_today(monkeypatc
         ("drop", 0.3, [0.39, 0.74, 0.94, 0.95, 0.95]),  # cv 1: test_dropping.py
     ],
 )
-def test_the_simulated_learner_is_as_busy_as_designed(late: str, cv: float, expected: list[float]) -> None:
+def test_the_simulated_utilisation_is_as_designed(late: str, cv: float, expected: list[float]) -> None:
     """Figures of the design for bounds 0, 1, 2, 4, 8; they vary with the seed, so the mean of four is compared."""
     workload = Workload(group_cv=cv, late=late)  # type: ignore[arg-type]
     for bound, design in zip((0, 1, 2, 4, 8), expected, strict=True):

@@ -1,4 +1,4 @@
-"""A run that ended after its checkpoint, and the buffer and journal of the runs that go on from that."""
+"""A run that ends after its checkpoint, and the buffer and journal of the runs that resume from it."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def run_past_its_checkpoint(config: Config) -> Config:
 def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tmp_path: Path) -> None:
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # 4 slots
     past = []
-    for _ in range(2):  # the second time after a resume that came to no checkpoint of its own
+    for _ in range(2):  # the second resume follows one that made no checkpoint
         with open_run_dir(again) as resumed, serving(resumed) as server:
             counters = server.counters()
             assert counters["buffer/depth"] == 2, "groups 2 and 3 arrived whole, and all their tokens can be trained on"
             dropped = [counters[f"buffer/dropped_{reason}"] for reason in ("future_version", "failed")]
             assert sum(dropped) == 2, "group 4 has a token of version 2, group 5 never arrived"
             past.append(dropped)
-    assert past == [[1, 1], [1, 1]], "what group 4 was is known to every resume"
+    assert past == [[1, 1], [1, 1]], "the outcome of group 4 is known after every resume"
     with open_run_dir(again) as resumed, serving(resumed) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(1)
@@ -87,7 +87,7 @@ def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tm
         learner.close()
 
 
-def test_the_journal_of_a_resumed_run_tells_of_all_of_it_once(tmp_path: Path) -> None:
+def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> None:
     config = journalled(tmp_path, prompts_per_step=2)
     again = run_past_its_checkpoint(config)
     for number in (1, 2):
@@ -99,7 +99,7 @@ def test_the_journal_of_a_resumed_run_tells_of_all_of_it_once(tmp_path: Path) ->
             learner.close()
         past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
         past = [f"trajectories.lineage_{i}.sqlite" for i in range(number)]
-        assert past_files == past, "no resume replaces what another kept"
+        assert past_files == past, "a resume has overwritten the files of another"
     assert select(config, "SELECT group_id, step, staleness, response_tokens FROM trained WHERE rollout = 0") == [
         (0, 1, 0, 3), (1, 1, 0, 3), (2, 2, 1, 3), (3, 2, 1, 2),
     ]
@@ -112,7 +112,7 @@ def test_the_journal_of_a_resumed_run_tells_of_all_of_it_once(tmp_path: Path) ->
     assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
 
 
-def test_groups_of_before_a_resume_with_other_sizes_are_exported_too(tmp_path: Path) -> None:
+def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Path) -> None:
     again = run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2))  # two answers of three tokens a group
     rollout = dataclasses.replace(again.rollout, group_size=4, max_response_tokens=1)
     with open_run_dir(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
@@ -123,7 +123,7 @@ def test_groups_of_before_a_resume_with_other_sizes_are_exported_too(tmp_path: P
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
 
 
-def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None:
+def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
     saved = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},
@@ -139,7 +139,7 @@ def test_a_past_that_can_not_be_read_to_its_end_is_named(tmp_path: Path) -> None
     journal._db.close()
 
 
-def test_a_past_that_is_no_journal_costs_its_history_and_nothing_else(tmp_path: Path) -> None:
+def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:
     saved = TrainingState(
         version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[],
         buffer={"scalars": {"next_group_id": 9}, "live": []},

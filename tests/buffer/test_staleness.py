@@ -48,7 +48,7 @@ def test_a_batch_waits_when_the_next_one_could_not_hold_all_that_expire_then() -
 def test_used_groups_fill_a_batch_up_as_far_as_fresh_ones_can_wait() -> None:
     half = rules(2, 4, fresh=2)
     assert fresh_to_take([6, 6, 6], [], 9, version=4, rules=half) == 2
-    assert fresh_to_take([6, 6, 6], [], 1, version=4, rules=half) == 3  # only one used group to be had
+    assert fresh_to_take([6, 6, 6], [], 1, version=4, rules=half) == 3  # there is only one used group
     assert fresh_to_take([6, 6, 6], [], 0, version=4, rules=half) is None
     assert fresh_to_take([4, 4, 4], [], 9, version=4, rules=half) == 3  # all three expire now
     assert fresh_to_take([5, 5, 5], [5, 5], 9, version=4, rules=half) == 3  # two of five fit into the next
@@ -67,7 +67,7 @@ def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
     assert young_enough(np.array([1, 2, 3, 5], np.int32), 5, 2).tolist() == [False, False, True, True]
 
 
-def test_exact_places_are_the_lowest_vacant_ones() -> None:
+def test_exact_mode_fills_the_lowest_vacant_batches() -> None:
     assert vacant_batches(Counter({4: 2, 5: 1, 6: 3}), 6, first_batch=4, rules=rules(3, 3)) == [4, 5, 5, 7, 7, 7]
     assert [exact_start_version(batch, 2, 0) for batch in range(5)] == [0, 0, 0, 1, 2]
     assert [exact_start_version(batch, 2, 3) for batch in range(3, 8)] == [3, 3, 3, 4, 5]
@@ -75,7 +75,7 @@ def test_exact_places_are_the_lowest_vacant_ones() -> None:
 
 @dataclass(frozen=True)
 class State:
-    """Seen from the learner's version v: counts of groups of each age v - start_version that run and are finished."""
+    """A state relative to the learner's version v: numbers of running and finished groups by age, v - start_version."""
 
     behind: int  # v - p
     unserved: int  # fresh groups of the batches that are trained and not served
@@ -127,7 +127,7 @@ def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
 
 
 def assert_no_deadlock(state: State, rules: Rules, every_steps: int) -> None:
-    """Once all that may run has run, the learner gets its batch, also without any used group."""
+    """Once every group that may run has finished, the learner gets its batch, even without used groups."""
     if not state.held and state.behind < every_steps:
         done = tuple(r + f for r, f in zip(state.running, state.finished, strict=True))
         done = step(done, state.behind, capacity(state, rules))

@@ -64,7 +64,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_the_buffer_serves_alone_and_ends_in_order(alone: Alone, ending: signal.Signals, tmp_path: Path) -> None:
+def test_a_standalone_buffer_serves_and_ends_in_order(alone: Alone, ending: signal.Signals, tmp_path: Path) -> None:
     found = re.search(r"tcp://\S+", alone.line_with("buffer at "))
     assert found
     learner = LearnerClient(found[0], TIMEOUTS)
@@ -90,7 +90,7 @@ def test_a_folder_in_use_or_of_a_run_is_refused(tmp_path: Path, capsys: pytest.C
         assert main(command) == 2
         assert f"{tmp_path}/buffer is locked by another run or buffer that is still" in capsys.readouterr().err
     with open_buffer_dir(config):
-        pass  # the next one
+        pass  # the lock is free again
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     assert main([*command, "run.name=run"]) == 2

@@ -29,13 +29,13 @@ def broken(checks: list[Check]) -> dict[str, Check]:
     return {check.what: check for check in checks if check.state == "broken"}
 
 
-def test_nodes_that_agree_are_well() -> None:
+def test_nodes_that_agree_pass() -> None:
     checks = compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD})
     assert not broken(checks)
     assert Check("10.0.0.2", "ok", "2 of 2 checks are ok") in checks
 
 
-def test_nodes_that_differ_are_told_apart_with_what_to_do() -> None:
+def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
     other = NodeReport(
         checks=[Check("disk", "broken", "0.1 GiB free in /", "free some")],
         facts=FACTS | {"torch": "2.12.1", "sglang": "none", "tokenizer": "t2", "model": ""}, sees_run_dir=False,

@@ -1,4 +1,4 @@
-"""The doctor tells what is broken and how to mend it."""
+"""The doctor reports what is broken and how to mend it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_missing_model_is_broken_on_a_machine_that_is_otherwise_healthy(tmp_pa
 
 
 @pytest.mark.usefixtures("no_sglang")
-def test_all_that_train_would_refuse_is_broken_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_input_that_train_refuses_is_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: 0.0)
     save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
     broken = dataclasses.replace(
@@ -79,7 +79,7 @@ def test_all_that_train_would_refuse_is_broken_a_line_each(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("no_sglang")
-def test_a_host_that_is_not_the_drivers_is_asked_only_for_what_all_need(tmp_path: Path) -> None:
+def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Path) -> None:
     here, there = (
         {check.what for check in examine(config(tmp_path), is_driver=is_driver)} for is_driver in (True, False)
     )
@@ -121,7 +121,7 @@ def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pyte
     )  # fmt: skip
 
 
-def test_what_sglang_needs_to_build_its_kernels_is_looked_for_on_a_gpu(
+def test_the_tools_that_build_kernels_are_checked_where_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -156,7 +156,7 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._memory() == Check("memory", "warn", "1.0 GiB free", doctor._memory().mend)
 
 
-def test_the_table_lists_all_and_explains_what_is_not_ok(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_all_checks_and_how_to_mend_the_bad_ones(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([Check("torch", "ok", "2.13"), Check("disk", "broken", "0 GiB", "free some")])
     assert capsys.readouterr().out == (
         "ok      torch  2.13\nbroken  disk   0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"

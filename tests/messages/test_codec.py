@@ -121,7 +121,7 @@ def test_versions_may_fall_from_one_rollout_to_the_next() -> None:
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
-def test_the_rounding_of_a_certain_token_is_cut_by_its_sender() -> None:
+def test_the_rounding_of_a_certain_token_is_removed_by_its_sender() -> None:
     rounded, cut = (with_rollout(logprobs=np.array([0, a, -1], F)) for a in (MAX_ROUNDING / 2, 0))
     assert_same(decode_group(encode_group(make_group(SLOT, **rounded)), LIMITS), make_group(SLOT, **cut))
 
@@ -141,7 +141,7 @@ def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> Non
         encode_group(make_group(SLOT, prompt_tokens=np.zeros((1, 2), I)))
 
 
-def test_arrays_travel_in_little_endian_order() -> None:
+def test_arrays_are_sent_in_little_endian_order() -> None:
     big = with_rollout(tokens=np.arange(3, dtype=">i4"), logprobs=np.array([-3, -2, -1], ">f4"))
     data = encode_group(make_group(SLOT, **big))
     assert msgpack.unpackb(data)["tokens"][0] == "<i4"
@@ -166,7 +166,7 @@ def test_arrays_travel_in_little_endian_order() -> None:
         ("finish_reasons", ["stop"], "finish_reasons: got a list of 1, allowed a list of 2..2 items"),
     ],
 )
-def test_a_foreign_sender_s_column_is_refused_by_name(column: str, value: Any, message: str) -> None:
+def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, value: Any, message: str) -> None:
     good = msgpack.unpackb(encode_group(make_group(SLOT, rollouts=(make_rollout(3, 3), make_rollout(3, 3)))))
     with pytest.raises(WireError, match=message):
         decode_group(msgpack.packb({**good, column: value}), LIMITS)
@@ -214,7 +214,7 @@ def test_mutated_bytes_decode_or_are_refused_and_nothing_else_happens() -> None:
 
 
 @pytest.mark.parametrize("baseline", [None, 0.0, -1.5])
-def test_the_reward_of_a_greedy_baseline_travels_or_its_absence_does(baseline: float | None) -> None:
+def test_the_reward_of_a_greedy_baseline_or_none_is_sent(baseline: float | None) -> None:
     group = dataclasses.replace(make_group(SLOT), baseline_reward=baseline)
     assert decode_group(encode_group(group), LIMITS).baseline_reward == baseline
     with pytest.raises(WireError, match="baseline_reward"):

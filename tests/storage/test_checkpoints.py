@@ -1,4 +1,4 @@
-"""Which checkpoints are there, which is taken, which go."""
+"""Checkpoint folders: which are complete, which one a run resumes from, which are removed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def save(run_dir: Path, *versions: int) -> None:
         write_training_state(folder, make_cut(version))
 
 
-def test_a_cut_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_training_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     save(tmp_path, 7)
     assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_cut(7)
 
 
-def test_a_run_is_resumed_from_its_newest_whole_checkpoint_or_the_one_named(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_newest_complete_checkpoint_or_the_named_one(tmp_path: Path) -> None:
     save(tmp_path, 20, 100, 3)
     (tmp_path / "checkpoints" / "step_200.partial").mkdir()
     (tmp_path / "checkpoints" / "step_300").mkdir()
@@ -100,7 +100,7 @@ def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
     [
         (2, 0, {}, [1, 2, 3]),
         (9, 0, {}, []),
-        (1, 1, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}, [1, 2, 4]),  # of equal ones the newer
+        (1, 1, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.2}, [1, 2, 4]),  # among equal values the newer one
         (1, 2, {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.1, 5: 0.2}, [3, 4]),
         (1, 1, {1: 0.5, 2: 0.4}, [2, 4]),  # 3 is the next to be measured
         (2, 1, {1: 0.5, 2: 0.4}, [2]),

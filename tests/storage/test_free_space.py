@@ -1,4 +1,4 @@
-"""Room for a run is foreseen, and a disk that is full after all is one error."""
+"""Free disk space is checked before a run, and a full disk is one clear error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(run_dir: Path, model: Path) -> Config:
 
 
 def needed_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The least free space that `check_disk` accepts, by halving."""
+    """The least free space that `check_disk` accepts, found by bisection."""
     refused, accepted = 0, 2**40
     while accepted - refused > 1:
         middle = (refused + accepted) // 2
@@ -61,7 +61,7 @@ def needed_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
     return accepted
 
 
-def test_room_is_wanted_for_the_result_and_for_all_checkpoints_that_exist_at_once(
+def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = load_file(good / "model.safetensors")
@@ -92,7 +92,7 @@ def test_room_is_wanted_for_the_result_and_for_all_checkpoints_that_exist_at_onc
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
 
 
-def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
+def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = replace(config(tmp_path, good), checkpoint=CheckpointConfig(every_steps=10))
@@ -102,7 +102,7 @@ def test_a_resumed_run_wants_no_room_for_checkpoints_that_are_there(
         write_training_state(
             folder, TrainingState(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, consumed=[], buffer={})
         )
-    for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 is kept aside
+    for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 stays
         resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))
         saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
         assert saved == there * 12 * sum(t.numel() for t in load_file(good / "model.safetensors").values())
@@ -117,7 +117,7 @@ def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
         check_disk(config(tmp_path / "not" / "yet", good))
 
 
-def test_weights_that_are_cut_short_are_refused(good: Path, tmp_path: Path) -> None:
+def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None:
     whole = (good / "model.safetensors").read_bytes()
     for content in (whole[:100], b"", b"version https://git-lfs.github.com/spec/v1"):
         (tmp_path / "model.safetensors").write_bytes(content)
@@ -147,7 +147,7 @@ def test_a_run_dir_without_permission_is_refused(
         check_disk(config(tmp_path / "runs", good))
 
 
-def test_a_disk_that_is_full_in_mid_run_is_one_error_that_names_the_run_directory(
+def test_a_disk_that_fills_up_during_a_run_is_one_clear_error(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def write_to_a_full_disk(config: Config, interrupts: object) -> None:
@@ -164,6 +164,6 @@ def test_a_disk_that_is_full_in_mid_run_is_one_error_that_names_the_run_director
     assert f"--resume {tmp_path}/run" in error
 
 
-def test_another_failure_to_write_is_not_called_a_full_disk(tmp_path: Path) -> None:
+def test_another_write_error_is_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), full_disk_named(tmp_path):
         (tmp_path / "none" / "file").write_text("")

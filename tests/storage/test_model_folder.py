@@ -1,4 +1,4 @@
-"""A model folder that can't work is refused before anything starts, with what to do."""
+"""An unusable model folder is refused before anything starts, with what to do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
         (edit_json("tokenizer_config.json", eos_token=None), "has no end-of-text token"),
     ],
 )
-def test_a_broken_folder_is_named_with_what_is_wrong(
+def test_a_broken_folder_is_refused_with_the_reason(
     good: Path, tmp_path: Path, damage: Callable[[Path], None], part: str
 ) -> None:
     folder = tmp_path / "broken"
@@ -93,7 +93,7 @@ def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> N
         check_model_folder(good, longest_tokens=1025)
 
 
-def test_a_model_that_does_not_say_how_many_positions_it_has_is_not_refused(good: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_number_of_positions_is_accepted(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "model")
     content = json.loads((good / "config.json").read_text())
     del content["max_position_embeddings"]
@@ -101,7 +101,7 @@ def test_a_model_that_does_not_say_how_many_positions_it_has_is_not_refused(good
     check_model_folder(tmp_path / "model", longest_tokens=10_000)
 
 
-def test_the_tokens_that_end_an_answer_are_those_of_every_file_that_names_some(good: Path, tmp_path: Path) -> None:
+def test_the_end_tokens_are_collected_from_all_files(good: Path, tmp_path: Path) -> None:
     assert end_tokens(good) == [2]  # <eos> of the character tokenizer
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
@@ -122,7 +122,7 @@ def test_a_model_without_attention_is_refused_before_anything_starts(good: Path,
         check_model_folder(tmp_path / "model")
 
 
-def test_a_missing_folder_says_what_makes_it(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_with_how_to_create_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
         check_model_folder(tmp_path / "runs" / "sft" / "model")
     with pytest.raises(

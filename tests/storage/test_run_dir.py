@@ -1,4 +1,4 @@
-"""A run that never began leaves no directory behind; one that did keeps what it wrote."""
+"""A run that fails before its first step leaves no directory; a later one keeps its directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(tmp_path: Path) -> Config:
     return Config(model=ModelConfig(path="x"), task=task, run=RunConfig(dir=str(tmp_path)))
 
 
-def nothing(run_dir: Path) -> None:
+def empty_metrics(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").touch()
 
 
@@ -37,8 +37,8 @@ def step(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "error", "stays"),
     [
-        (nothing, ConfigError("no room"), False), (nothing, WaitTimeoutError("no host"), False),
-        (nothing, KeyboardInterrupt(), False), (log, ConfigError("the port is taken"), False),
+        (empty_metrics, ConfigError("no room"), False), (empty_metrics, WaitTimeoutError("no host"), False),
+        (empty_metrics, KeyboardInterrupt(), False), (log, ConfigError("the port is taken"), False),
         (log, WaitTimeoutError("the server did not start"), True), (step, ConfigError("late"), True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Traces open in a viewer."""
+"""The trace file has the structure that trace viewers read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_trace_read_back_has_the_spans_and_the_samples_are_counters(tmp_path: 
     ]  # fmt: skip
 
 
-def test_spans_without_a_gap_have_none_in_the_trace(tmp_path: Path) -> None:
+def test_adjacent_spans_are_adjacent_in_the_trace(tmp_path: Path) -> None:
     trace = ChromeTrace(tmp_path / "t.json", 1.0)
     edges_s = [1.0 + i / 3 for i in range(300)]
     trace.add([Span("learner/0", "busy", start_s, end_s) for start_s, end_s in pairwise(edges_s)], ())

@@ -37,7 +37,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
 
 
-def test_each_reduction_does_what_it_says() -> None:
+def test_each_reduction_gives_its_value() -> None:
     metrics = [
         *(Metric("mean", v, "mean", w) for v, w in ((1.0, 3.0), (5.0, 1.0))),
         *(Metric(name, v, name) for name in ("sum", "max", "min", "last") for v in (2.0, 7.0, 4.0)),  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_the_console_line_shows_what_was_measured_and_nothing_else() -> None:
     assert format_step(7, 120, values) == "step   7/120  reward 0.512  staleness 0.75 max 2  1.25 s"
 
 
-def test_each_step_is_one_line_of_valid_json_at_once(
+def test_each_step_is_written_at_once_as_one_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = MetricsLogger(config(), tmp_path / "new" / "run")
@@ -73,7 +73,7 @@ def test_each_step_is_one_line_of_valid_json_at_once(
     assert capsys.readouterr().out.splitlines() == ["step  1/20  reward 0.500", "a [note] with [brackets]"]
 
 
-def test_an_evaluation_that_comes_late_joins_its_step_when_read(tmp_path: Path) -> None:
+def test_a_late_evaluation_is_merged_into_its_step_when_read(tmp_path: Path) -> None:
     logger = MetricsLogger(config(), tmp_path)
     logger.log(1, {"reward/mean": 0.1})
     logger.log(2, {"reward/mean": 0.2})
@@ -133,7 +133,7 @@ def test_without_an_account_wandb_is_off_in_auto_and_offline_if_asked_for() -> N
 
 @pytest.mark.usefixtures("no_account")
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises
     assert open_wandb_run(config("auto"), tmp_path, pytest.fail) is None
 
 

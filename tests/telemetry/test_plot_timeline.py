@@ -20,6 +20,6 @@ def test_the_lanes_of_a_run_are_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_of_one_step_has_no_picture(tmp_path: Path) -> None:
+def test_a_run_of_one_step_is_not_plotted(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", 0, 1)]
     assert plot_timeline(spans, {"learner/0": 1.0}, [1.0], tmp_path / "timeline.png") is None

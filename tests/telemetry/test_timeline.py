@@ -18,7 +18,7 @@ spans_of_a_pool = st.lists(st.builds(Span, st.just(POOL), st.sampled_from(STATES
 
 
 def shares(spans: list[Span], pool: str, start_s: float, end_s: float) -> dict[State, float]:
-    empty = Span(pool, "other", start_s, start_s)  # a pool without any is not known
+    empty = Span(pool, "other", start_s, start_s)  # a pool without spans is not listed
     return Usage().add([*spans, empty], (), start_s, end_s).shares()[pool]
 
 
@@ -26,7 +26,7 @@ def test_every_state_has_a_priority() -> None:
     assert sorted(PRIORITY) == sorted(STATES)
 
 
-def test_shares_of_a_hand_made_day() -> None:
+def test_shares_of_a_small_timeline() -> None:
     spans = [
         Span(POOL, "wait_data", 0, 4),
         Span(POOL, "busy", 4, 8),
@@ -66,7 +66,7 @@ def test_shares_equal_a_count_of_seconds(rows: list[tuple[str, int, int]]) -> No
 
 
 @given(spans_of_a_pool, st.lists(times, min_size=2, max_size=6, unique=True))
-def test_a_window_added_in_parts_is_used_as_the_whole_of_it_is(spans: list[Span], edges: list[float]) -> None:
+def test_a_window_in_parts_gives_the_same_shares_as_the_whole(spans: list[Span], edges: list[float]) -> None:
     edges.sort()
     samples = [Sample(POOL, "gpu", span.start_s, 0.5) for span in spans]
     parts, whole = Usage(), Usage().add(spans, samples, edges[0], edges[-1])
@@ -139,7 +139,7 @@ def test_samples_are_averaged_over_the_window_by_kind_of_pool() -> None:
     assert Usage().add((), samples, 0, 10).metrics() == {"occupancy/rollout": 0.75, "gpu/learner": 0.9}
 
 
-def test_a_pool_s_states_follow_each_other_without_gap_or_overlap() -> None:
+def test_the_states_of_a_pool_have_no_gap_and_no_overlap() -> None:
     spans = [Span(POOL, "busy", 0, 3), Span(POOL, "sync", 2, 5), Span(POOL, "busy", 6, 9)]
     assert list(state_changes(spans, 1, 8)) == [
         ("busy", 1, 2), ("sync", 2, 3), ("sync", 3, 5), ("other", 5, 6), ("busy", 6, 8)

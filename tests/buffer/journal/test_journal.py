@@ -1,4 +1,4 @@
-"""The journal on a real file: buffers that crash, and what the next one knows."""
+"""The journal on a real file: the state of a buffer after a crash."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_buffer_that_crashed_continues_where_it_was_with_its_clients(tmp_path:
 
             assert with_worker(server.address, put_the_rest) == [False, True, True]
             learner.trained(1)
-            learner.trained(1)  # what a client does whose answer was lost
+            learner.trained(1)  # as a client that missed the answer does
             learner.served(1)
             assert [group.group_id for group in learner.take(1).groups] == [4, 5, 6, 7]
             assert server.counters()["buffer/slots_held"] == 4
@@ -114,7 +114,7 @@ def test_slots_whose_answer_was_lost_in_a_crash_are_granted_once(tmp_path: Path)
         assert server.counters()["buffer/admitted"] == 3
 
 
-def test_an_answer_says_what_is_in_the_file_already(tmp_path: Path) -> None:
+def test_a_request_is_answered_after_its_effect_is_committed(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     seen = []
 
@@ -164,7 +164,7 @@ def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_pat
     assert kept_at_the_end == [True, False]
 
 
-def test_the_queries_in_the_readme_answer_what_they_say(tmp_path: Path) -> None:
+def test_the_queries_in_the_readme_give_the_documented_results(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     batches = trained(config)
     worst, by_staleness = (select(config, query) for query in blocks(README, "sql"))
@@ -216,7 +216,7 @@ def test_a_journal_without_a_commit_has_nothing_to_export(tmp_path: Path, capsys
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_a_journal_that_can_t_be_used_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_named_in_the_error(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     config.run_dir.mkdir()
     (config.run_dir / FILE_NAME).write_bytes(b"not a database" * 100)

@@ -12,7 +12,7 @@ def payloads(first: int, number: int) -> list[memoryview]:
     return [memoryview(b"%d " % i * 20) for i in range(first, first + number)]
 
 
-def test_every_payload_is_found_where_it_is_said_to_be(tmp_path: Path) -> None:
+def test_every_payload_is_read_back_from_its_place(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path, [])
     written = payloads(0, 2 * MAX_BUFFERS + 3)
     places = files.append(written)
@@ -20,7 +20,7 @@ def test_every_payload_is_found_where_it_is_said_to_be(tmp_path: Path) -> None:
     assert files.append([]) == []
 
 
-def test_what_one_write_does_not_take_the_next_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once, at_a_time = os.write, 7
     monkeypatch.setattr(os, "writev", lambda file, parts: once(file, b"".join(parts)[:at_a_time]))
     monkeypatch.setattr(os, "write", lambda file, rest: once(file, rest[:at_a_time]))
@@ -31,7 +31,7 @@ def test_what_one_write_does_not_take_the_next_ones_do(tmp_path: Path, monkeypat
     assert [read_payload(tmp_path, place) for place in places] == payloads
 
 
-def test_a_file_goes_once_nothing_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_removed_once_no_payload_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffer.journal.payload_files.FILE_BYTES", 200)
     files = PayloadFiles(tmp_path, [])
     places = [place for i in range(60) for place in files.append(payloads(i, 1))]
@@ -45,7 +45,7 @@ def test_a_file_goes_once_nothing_in_it_is_kept(tmp_path: Path, monkeypatch: pyt
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_after_a_crash_new_payloads_go_into_a_new_file_and_unknown_ones_are_removed(tmp_path: Path) -> None:
+def test_after_a_crash_new_payloads_go_into_a_new_file(tmp_path: Path) -> None:
     killed = PayloadFiles(tmp_path, [])
     (kept,) = killed.append(payloads(0, 1))
     with (tmp_path / str(kept.file)).open("ab") as file:
@@ -58,14 +58,14 @@ def test_after_a_crash_new_payloads_go_into_a_new_file_and_unknown_ones_are_remo
     assert sorted(os.listdir(tmp_path)) == ["0", "8"]
 
 
-def test_a_payload_that_is_not_whole_is_named(tmp_path: Path) -> None:
+def test_an_incomplete_payload_is_an_error(tmp_path: Path) -> None:
     (place,) = PayloadFiles(tmp_path, []).append(payloads(0, 1))
     with pytest.raises(OSError, match="ends before byte 41"):
         read_payload(tmp_path, Place(place.file, place.start + 1, place.bytes))
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_files_are_shared_and_what_one_folder_lets_go_of_stays_in_the_other(
+def test_a_shared_file_stays_when_the_other_folder_removes_it(
     tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

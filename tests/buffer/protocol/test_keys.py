@@ -36,7 +36,7 @@ def locked(keys: Path) -> Iterator[BufferServer]:
 
 
 def is_answered(address: str, server_key: Path | None, client_key: Path | None) -> bool:
-    """Whether a client that shows these keys gets so much as a refusal, within a second."""
+    """Whether a client with these keys gets any answer, even a refusal, within a second."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         if server_key and client_key:
@@ -67,7 +67,7 @@ def test_a_client_with_wrong_keys_is_rejected(
     assert not is_answered(locked.address, keys / server, foreign / client)
     assert not is_answered(locked.address, keys / server, keys / "server.key_secret")
     assert not is_answered(locked.address, None, None)
-    assert locked.counters() == before  # nothing of theirs was even read
+    assert locked.counters() == before  # none of their messages was read
     assert is_answered(locked.address, keys / server, keys / client)
 
 

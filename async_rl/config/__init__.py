@@ -10,21 +10,9 @@ import math
 from dataclasses import field
 from pathlib import Path
 
-from async_rl.config.algorithm import (
-    AlgorithmConfig,
-    ClipConfig,
-    CorrectionConfig,
-    KlConfig,
-    MasksConfig,
-)
+from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
 from async_rl.config.cross_section import check_cross_section
-from async_rl.config.data import (
-    BufferConfig,
-    EvalConfig,
-    RolloutConfig,
-    StalenessConfig,
-    TaskConfig,
-)
+from async_rl.config.data import BufferConfig, EvalConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.config.learning import (
     CriticConfig,
     LearnerConfig,
@@ -48,37 +36,6 @@ from async_rl.config.system import (
     WeightSyncConfig,
 )
 from async_rl.seams import CORRECTIONS, Correction, find_entry
-
-__all__ = [
-    "AlgorithmConfig",
-    "BufferConfig",
-    "CheckpointConfig",
-    "ClipConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "EvalConfig",
-    "KlConfig",
-    "LearnerConfig",
-    "LearnerPlacement",
-    "Limit",
-    "LoggingConfig",
-    "LoraConfig",
-    "MasksConfig",
-    "ModelConfig",
-    "NetworkConfig",
-    "PlacementConfig",
-    "ReferenceConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutPlacement",
-    "RunConfig",
-    "SftConfig",
-    "StalenessConfig",
-    "TaskConfig",
-    "TimeoutsConfig",
-    "WeightSyncConfig",
-]
 
 
 @section("")

@@ -21,46 +21,45 @@ def check_cross_section(config: Config) -> None:
     _check_algorithm(config)
     _check_slots(config)
     _check_replay(config)
-    _check_mask(config)
     _check_best(config)
+    _check_updates(config)
     _check_engine(config)
     _check_transport(config)
-    _check_overlap(config)
     if config.staleness.mode == "exact":
         _check_exact(config)
 
 
 def _check_sizes(config: Config) -> None:
-    ranks, parts = config.placement.learner.ranks, config.algorithm.minibatches
+    learner, ranks, parts = config.learner, config.placement.learner.ranks, config.algorithm.minibatches
     check(
-        config.learner.sharding == "full" or config.placement.learner.nodes > 1, "learner.sharding",
-        config.learner.sharding, "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
+        learner.sharding == "full" or config.placement.learner.nodes > 1, "learner.sharding", learner.sharding,
+        "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
     )
     check(
         config.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
         f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
     )
     check(
-        not config.algorithm.advantage_entry.compares_group or config.rollout.group_size >= 2, "rollout.group_size",
-        config.rollout.group_size, f"at least 2 with algorithm.advantage {config.algorithm.advantage}",
-        "Or set algorithm.advantage: gae.",
-    )
-    check(
-        config.learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
-        config.learner.max_tokens_per_microbatch,
+        learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
+        learner.max_tokens_per_microbatch,
         f"at least task.max_prompt_tokens + rollout.max_response_tokens = {config.longest_tokens}",
     )
 
 
 def _check_algorithm(config: Config) -> None:
-    needs_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
+    advantage, entry = config.algorithm.advantage, config.algorithm.advantage_entry
+    size, reward_model, reference = config.rollout.group_size, config.reward_model.path, config.reference.path
     check(
-        not (needs_baseline and config.reward_model.path), "reward_model.path", config.reward_model.path,
-        f"empty with algorithm.advantage {config.algorithm.advantage}",
+        not entry.compares_group or size >= 2, "rollout.group_size", size,
+        f"at least 2 with algorithm.advantage {advantage}", "Or set algorithm.advantage: gae.",
+    )
+    check(
+        not (entry.needs_greedy_baseline and reward_model), "reward_model.path", reward_model,
+        f"empty with algorithm.advantage {advantage}",
         "Its greedy answers are scored in the worker, on another scale. Use rloo or grpo.",
     )
     check(
-        config.reference.path == "" or config.algorithm.kl.kind != "none", "reference.path", config.reference.path,
+        reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
     )
 
@@ -86,7 +85,7 @@ def _check_replay(config: Config) -> None:
     )
     check(
         fraction * uses >= 1, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
-        "No more of a batch than the rest can be used groups in the long run.",
+        "In the long run, used groups can make up no more than the rest of a batch.",
     )
     check(
         uses == 1 or config.staleness.max >= 1, "buffer.max_uses", uses, "1 with staleness.max 0",
@@ -94,29 +93,19 @@ def _check_replay(config: Config) -> None:
     )
 
 
-def _check_mask(config: Config) -> None:
-    check(
-        config.staleness.late != "mask" or config.weight_sync.on_update != "drain", "staleness.late",
-        config.staleness.late, "wait or drop with weight_sync.on_update drain",
-        "All tokens of a drained answer are of one version: none is too old alone. "
-        "Or set weight_sync.on_update: in_place, retract or abort.",
-    )
-
-
 def _check_best(config: Config) -> None:
-    """The best checkpoint is known only where checkpoints are measured."""
+    """The best checkpoint is known only if held-out prompts are evaluated at the version of each checkpoint."""
     metric = config.checkpoint.best_metric
-    if not config.checkpoint.keep_best or not metric.startswith("eval/"):  # what a step measures is known only then
+    if not config.checkpoint.keep_best or not metric.startswith("eval/"):  # every step measures the other metrics
         return
-    evals, every = config.eval.every_steps, config.checkpoint.every_steps
-    needed = "with checkpoint.keep_best"
+    size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
+    needed, measured = "with checkpoint.keep_best", f"{metric} is measured on held-out prompts."
     check(
         metric in config.eval.metrics, "checkpoint.best_metric", metric,
         f"one of {', '.join(config.eval.metrics)} with eval.samples {config.eval.samples}",
         "Or one that steps measure, such as reward/mean.",
     )
-    measured = f"{metric} is measured on held-out prompts."
-    check(config.eval.size > 0, "eval.size", config.eval.size, f"above 0 {needed}", measured)
+    check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
     check(
         not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
         f"the held-out file {needed} and task.path", measured,
@@ -128,10 +117,26 @@ def _check_best(config: Config) -> None:
     )
 
 
+def _check_updates(config: Config) -> None:
+    """With SGLang's overlap schedule a token is on its way when a pause in place comes, and gets a wrong version."""
+    late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
+    check(
+        late != "mask" or on_update != "drain", "staleness.late", late, "wait or drop with weight_sync.on_update drain",
+        "All tokens of a drained answer are of one version: none is too old alone. "
+        "Or set weight_sync.on_update: in_place, retract or abort.",
+    )
+    flags = {name.replace("_", "-"): value for name, value in server_args.items()}
+    check(
+        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place", "rollout.server_args",
+        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place",
+        "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
+    )
+
+
 def _check_engine(config: Config) -> None:
-    """An engine is asked only for what it declares."""
+    """An engine is asked only for what its entry declares."""
     rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
-    servers, tp = config.placement.rollout.servers, config.placement.rollout.tp
+    servers, tp, most = config.placement.rollout.servers, config.placement.rollout.tp, entry.max_tensor_parallel
     with_engine = f"with rollout.engine {rollout.engine}"
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
@@ -139,12 +144,11 @@ def _check_engine(config: Config) -> None:
     )
     check(
         not sync.background or entry.updates_in_background, "weight_sync.background", True, f"false {with_engine}",
-        "This engine loads what it receives into the weights it samples from, so it must stand still from the first "
-        f"bucket on. {_engines_with(lambda e: e.updates_in_background)}",
+        "It loads new weights into those it samples from, so it can't generate meanwhile. "
+        + _engines_with(lambda e: e.updates_in_background),
     )
     check(
-        tp <= entry.max_tensor_parallel or entry.max_tensor_parallel == 0, "placement.rollout.tp", tp,
-        f"{'at most ' if entry.max_tensor_parallel > 1 else ''}{entry.max_tensor_parallel} {with_engine}",
+        most == 0 or tp <= most, "placement.rollout.tp", tp, f"at most {most} {with_engine}",
         "It can't split a model over more devices. Raise placement.rollout.servers for more.",
     )
     check(
@@ -157,19 +161,8 @@ def _check_engine(config: Config) -> None:
     )
 
 
-def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
-    """The hint that names the engines that can do what another can't."""
-    names = [name for name, entry in ENGINES.items() if can(entry)]
-    return f"Or set rollout.engine: {_either(names)}." if names else ""
-
-
-def _either(names: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def _check_transport(config: Config) -> None:
-    """cuda_ipc maps memory between processes on one device of one host, and the receiver reads a pickle for it."""
+    """The engine must receive what the transport delivers, and both be on devices that the transport connects."""
     placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
@@ -185,38 +178,29 @@ def _check_transport(config: Config) -> None:
     check(
         not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
         f"{_either(['auto', *anywhere])} but for one server on one GPU of one host, with network.host on loopback",
-        "Or set weight_sync.transport: auto.",
     )
 
 
-def _check_overlap(config: Config) -> None:
-    """With SGLang's overlap schedule a token is on its way when a pause in place comes, and gets a wrong version."""
-    flag = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
-    check(
-        flag.get("disable-overlap-schedule", True) is True or config.weight_sync.on_update != "in_place",
-        "rollout.server_args", config.rollout.server_args,
-        "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place",
-        "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
-    )
+def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
+    """The hint that names the engines that can do what another can't."""
+    names = [name for name, entry in ENGINES.items() if can(entry)]
+    return f"Or set rollout.engine: {_either(names)}." if names else ""
+
+
+def _either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _check_exact(config: Config) -> None:
     """A batch comes whole from one version, so a push waits for its groups and nothing else decides what is in it."""
-    needed = "with staleness.mode exact"
-    bounded = "Or set staleness.mode: bounded."
-    check(
-        config.staleness.late == "wait", "staleness.late", config.staleness.late, f"wait {needed}",
-        f"A push waits for the groups of a batch, so none is ever late. {bounded}",
-    )
-    check(
-        config.weight_sync.on_update == "drain", "weight_sync.on_update", config.weight_sync.on_update,
-        f"drain {needed}", f"An answer that spans two versions has no exact staleness. {bounded}",
-    )
-    check(
-        config.weight_sync.every_steps == 1, "weight_sync.every_steps", config.weight_sync.every_steps,
-        f"1 {needed}", f"Every version trains a batch of its own. {bounded}",
-    )
-    check(
-        config.buffer.max_uses == 1, "buffer.max_uses", config.buffer.max_uses, f"1 {needed}",
-        f"A group used again is older. {bounded}",
-    )
+    late, on_update = config.staleness.late, config.weight_sync.on_update
+    every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
+    for key, got, needed, reason in (
+        ("staleness.late", late, "wait", "A push waits for the groups of a batch, so none is ever late."),
+        ("weight_sync.on_update", on_update, "drain", "An answer that spans two versions has no exact staleness."),
+        ("weight_sync.every_steps", every_steps, 1, "Every version trains a batch of its own."),
+        ("buffer.max_uses", uses, 1, "A group used again is older."),
+    ):
+        hint = f"{reason} Or set staleness.mode: bounded."
+        check(got == needed, key, got, f"{needed} with staleness.mode exact", hint)

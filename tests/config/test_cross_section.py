@@ -24,7 +24,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (
             ["weight_sync.background=true"],
             "weight_sync.background must be false with rollout.engine sglang, got True (command line). "
-            "This engine loads what it receives into the weights it samples from",
+            "It loads new weights into those it samples from",
         ),
         (
             ["weight_sync.every_steps=3", "staleness.max=1"],
@@ -52,7 +52,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ),
         (
             ["placement.rollout.tp=2", "rollout.engine=hf"],
-            "placement.rollout.tp must be 1 with rollout.engine hf, got 2 (command line). It can't split",
+            "placement.rollout.tp must be at most 1 with rollout.engine hf, got 2 (command line). It can't split",
         ),
         (
             ["rollout.server_args={disable_overlap_schedule: false}"],

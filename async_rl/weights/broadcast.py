@@ -103,6 +103,8 @@ class BroadcastPublisher(BucketPublisher):
         self.tell_servers(lambda admin: admin.leave_group(self.group_name), staying)
 
     def close(self) -> None:
+        if not self.config.rollout.server_url:
+            self._members = {}  # these servers end with the run
         self._leave()
 
 

@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import Config, ModelConfig, NetworkConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.config import (
+    Config,
+    ModelConfig,
+    NetworkConfig,
+    RolloutConfig,
+    TaskConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
 from async_rl.errors import WeightSyncError
 from async_rl.network import authorization
 from async_rl.weights import base as publisher_module
@@ -112,10 +120,11 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
     publisher.close()
 
 
-def test_a_server_is_told_to_leave_the_group_when_the_learner_closes() -> None:
-    """A server of rollout.server_url outlives the run and would keep a group of every run."""
+def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
+    """A server of rollout.server_url would otherwise keep a group of every run."""
     with ReceiverProcess(num_tensors=1, config=CONFIG) as receiver:
-        publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+        config = replace(CONFIG, rollout=RolloutConfig(server_url=receiver.url))
+        publisher = BroadcastPublisher(config, [receiver.url], 0, CPU, backend="gloo")
         publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
         group_name, admin = publisher.group_name, publisher.admin(receiver.url)
         publisher.close()

@@ -75,7 +75,7 @@ def test_overrides_without_a_config_say_that_it_is_missing(
     assert f"{command} needs a CONFIG, e.g. configs/quickstart.yaml" in error and error.endswith(hint)
 
 
-def test_an_export_of_no_run_speaks_of_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "CHECKPOINT must be a run directory with a checkpoint, or one of its checkpoints, got" in error

@@ -31,13 +31,15 @@ class _Generator(GenerateJsonSchema):
         return False
 
     def encode_default(self, default: Any) -> Any:
-        return json.loads(json.dumps(default).replace("Infinity", '".inf"'))
+        return default
 
 
 @cache
 def json_schema(kind: type) -> dict[str, Any]:
     """The JSON schema of a section, or of the whole configuration. Callers must not change it."""
-    return {"$schema": GenerateJsonSchema.schema_dialect, **TypeAdapter(kind).json_schema(schema_generator=_Generator)}
+    text = json.dumps(TypeAdapter(kind).json_schema(schema_generator=_Generator))
+    text = text.replace("Infinity", '".inf"').replace("\\n", " ")  # JSON has no infinity; descriptions are one line
+    return {"$schema": GenerateJsonSchema.schema_dialect, **json.loads(text)}
 
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
@@ -87,7 +89,7 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
     if sort == "finite_number":
         may = [_dotted([name], prefix) for name, leaf in _leaves(kind).items() if "mayBeInfinite" in str(leaf)]
         return f". Only {', '.join(may)} may be .inf: give a number." if may else ". Give a number."
-    return ". " + " ".join(schema["description"].split()) if "description" in schema else ""
+    return f". {schema['description']}" if "description" in schema else ""
 
 
 def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:

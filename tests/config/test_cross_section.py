@@ -9,6 +9,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from async_rl.seams import Advantage, EngineEntry, Loss, TransportEntry
 
 FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
 
@@ -157,3 +158,65 @@ def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path:
     assert load(tmp_path).drops_zero_variance
     assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
     assert not load(tmp_path, "algorithm.advantage=gae").drops_zero_variance
+
+
+SMALL_ENGINE = EngineEntry(
+    open="no_module:engine", open_admin="no_module:admin", update_policies=("drain", "abort"), receives=("folder",),
+    max_tensor_parallel=4,
+)
+PER_ANSWER_LOSS = Loss(function="no_module:loss", needs_answer_advantage=True, aggregations=("constant",))
+ADVANTAGE = Advantage(of_group_and_baseline="no_module:advantage")
+BY_FOLDER = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cpu",))
+BY_MAGIC = TransportEntry(open="no_module:publisher", delivers="magic", devices=("cpu",))
+HERE = "tests.config.test_cross_section"
+SMALL = (f"rollout.engine={HERE}:SMALL_ENGINE", "weight_sync.on_update=drain")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weight_sync.on_update=in_place"], f"must be drain or abort with rollout.engine {HERE}:SMALL_ENGINE, got"),
+        (["weight_sync.on_update=in_place"], "got 'in_place' (command line). Or set rollout.engine: sglang or hf."),
+        (["weight_sync.transport=gloo"], f"must be auto or disk with rollout.engine {HERE}:SMALL_ENGINE, got 'gloo'"),
+        (["placement.rollout.tp=8"], "placement.rollout.tp must be at most 4 with rollout.engine"),
+        (["weight_sync.background=true"], "weight_sync.background must be false with rollout.engine"),
+        (["rollout.server_url=http://there"], "It can't take over a server. Or set rollout.engine: sglang."),
+    ],
+)
+def test_an_engine_is_not_asked_for_what_it_does_not_declare(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    allowed = load(tmp_path, *SMALL, "weight_sync.transport=disk", "placement.rollout.tp=4")
+    assert allowed.rollout.engine_entry is SMALL_ENGINE
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *SMALL, *overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "algorithm.aggregation must be constant with algorithm.loss tests.config.test_cross_section:PER_ANSWER"),
+        (["algorithm.aggregation=constant", "algorithm.kl.kind=k1_reward"], "algorithm.kl.kind must be none, k2_loss"),
+        (["algorithm.advantage=gae"], "algorithm.loss must be one of ppo_clip, cispo, dppo_tv with algorithm."),
+    ],
+)
+def test_a_loss_from_outside_is_checked_by_what_it_declares(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, f"algorithm.loss={HERE}:PER_ANSWER_LOSS", *overrides)
+    assert message in str(caught.value)
+
+
+def test_an_advantage_from_outside_is_checked_by_what_it_declares(tmp_path: Path) -> None:
+    outside = f"algorithm.advantage={HERE}:ADVANTAGE"
+    config = load(tmp_path, outside, "rollout.group_size=1")
+    assert config.algorithm.advantage_entry is ADVANTAGE and not config.drops_zero_variance
+    with pytest.raises(ConfigError, match=r"reward_model\.path must be empty with algorithm\.advantage tests\.config"):
+        load(tmp_path, outside, "reward_model.path=x")
+
+
+def test_a_transport_from_outside_must_deliver_what_the_engine_receives(tmp_path: Path) -> None:
+    config = load(tmp_path, f"weight_sync.transport={HERE}:BY_FOLDER")
+    assert config.weight_sync.transport_entry is BY_FOLDER
+    with pytest.raises(ConfigError, match=r"transport must be auto, nccl, gloo or disk with rollout.engine hf"):
+        load(tmp_path, f"weight_sync.transport={HERE}:BY_MAGIC", "rollout.engine=hf")

@@ -119,7 +119,7 @@ MAY_BE_INFINITE = (
 
 
 @pytest.mark.parametrize("key", MAY_BE_INFINITE)
-def test_a_bound_may_be_infinite_and_no_number_is_none(tmp_path: Path, key: str) -> None:
+def test_a_limit_may_be_infinite_but_not_nan(tmp_path: Path, key: str) -> None:
     bound = "[0.5, {}]" if ".masks." in key else "{}"
     assert "inf" in dump_config(load(tmp_path, MINIMAL, f"{key}={bound.format('.inf')}"))
     assert f"{key} must be" in error_of(tmp_path, MINIMAL, f"{key}={bound.format('.nan')}")
@@ -216,7 +216,7 @@ def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tm
     assert "got 'gspo' (preset gspo). gspo has one ratio an answer" in message
 
 
-def test_every_setting_that_can_not_work_is_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> None:
     lines = error_of(tmp_path, MINIMAL, "run.steps=0", "learner.lr=-1", "eval.sizes=3").splitlines()
     assert [line.split(" (command")[0] for line in lines] == [
         "run.steps must be greater than 0, got 0", "learner.lr must be greater than 0, got -1",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from learner.models.policy import layout_of, load_policy, shard
 from learner.models.reference import Reference
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay
-from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate, for_each, with_start
+from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
 from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
 from learner.ranks import open_mesh
 
@@ -167,7 +167,9 @@ class Updater:
                 collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
             )
             normaliser = policy_normaliser(config, batch.groups, pairs)
-            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
+            minibatches.append(
+                MiniBatch(micro_batches=micro_batches, num_tokens=max(1, num_tokens), normaliser=normaliser)
+            )
         return minibatches
 
     @torch.no_grad()
@@ -180,14 +182,14 @@ class Updater:
         objective, critic, reference = self.objective, self.critic, self._reference
 
         def started(micro: MicroBatch) -> MicroBatch:
-            return with_start(
+            return replace(
                 micro,
                 proximal=self.policy(micro.inputs)[0] if objective.needs_proximal else None,
                 values=critic(micro.inputs) if critic is not None and objective.needs_values else None,
                 reference=reference.logprobs(micro.inputs) if reference else None,
             )
 
-        return objective.prepare(for_each(minibatches, started))
+        return objective.prepare([replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches])
 
     def forward_backward(
         self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
@@ -200,7 +202,7 @@ class Updater:
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self.policy(micro.inputs)
             values = None if self.critic is None else self.critic(micro.inputs)
-            losses = self.objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch)
+            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values, tally, is_first_epoch)
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
             if losses.critic is not None:
                 loss = losses.critic / minibatch.num_tokens
@@ -226,13 +228,13 @@ class Updater:
             passed: the pass over the first minibatch: without proximal logprobs of their own, it is the batch.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        proximal = [m.start.proximal for m in micro_batches] if self.objective.needs_proximal else passed.logprobs
+        proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else passed.logprobs
         behaviour = (micro.response.behaviour for micro in micro_batches)
         return self._mean_kl(micro_batches, behaviour, proximal, sum(m.num_tokens for m in minibatches))
 
     def _kl_proximal_learner(self, minibatch: MiniBatch, passed: MiniBatchPass) -> float:
         """KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token)."""
-        proximal = [micro.start.proximal for micro in minibatch.micro_batches]
+        proximal = [micro.proximal for micro in minibatch.micro_batches]
         return self._mean_kl(minibatch.micro_batches, proximal, passed.logprobs, minibatch.num_tokens)
 
     def _mean_kl(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from learner.algorithms.diagnostics import MetricAccumulator, Totals, tally_crit
 from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.masked_ops import sum_by_answer
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
-from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens, for_each, with_start
+from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
 """How far one batch moves an adaptive KL coefficient: by at most 0.2 * KL_STEP of itself."""
@@ -115,21 +115,25 @@ class Objective:
         """Whether the reference's logprobs are needed at step start."""
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The minibatches of a batch with what must be known of all their tokens; collective.
-
-        Whitened advantages are computed over the batch, the M2PO mask and the mean weight over each minibatch.
-        """
+        """The minibatches of a batch with what must be known of all their tokens; collective."""
+        correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:
-            minibatches = self._whiten(minibatches)
-        correction = self.config.algorithm.correction
-        if correction.masks.m2po > 0:
-            minibatches = [_mask_by_m2po(minibatch, correction.masks.m2po) for minibatch in minibatches]
-        if correction.batch_normalised:
-            minibatches = [self._normalise_weights(minibatch) for minibatch in minibatches]
-        return list(minibatches)
+            micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+            of_trained = [self._advantages(m, None, m.values)[0][m.response.trained] for m in micro_batches]
+            mean, scale = map(float, whitening(_gather(of_trained)))
+        return [
+            replace(
+                minibatch,
+                whitening=(mean, scale),
+                m2po_limit=_m2po_limit(minibatch, correction.masks.m2po),
+                mean_weight=self._mean_weight(minibatch) if correction.batch_normalised else 1.0,
+            )
+            for minibatch in minibatches
+        ]
 
     def losses(
         self,
+        minibatch: MiniBatch,
         micro: MicroBatch,
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
@@ -138,19 +142,19 @@ class Objective:
         is_first_epoch: bool,
     ) -> Losses:
         """The losses of a micro-batch; adds its statistics to `tally`."""
-        algorithm, response, start = self.config.algorithm, micro.response, micro.start
+        algorithm, response = self.config.algorithm, micro.response
         trained = response.trained
         logprobs = torch.where(trained, logprobs, 0.0)  # -inf where not trained would make gradients NaN
         proximal = self._proximal(micro, logprobs)
         log_rho = log_ratios(proximal, response.behaviour, trained)
-        old_values = start.values
-        if values is not None and old_values is None:
-            old_values = values.detach()
-        advantages, returns = start.advantages, start.returns
-        if advantages is None:
-            advantages, returns = self._advantages(micro, proximal, log_rho, old_values)
+        old_values = values.detach() if values is not None and micro.values is None else micro.values
+        advantages, returns = self._advantages(micro, proximal, old_values)
+        if self._whitens_at_start:
+            mean, scale = minibatch.whitening
+            advantages = (advantages - mean) * scale * trained
         critic = None
-        if values is not None and old_values is not None and returns is not None:
+        if values is not None:
+            assert old_values is not None and returns is not None
             tally_critic(tally, old_values, returns, trained)
             losses = value_loss(values, old_values, returns, self.config.critic.value_clip)
             critic = torch.where(trained, losses, 0.0).sum()
@@ -162,12 +166,10 @@ class Objective:
         ))
         tally_policy(tally, response, logprobs, proximal, entropy, advantages, output.clipped)
         weights, truncated = self._weights(log_rho, advantages, response)
-        weights = weights / start.mean_weight
-        dropped = dropped_tokens(
+        weights = weights / minibatch.mean_weight
+        dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit) | dropped_tokens(
             algorithm.correction.masks, log_rho, advantages, trained, response.answers, len(response.lengths)
         )
-        if start.beyond_m2po is not None:
-            dropped = dropped | start.beyond_m2po
         if is_first_epoch:
             # Interpolated logprobs at staleness 0 are the behaviour's own: they can't show a mismatch.
             shows_mismatch = algorithm.proximal != "interpolate"
@@ -188,72 +190,56 @@ class Objective:
         1 + 0.1 * clip(kl / target - 1, -0.2, 0.2), with the KL divergence (k3) in nats a token.
         """
         kl = self.config.algorithm.kl
-        metrics = []
+        metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
         if "reference_k3" in totals:
-            tokens = max(float(totals["extra_tokens"]), 1.0)
             divergence = float(totals["reference_k3"]) / tokens
             metrics += [Metric("kl/reference", divergence), Metric("kl/coef", self.kl_coef, "last")]
             if kl.target > 0 and math.isfinite(divergence):
                 error = min(max(divergence / kl.target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:
-            mean_log_trace = float(totals["log_trace"]) / max(float(totals["extra_tokens"]), 1.0)
-            metrics.append(Metric("vtrace/reach", vtrace_reach(mean_log_trace, median_tokens)))
+            metrics.append(Metric("vtrace/reach", vtrace_reach(float(totals["log_trace"]) / tokens, median_tokens)))
         return metrics
 
     def _proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Proximal logprobs [N], detached, 0 where not trained."""
-        response, proximal = micro.response, micro.start.proximal
         if self.config.algorithm.proximal == "interpolate":
-            proximal = interpolated_proximal(logprobs, response.behaviour, response.staleness)
-        elif proximal is None:
-            return logprobs.detach()
-        return torch.where(response.trained, proximal, 0.0)
+            return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
+        return logprobs.detach() if micro.proximal is None else _at_start(micro)
 
     def _advantages(
-        self, micro: MicroBatch, proximal: Tensor, log_rho: Tensor, values: Tensor | None
+        self, micro: MicroBatch, proximal: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(advantages [N], the critic's targets [N]) after a penalty on the rewards of single tokens, not whitened."""
-        response, kl = micro.response, self.config.algorithm.kl
-        is_penalised = kl.kind == "k1_reward"
+        """(advantages [N], the critic's targets [N]) after a penalty on the rewards of single tokens, not whitened.
+
+        Args:
+            proximal: not used where advantages are whitened: that needs the logprobs of step start.
+        """
+        response, algorithm = micro.response, self.config.algorithm
+        if proximal is None or self._whitens_at_start:
+            proximal = _at_start(micro)
         penalty = torch.zeros_like(proximal)
-        if is_penalised:
+        if algorithm.kl.kind == "k1_reward":
             penalty = torch.where(response.trained, self.kl_coef * kl_k1(proximal, _reference(micro)), 0.0)
         if self.advantage.needs_critic:
             assert values is not None
+            log_rho = log_ratios(proximal, response.behaviour, response.trained)
             return critic_advantages(self.config, self._advantage_function, response, values, log_rho, penalty)
-        if not is_penalised:
-            return response.advantages, None
-        return response.advantages - penalty_to_go(penalty, response, self.config.algorithm.gamma), None
+        if algorithm.kl.kind == "k1_reward":
+            return response.advantages - penalty_to_go(penalty, response, algorithm.gamma), None
+        return response.advantages, None
 
-    def _whiten(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Whiten advantages over the trained tokens of all ranks; collective."""
-
-        def with_advantages(micro: MicroBatch) -> MicroBatch:
-            advantages, returns = self._advantages(micro, *_at_start(micro), micro.start.values)
-            return with_start(micro, advantages=advantages, returns=returns)
-
-        minibatches = for_each(minibatches, with_advantages)
-        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        mean, scale = whitening(_gather([_advantages(micro)[micro.response.trained] for micro in micro_batches]))
-
-        def whitened(micro: MicroBatch) -> MicroBatch:
-            return with_start(micro, advantages=(_advantages(micro) - mean) * scale * micro.response.trained)
-
-        return for_each(minibatches, whitened)
-
-    def _normalise_weights(self, minibatch: MiniBatch) -> MiniBatch:
-        """Set the mean weight of the trained tokens of all ranks; collective. The rule must not read advantages."""
+    def _mean_weight(self, minibatch: MiniBatch) -> float:
+        """Mean weight of the trained tokens of all ranks, for a rule that doesn't read advantages; collective."""
         weights = []
         for micro in minibatch.micro_batches:
-            _, log_rho = _at_start(micro)
+            log_rho = log_ratios(_at_start(micro), micro.response.behaviour, micro.response.trained)
             found, _ = self._weights(log_rho, torch.zeros_like(log_rho), micro.response)
             weights.append(found[micro.response.trained])
         flat = torch.cat(weights)
         sums = torch.stack([flat.double().sum(), flat.new_tensor(len(flat)).double()])
         dist.all_reduce(sums)
-        mean = float(sums[0] / sums[1].clamp(min=1)) or 1.0
-        return for_each([minibatch], lambda micro: with_start(micro, mean_weight=mean))[0]
+        return float(sums[0] / sums[1].clamp(min=1)) or 1.0
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
         """(weights [N] of the loss, truncated [N] bool: the rule's weight is outside [floor, cap])."""
@@ -277,7 +263,6 @@ class Objective:
 
     def _tally_extras(self, tally: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
         trained = micro.response.trained
-        tally.add(extra_tokens=trained.sum())
         if self.needs_reference:
             tally.add(reference_k3=torch.where(trained, kl_k3(proximal, _reference(micro)), 0.0).sum())
         if self.advantage.has_traces:
@@ -285,39 +270,29 @@ class Objective:
             tally.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
 
-def _at_start(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """(proximal logprobs, log rho), [N] each, where the former were computed at step start."""
-    proximal, response = micro.start.proximal, micro.response
-    assert proximal is not None
-    proximal = torch.where(response.trained, proximal, 0.0)
-    return proximal, log_ratios(proximal, response.behaviour, response.trained)
+def _at_start(micro: MicroBatch) -> Tensor:
+    """The proximal logprobs [N] that were computed at step start, 0 where not trained."""
+    assert micro.proximal is not None
+    return torch.where(micro.response.trained, micro.proximal, 0.0)
 
 
 def _reference(micro: MicroBatch) -> Tensor:
     """The reference's logprobs [N], 0 where not trained."""
-    assert micro.start.reference is not None
-    return torch.where(micro.response.trained, micro.start.reference, 0.0)
+    assert micro.reference is not None
+    return torch.where(micro.response.trained, micro.reference, 0.0)
 
 
-def _advantages(micro: MicroBatch) -> Tensor:
-    """The advantages [N] that were computed at step start."""
-    assert micro.start.advantages is not None
-    return micro.start.advantages
-
-
-def _mask_by_m2po(minibatch: MiniBatch, tau: float) -> MiniBatch:
-    """Set the tokens that M2PO drops of the minibatch of all ranks; collective."""
+def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
+    """The last of the trained tokens of all ranks that M2PO keeps; collective. tau 0: the mask is off."""
+    if tau == 0:
+        return math.inf, 0
     squares, places = [], []
     for micro in minibatch.micro_batches:
         trained = micro.response.trained
-        squares.append(_at_start(micro)[1][trained].square())
+        log_rho = log_ratios(_at_start(micro), micro.response.behaviour, trained)
+        squares.append(log_rho[trained].square())
         places.append(micro.response.places[trained])
-    limit = m2po_limit(_gather(squares), _gather(places), tau)
-
-    def masked(micro: MicroBatch) -> MicroBatch:
-        return with_start(micro, beyond_m2po=beyond_m2po(_at_start(micro)[1], micro.response.places, limit))
-
-    return for_each([minibatch], masked)[0]
+    return m2po_limit(_gather(squares), _gather(places), tau)
 
 
 def _gather(parts: Sequence[Tensor]) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,49 +48,34 @@ class ResponseTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStart:
-    """What is computed from a micro-batch before the first optimizer step; None where nothing needs it."""
-
-    proximal: Tensor | None = None  # [N] logprobs of the policy
-    values: Tensor | None = None  # [N] of the critic
-    reference: Tensor | None = None  # [N] logprobs of the frozen reference
-    advantages: Tensor | None = None  # [N] whitened over the batch
-    returns: Tensor | None = None  # [N] targets of the critic that belong to them
-    beyond_m2po: Tensor | None = None  # [N] bool: dropped by the M2PO mask
-    mean_weight: float = 1.0
-    """What importance weights are divided by: their mean over the minibatch where they are batch-normalised."""
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tokens of one forward pass on one rank."""
+    """The tokens of one forward pass on one rank, and what the networks make of them at step start where it is needed
+    before the first optimizer step."""
 
     inputs: ForwardInputs
     response: ResponseTokens
     answers: tuple[tuple[int, int], ...]
     """(group, answer) of each answer, in the batch; empty where the micro-batch only keeps a rank in step."""
-    start: StepStart = field(default_factory=StepStart)
+    proximal: Tensor | None = None  # [N] logprobs of the policy
+    values: Tensor | None = None  # [N] of the critic
+    reference: Tensor | None = None  # [N] logprobs of the frozen reference
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """One rank's part of what one optimizer step sees."""
+    """One rank's part of the tokens of one optimizer step, and numbers that are the same on all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
     """Trained tokens of all ranks: the critic's loss is a sum over tokens divided by this."""
     normaliser: float
-    """What the policy's summed loss is divided by, the same on all ranks."""
-
-
-def with_start(micro: MicroBatch, **computed: Any) -> MicroBatch:
-    """The micro-batch with these fields of its `StepStart`."""
-    return replace(micro, start=replace(micro.start, **computed))
-
-
-def for_each(minibatches: Sequence[MiniBatch], change: Callable[[MicroBatch], MicroBatch]) -> list[MiniBatch]:
-    """The minibatches with each of their micro-batches changed."""
-    return [replace(m, micro_batches=tuple(change(micro) for micro in m.micro_batches)) for m in minibatches]
+    """The policy's summed loss is divided by this."""
+    whitening: tuple[float, float] = (0.0, 1.0)
+    """(mean, scale) of the batch's advantages: a token's advantage is (A - mean) * scale."""
+    m2po_limit: tuple[float, int] = (math.inf, 0)
+    """The last token that the M2PO mask keeps, see corrections.m2po_limit."""
+    mean_weight: float = 1.0
+    """Importance weights are divided by this: their mean where they are batch-normalised."""
 
 
 def collate(
@@ -137,7 +122,7 @@ def collate(
         temperature=_tensor(temperatures, torch.float32, device),
     )
     response = _response_tokens(batch, answers, advantages, device, is_trained)
-    return MicroBatch(inputs, response, tuple(answers) if is_trained else ())
+    return MicroBatch(inputs=inputs, response=response, answers=tuple(answers) if is_trained else ())
 
 
 def _response_tokens(

@@ -88,7 +88,7 @@ def test_every_other_choice_and_every_alarm_is_described() -> None:
     for field in ("proximal", "aggregation"):
         for kind in typing.get_args(typing.get_type_hints(AlgorithmConfig)[field]):
             assert f"`{kind}`" in PAGE
-    documented = {row[0].strip("` |"): row[1] for row in rows("What a run says about itself")}
+    documented = {row[0].strip("` |"): row[1] for row in rows("Metrics and alarms")}
     rules = {rule.name: rule for rule in rules_for(torch.float32)}
     assert documented.keys() == rules.keys()
     for name, rule in rules.items():

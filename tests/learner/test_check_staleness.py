@@ -18,7 +18,7 @@ from learner.check_staleness import check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.train_step import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.learner.tiny_batches import make_batch, make_config, make_minibatch
 
 MASK = StalenessConfig(max=1, late="mask")
 
@@ -66,7 +66,9 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
         rows = [[Piece(g, (i,), 64)] for g, i in pairs]
         micro = collate(of_batch, rows, advantages, torch.device("cpu"))
         logprobs = torch.cat([torch.tensor(batch.groups[g].rollouts[i].logprobs) for g, i in pairs]).requires_grad_()
-        losses = Objective(config).losses(micro, logprobs, torch.zeros_like(logprobs), None, MetricAccumulator(), True)
+        losses = Objective(config).losses(
+            make_minibatch(micro), micro, logprobs, torch.zeros_like(logprobs), None, MetricAccumulator(), True
+        )
         losses.policy.backward()
         assert logprobs.grad is not None
         gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))

@@ -23,7 +23,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.types import Batch, Rollout, RolloutGroup
-from learner.packing.microbatches import ForwardInputs, MicroBatch, ResponseTokens, StepStart
+from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 
 VOCAB = 23
 
@@ -144,10 +144,14 @@ def make_response(lengths: Sequence[int], **given: Any) -> ResponseTokens:
     return ResponseTokens(lengths=tuple(lengths), **values | given)
 
 
-def make_micro(response: ResponseTokens, **start: Tensor) -> MicroBatch:
+def make_micro(response: ResponseTokens, **at_start: Tensor) -> MicroBatch:
     """A micro-batch for the loss alone: its forward inputs are empty."""
     nothing = torch.zeros(0).long()
     inputs = ForwardInputs(
         tokens=nothing[None], segments=None, positions=None, where=nothing, targets=nothing, temperature=nothing
     )
-    return MicroBatch(inputs, response, (), StepStart(**start))
+    return MicroBatch(inputs=inputs, response=response, answers=(), **at_start)
+
+
+def make_minibatch(*micro_batches: MicroBatch) -> MiniBatch:
+    return MiniBatch(micro_batches=micro_batches, num_tokens=1, normaliser=1.0)

@@ -23,9 +23,9 @@ from async_rl.config import (
 from async_rl.seams import LOSSES
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
-from learner.algorithms.objective import AGGREGATIONS, Objective, _at_start, policy_normaliser
-from learner.packing.microbatches import MicroBatch, MiniBatch
-from tests.learner.tiny_batches import make_batch, make_config, make_micro, make_response
+from learner.algorithms.objective import AGGREGATIONS, Objective, policy_normaliser
+from learner.packing.microbatches import MicroBatch
+from tests.learner.tiny_batches import make_batch, make_config, make_micro, make_minibatch, make_response
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
@@ -83,11 +83,6 @@ def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
     return micro, (proximal + normal(0.3)).requires_grad_(), (normal() + 3).requires_grad_()
 
 
-def prepared(objective: Objective, micro: MicroBatch) -> MicroBatch:
-    (minibatch,) = objective.prepare([MiniBatch((micro,), 1, 1.0)])
-    return minibatch.micro_batches[0]
-
-
 def with_response(micro: MicroBatch, **changes: Any) -> MicroBatch:
     return dataclasses.replace(micro, response=dataclasses.replace(micro.response, **changes))
 
@@ -96,7 +91,8 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
     values = None
     if objective.config.algorithm.advantage in ("gae", "vtrace"):
         values = torch.zeros(len(logprobs), dtype=torch.float64, requires_grad=True)
-    return objective.losses(micro, logprobs, entropy, values, MetricAccumulator(), is_first_epoch=True).policy
+    (minibatch,) = objective.prepare([make_minibatch(micro)])
+    return objective.losses(minibatch, micro, logprobs, entropy, values, MetricAccumulator(), True).policy
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -104,7 +100,6 @@ def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, on
     objective = Objective(config_of(RULES[name], tmp_path))
     for seed in range(3):
         micro, logprobs, entropy = made(seed)
-        micro = prepared(objective, micro)
         assert torch.autograd.gradcheck(
             lambda lp, m=micro, h=entropy: policy_loss(objective, m, lp, h), logprobs, eps=1e-7, atol=1e-5
         )
@@ -117,13 +112,12 @@ def test_tokens_that_are_not_trained_have_exactly_no_gradient_and_do_not_matter(
     algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
     objective = Objective(config_of(algorithm, tmp_path))
     micro, logprobs, entropy = made(7)
-    micro = prepared(objective, micro)
     trained = micro.response.trained
     loss = policy_loss(objective, micro, logprobs, entropy)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert torch.equal(gradient[~trained], torch.zeros_like(gradient[~trained]))
     assert gradient.any()
-    for tensor in (micro.response.behaviour, micro.start.proximal, micro.start.values, micro.start.reference):
+    for tensor in (micro.response.behaviour, micro.proximal, micro.values, micro.reference):
         assert tensor is not None
         tensor[~trained] += 1.7
     moved = logprobs.detach().clone()
@@ -138,8 +132,8 @@ def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path
     )
     objective = Objective(config_of(algorithm, tmp_path))
     micro, logprobs, entropy = made(3, masked=0.0)
-    assert micro.start.proximal is not None
-    rho = (micro.start.proximal - micro.response.behaviour).exp()
+    assert micro.proximal is not None
+    rho = (micro.proximal - micro.response.behaviour).exp()
     inside = (rho >= bounds[0]) & (rho <= bounds[1])
     assert inside.any() and not inside.all()
     gradients = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), [logprobs, entropy])
@@ -154,7 +148,7 @@ def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_p
     objective = Objective(config_of(algorithm, tmp_path))
     micro, logprobs, entropy = made(7)
     untrained = ~micro.response.trained
-    for tensor in (logprobs.detach(), micro.start.proximal, micro.start.reference):
+    for tensor in (logprobs.detach(), micro.proximal, micro.reference):
         assert tensor is not None
         tensor[untrained] = -torch.inf
     total = policy_loss(objective, micro, logprobs, entropy)
@@ -183,30 +177,34 @@ def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, tm
 def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
     advantage: Any, whiten: bool, tmp_path: Path, one_rank: None
 ) -> None:
-    objective = Objective(config_of(AlgorithmConfig(advantage=advantage, whiten=whiten), tmp_path))
+    """With ratios of 1 in the loss the gradient of a token is minus its advantage."""
+    algorithm = AlgorithmConfig(advantage=advantage, whiten=whiten, correction=CorrectionConfig(kind="none"))
+    objective = Objective(config_of(algorithm, tmp_path))
     assert objective.needs_values == objective.needs_proximal == whiten
     micro_batches = [made(seed)[0] for seed in (1, 2, 3)]
-    plain = [objective._advantages(m, *_at_start(m), m.start.values) for m in micro_batches]
-    minibatches = objective.prepare([MiniBatch(tuple(part), 1, 1.0) for part in (micro_batches[:2], micro_batches[2:])])
-    starts = [micro.start for minibatch in minibatches for micro in minibatch.micro_batches]
-    if not whiten:
-        assert all(start.advantages is None for start in starts)
-        return
-    trained = torch.cat([micro.response.trained for micro in micro_batches])
-    expected = whiten_values(torch.cat([advantages for advantages, _ in plain]), trained)
-    torch.testing.assert_close(torch.cat([start.advantages for start in starts]), expected)  # type: ignore[misc]
-    for start, (_, returns) in zip(starts, plain, strict=True):  # the critic's targets stay as they are
-        assert start.returns is not None and returns is not None and torch.equal(start.returns, returns)
+    split = objective.prepare([make_minibatch(*micro_batches[:2]), make_minibatch(micro_batches[2])])
+    got, plain, trained = [], [], torch.cat([micro.response.trained for micro in micro_batches])
+    for minibatch in split:
+        for micro in minibatch.micro_batches:
+            assert micro.proximal is not None and micro.values is not None
+            logprobs = micro.proximal.clone().requires_grad_()
+            losses = objective.losses(
+                minibatch, micro, logprobs, torch.zeros_like(logprobs), micro.values, MetricAccumulator(), True
+            )
+            got.append(-torch.autograd.grad(losses.policy, logprobs)[0])
+            plain.append(objective._advantages(micro, micro.proximal, micro.values)[0])
+    whole = torch.cat(plain) * trained
+    torch.testing.assert_close(torch.cat(got), whiten_values(whole, trained) if whiten else whole)
 
 
 def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, one_rank: None) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), clip=ClipConfig(dual=0.0))
     objective = Objective(config_of(algorithm, tmp_path))
     micro, _, entropy = made(5, masked=0.0)
-    assert micro.start.proximal is not None
-    logprobs = micro.start.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
+    assert micro.proximal is not None
+    logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
     log_rho = torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
-    micro = with_response(micro, behaviour=micro.start.proximal - log_rho)
+    micro = with_response(micro, behaviour=micro.proximal - log_rho)
     (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
     weights = log_rho.exp().clamp(0.5, 2.0)
     torch.testing.assert_close(gradient, -weights * micro.response.advantages, atol=1e-6, rtol=1e-5)
@@ -227,7 +225,7 @@ def test_batch_normalised_weights_are_those_of_the_reference_vectors(
         response = make_response(
             lengths, behaviour=zeros - 1 - log_rho, trained=mask.flatten(), advantages=zeros - 1
         )
-        micro = prepared(objective, make_micro(response, proximal=zeros - 1))
+        micro = make_micro(response, proximal=zeros - 1)
         logprobs = (zeros - 1).requires_grad_()
         (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, zeros), logprobs)
         expected = torch.tensor(vector["batchnorm_tis_mean1"]).double() * mask
@@ -239,14 +237,14 @@ def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Pat
     algorithm = AlgorithmConfig(advantage="reinforce_pp", kl=KlConfig(kind="k1_reward", coef=0.5))
     objective = Objective(config_of(algorithm, tmp_path))
     returns = np.array([0.5, -0.5, -0.25])
+    logprobs = torch.tensor([-1.0, -1.0, -1.0]).double().requires_grad_()  # ratios of 1: the gradient is -advantage
     micro = make_micro(
-        make_response((1, 2), advantages=torch.tensor([1.0, 0.0, 0.0]).double()),
-        proximal=torch.tensor([-1.0, -1.0, -1.0]).double(), reference=torch.tensor([-2.0, -1.5, -1.5]).double(),
+        make_response((1, 2), advantages=torch.tensor([1.0, 0.0, 0.0]).double(), behaviour=logprobs.detach()),
+        proximal=logprobs.detach(), reference=torch.tensor([-2.0, -1.5, -1.5]).double(),
     )
-    whitened = prepared(objective, micro).start.advantages
-    assert whitened is not None
     expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
-    assert whitened.tolist() == pytest.approx(expected.tolist())
+    (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, logprobs), logprobs)
+    assert (-gradient).tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -286,7 +284,7 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
 def test_sequence_mean_gives_every_answer_the_same_say(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
     micro, _, entropy = made(1, masked=0.4)
-    proximal, ones = micro.start.proximal, torch.ones_like(micro.response.advantages)
+    proximal, ones = micro.proximal, torch.ones_like(micro.response.advantages)
     assert proximal is not None
     micro = with_response(micro, behaviour=proximal.clone(), advantages=ones)
     (gradient,) = torch.autograd.grad(
@@ -301,7 +299,7 @@ def test_sequence_mean_gives_every_answer_the_same_say(tmp_path: Path, one_rank:
 
 
 def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(tmp_path: Path) -> None:
-    totals = {"extra_tokens": np.float64(10.0), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
+    totals = {"tokens": np.array([4.0, 6.0]), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
     for target, factor in ((0.0, 1.0), (0.05, 1.02), (0.1, 1.0), (0.11, 1 + 0.1 * (0.1 / 0.11 - 1)), (1.0, 0.98)):
         kl = KlConfig(kind="k2_loss", coef=0.5, target=target)
         objective = Objective(config_of(AlgorithmConfig(kl=kl), tmp_path))
@@ -315,9 +313,9 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     micro, logprobs, entropy = made(2)
     tally = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
-    objective.losses(micro, logprobs, entropy, values, tally, is_first_epoch=True)
-    assert micro.start.proximal is not None
-    log_rho = (micro.start.proximal - micro.response.behaviour)[micro.response.trained]
+    objective.losses(make_minibatch(micro), micro, logprobs, entropy, values, tally, is_first_epoch=True)
+    assert micro.proximal is not None
+    log_rho = (micro.proximal - micro.response.behaviour)[micro.response.trained]
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 6))
     (metric,) = objective.finish(tally.reduce(), median_tokens=6.0)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
@@ -332,7 +330,7 @@ def test_interpolated_logprobs_show_no_mismatch(
     response = micro.response
     micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))
     tally = MetricAccumulator()
-    objective.losses(micro, logprobs, entropy, None, tally, is_first_epoch=True)
+    objective.losses(make_minibatch(micro), micro, logprobs, entropy, None, tally, is_first_epoch=True)
     keys = {metric.key for metric in token_metrics(tally.reduce())}
     assert "offpolicy/ess" in keys
     assert ("mismatch/mean_abs" in keys) == is_measured

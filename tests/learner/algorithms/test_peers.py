@@ -24,7 +24,7 @@ from async_rl.config import (
 from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective
-from tests.learner.tiny_batches import make_config, make_micro, make_response
+from tests.learner.tiny_batches import make_config, make_micro, make_minibatch, make_response
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"
@@ -130,7 +130,8 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     )  # fmt: skip
     micro = make_micro(response, reference=flat["reference"])
     zeros = torch.zeros(len(trained))
-    total = Objective(config).losses(micro, flat["logprobs"], zeros, None, MetricAccumulator(), True).policy
+    minibatch = make_minibatch(micro)
+    total = Objective(config).losses(minibatch, micro, flat["logprobs"], zeros, None, MetricAccumulator(), True).policy
     count = {"token_mean": int(trained.sum()), "sequence_mean": ROWS, "constant": ROWS * LENGTH}
     return total / count[algorithm.aggregation]
 

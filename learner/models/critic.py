@@ -1,4 +1,4 @@
-"""The separate critic of PPO: a model of its own that predicts the return from every token."""
+"""The critic of PPO: a model of its own that predicts the return from every token (GAE, arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Critic(nn.Module):
-    """V(prompt and response so far), read at the token that predicts the next response token."""
+    """Predicts V(prompt and response so far) at every token that predicts a response token.
+
+    Args:
+        lm: a Hugging Face token classifier with one label, whose layer `score` is the value head.
+    """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -22,12 +26,15 @@ class Critic(nn.Module):
         self.compute_dtype = compute_dtype
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Values [N], float32."""
+        """Return the values of the N response tokens, [N] float32, with gradient."""
         return self.lm.score(hidden_states(self.lm, inputs, self.compute_dtype)).float().sum(-1)
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
-    """From critic.path, else model.path; a folder without a value head gets one of zeros: V = 0 at first."""
+    """Load the critic from critic.path, else from model.path, with float32 weights and not yet sharded.
+
+    A folder without a value head gets one of zeros, so that V = 0 at first.
+    """
     lm, loaded = AutoModelForTokenClassification.from_pretrained(
         config.critic.path or config.model.path,
         num_labels=1,

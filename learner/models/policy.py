@@ -1,4 +1,4 @@
-"""Hugging Face models in the learner: logprobs at response positions, FSDP2, whole tensors by name."""
+"""The policy: a Hugging Face causal LM that is scored, sharded with FSDP2, and saved as a folder."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SHARD_BYTES = 4 * 2**30
 
 
 class Policy(nn.Module):
-    """The causal LM being trained.
+    """Scores response tokens under a causal LM.
 
     Args:
         lm: a Hugging Face causal LM whose logits are its output embeddings times its last hidden state.
         compute_dtype: type of activations.
 
     Raises:
-        ConfigError: the architecture does something else to its logits.
+        ConfigError: the architecture changes its logits after that, by a bias, a scale or soft capping.
     """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
@@ -58,7 +58,10 @@ class Policy(nn.Module):
         self._dropouts = dropouts(lm)
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
-        """(learner logprobs [N], entropy [N]) at the logged temperature, float32, with gradient."""
+        """Return (learner logprobs [N], entropies [N]) of the N response tokens at the logged temperature.
+
+        Both are float32, with gradient. Adapters have dropout only in a pass whose gradient is recorded.
+        """
         for dropout in self._dropouts:
             dropout.train(torch.is_grad_enabled())
         states = hidden_states(self.lm, inputs, self.compute_dtype)
@@ -66,7 +69,7 @@ class Policy(nn.Module):
 
 
 def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
-    """Last hidden states that predict the response tokens; [N, hidden]."""
+    """Return the last hidden states that predict the N response tokens, [N, hidden]."""
     mask: Tensor | BlockMask | None = None
     if inputs.segments is not None and lm.config._attn_implementation == "flex_attention":
         mask = block_mask(inputs.segments)
@@ -79,9 +82,9 @@ def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
 def load_policy(
     config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
 ) -> Policy:
-    """The model of a folder, without dropout but the adapters', not yet sharded.
+    """Load the model of a folder, with adapters if model.lora.rank is set, and not yet sharded.
 
-    Trained weights are float32 masters, frozen ones of the compute type.
+    Only the adapters have dropout. The weights are float32 if they are trained, else of the compute type.
     """
     lm = AutoModelForCausalLM.from_pretrained(
         config.path,
@@ -103,13 +106,14 @@ def shard(
     config: LearnerConfig,
     offload: bool = False,
 ) -> None:
-    """FSDP2 in place: each transformer block is a unit, the rest (embeddings, head) the root's.
+    """Shard a network in place with FSDP2: one unit for each transformer block, and one for embeddings and head.
 
-    Parameters and optimizer state keep their type; with another compute type each unit is cast as it is
-    gathered, and gradients are reduced in float32.
+    Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
+    and gradients are reduced in float32.
 
     Args:
-        offload: shards live in CPU memory and come to the device as they are gathered.
+        module: the network that contains `lm`.
+        offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
     """
     precision = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
@@ -123,14 +127,14 @@ def shard(
         if config.gradient_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
-    # without a backward pass to come, nothing stays gathered after the forward pass
+    # FSDP2 keeps the root gathered for the backward pass; a frozen model has none
     fully_shard(
         module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
     )
 
 
 def layout_of(lm: Any) -> Layout:
-    """How micro-batches are packed for a model's attention."""
+    """Return what the attention of a model allows micro-batches to share."""
     name, config = lm.config._attn_implementation, lm.config
     slides = bool(getattr(config, "sliding_window", None))
     return Layout(
@@ -141,10 +145,7 @@ def layout_of(lm: Any) -> Layout:
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter, gathered as it is asked for, adapters merged; collective.
-
-    Tied parameters come once, under their first name.
-    """
+    """Yield (Hugging Face name, whole tensor) of each parameter, see merged_parameters. Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
     for name, tensor in merged_parameters(policy.lm):
@@ -152,20 +153,20 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
-    """Save as a Hugging Face folder like `source`, see write_folder. Collective; only the writer touches the disk."""
+    """Save the policy as a Hugging Face folder, see write_folder. Collective; only `is_writer` writes."""
     weights = full_parameters(policy, _stored_dtype(source))
     try:
         if is_writer:
             write_folder(weights, source, target)
     finally:
-        for _ in weights:  # the other ranks gather on: every rank must
+        for _ in weights:  # gathering is collective, so every rank must reach the end
             pass
 
 
 def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
-    """A Hugging Face folder: weights in the type of the `source` folder, its other files as they are.
+    """Write a Hugging Face folder: the tensors in the type of the folder `source`, and a copy of its other files.
 
-    `target` appears whole or not at all.
+    `target` gets its name once it is complete.
     """
     partial = partial_folder(target)
     shutil.rmtree(partial, ignore_errors=True)
@@ -179,7 +180,7 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
 
 
 def partial_folder(target: Path) -> Path:
-    """The folder that `write_folder` fills before it gives it the name `target`."""
+    """Return the folder that `write_folder` fills and then renames to `target`."""
     return target.with_name(target.name + ".partial")
 
 

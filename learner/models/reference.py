@@ -1,4 +1,4 @@
-"""The frozen model that a KL term keeps the policy near."""
+"""The reference model: a frozen model that a KL term keeps the policy near."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Reference:
-    """Sharded over the learner's ranks like the policy, in the compute type; in CPU memory between uses if asked to.
+    """Scores answers under the frozen model of reference.path, else of model.path.
 
-    With LoRA and no path of its own it is the policy without its adapters, and costs no memory.
+    It is sharded over the learner's ranks like the policy and has the compute type; with reference.offload it is in CPU
+    memory between uses. With LoRA and no reference.path it is the policy without its adapters, which costs no memory.
 
     Raises:
-        ConfigError: it has another vocabulary than the policy.
+        ConfigError: it has another vocabulary size than the policy.
     """
 
     def __init__(
@@ -35,15 +36,17 @@ class Reference:
         path = config.reference.path or config.model.path
         model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
         self._own = load_policy(model, device, dtype, is_trained=False)
-        ours, its = policy.lm.config.vocab_size, self._own.lm.config.vocab_size
-        if ours != its:
-            raise ConfigError(f"reference.path {path} must have the policy's vocabulary of {ours} tokens, got {its}")
+        expected, found = policy.lm.config.vocab_size, self._own.lm.config.vocab_size
+        if expected != found:
+            raise ConfigError(
+                f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
+            )
         shard(self._own, self._own.lm, mesh, dtype, config.learner, offload=config.reference.offload)
         self.layout = self.layout.for_both(layout_of(self._own.lm))
 
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
-        """Of the response tokens, at the logged temperature; [N] float32. Collective."""
+        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective."""
         if self._own is None:
             with without_adapters(self._policy.lm):
                 return self._policy(inputs)[0]

@@ -1,4 +1,4 @@
-"""Rewards from a Hugging Face sequence-classification model on the learner's devices."""
+"""The reward model: a Hugging Face sequence classifier on the learner's devices that scores the answers of a batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PLACEHOLDER = "\x00"
 
 
 class RewardModel:
-    """Scores each prompt with its answer; frozen, sharded over the learner's ranks.
+    """Scores each prompt with its answer. It is frozen and sharded over the learner's ranks.
 
-    A folder with the policy's vocabulary reads its tokens as they are. Another gets their text: in its own chat
-    template if it has one, else as a pair of texts.
+    A model with the policy's vocabulary gets the policy's tokens. Another one gets their text, tokenized by its own
+    tokenizer: in its own chat template, or without one as a pair of texts.
 
     Raises:
         ConfigError: the model has more than one output.
@@ -43,19 +43,19 @@ class RewardModel:
             )
         self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device))
         shard(self._scorer, lm, mesh, dtype, config.learner)
-        self._reader = _open_reader(config.model.path, path)
+        self._retokenizer = _open_retokenizer(config.model.path, path)
         self._device = device
         self._max_tokens = config.learner.max_tokens_per_microbatch
         self._max_positions = getattr(lm.config, "max_position_embeddings", None)
 
     def score(self, batch: Batch) -> Batch:
-        """The batch with the model's rewards in place of the worker's; the same on all ranks. Collective.
+        """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
 
         Raises:
-            AsyncRLError: a prompt with its answer is longer than the model's positions.
+            AsyncRLError: a prompt with its answer has more tokens than the model has positions.
         """
         sequences = [
-            self._reader.read(group.prompt_tokens, rollout.tokens) if self._reader
+            self._retokenizer.convert(group.prompt_tokens, rollout.tokens) if self._retokenizer
             else [*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]
             for group in batch.groups
             for rollout in group.rollouts
@@ -71,7 +71,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """[k] on CPU, float32; each rank scores its share. Collective."""
+        """Return the scores of k token sequences, [k] float32 on the CPU. Each rank scores a share. Collective."""
         longest = max(map(len, sequences))
         if self._max_positions and longest > self._max_positions:
             raise AsyncRLError(
@@ -83,17 +83,12 @@ class RewardModel:
         rewards = torch.zeros(len(sequences), device=self._device)
         for rows in plan[dist.get_rank()]:
             indices = [piece.group for row in rows for piece in row]
-            scored = self._score_rows([sequences[i] for i in indices] or [[0]])
-            rewards[indices] = scored[: len(indices)]
+            tokens = [torch.tensor(sequences[i], device=self._device) for i in indices]
+            tokens = tokens or [torch.zeros(1, dtype=torch.long, device=self._device)]  # the pass is collective
+            mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
+            rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
         return rewards.cpu()
-
-    def _score_rows(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """[B]"""
-        rows = [torch.tensor(tokens, device=self._device) for tokens in sequences]
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        scores: Tensor = self._scorer(pad_sequence(rows, batch_first=True), mask)
-        return scores
 
 
 class _Scorer(nn.Module):
@@ -102,10 +97,10 @@ class _Scorer(nn.Module):
         self.lm = lm
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Of rows padded on the right, [B, S] each; [B] float32.
+        """Return the scores [B] float32 of rows that are padded on the right; tokens and mask are [B, S] int64.
 
-        Decoders are read at their last token, whatever its id: transformers would step over one that equals the
-        padding's, which is often the end of the answer.
+        Decoders are read at their last token, whatever its id. transformers would skip a last token that has the id of
+        the padding, which the end of an answer often has.
         """
         if not hasattr(self.lm, "score"):
             return self.lm(tokens, attention_mask=mask).logits[:, 0].float()
@@ -114,16 +109,16 @@ class _Scorer(nn.Module):
         return self.lm.score(last)[:, 0].float()
 
 
-def _open_reader(policy_path: str, reward_path: str) -> _Reader | None:
-    """None where the reward model reads the policy's tokens."""
+def _open_retokenizer(policy_path: str, reward_path: str) -> _Retokenizer | None:
+    """Return None if the reward model has the policy's vocabulary, or no tokenizer."""
     if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
         return None
     policy, own = load_tokenizer(policy_path), load_tokenizer(reward_path)
-    return None if policy.get_vocab() == own.get_vocab() else _Reader(policy, own)
+    return None if policy.get_vocab() == own.get_vocab() else _Retokenizer(policy, own)
 
 
-class _Reader:
-    """From the policy's tokens to the reward model's, by way of their text."""
+class _Retokenizer:
+    """Converts the policy's tokens to text and the text to the reward model's tokens."""
 
     def __init__(self, policy: Any, own: Any) -> None:
         self._policy, self._own = policy, own
@@ -133,9 +128,9 @@ class _Reader:
             frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             self._before, _, self._after = frame.partition(_PLACEHOLDER)
 
-    def read(self, prompt: IntArray, answer: IntArray) -> list[int]:
+    def convert(self, prompt: IntArray, answer: IntArray) -> list[int]:
         question = self._policy.decode(prompt.tolist())
-        if question.startswith(self._before) and question.endswith(self._after):  # one user message
+        if question.startswith(self._before) and question.endswith(self._after):  # the prompt is one user message
             question = question[len(self._before) : len(question) - len(self._after)]
         reply = self._policy.decode(answer.tolist(), skip_special_tokens=True)
         if self._own.chat_template:

@@ -1,4 +1,4 @@
-"""What the learner does with tokens that are too old, by late policy."""
+"""The learner masks or refuses tokens that are too old, depending on staleness.late."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK = StalenessConfig(max=1, late="mask")
 
 
 def aged_batch() -> Batch:
-    """At version 5; the first answer spans versions 2..5, the second is of version 2 alone, the others of version 5."""
+    """Return a batch of version 5. Its first answer is of versions 2..5, the second of version 2, the others of 5."""
     batch = make_batch(seed=0, version=5)
     first, second, *others = batch.groups[0].rollouts
     spanning = np.sort(np.resize(np.array([2, 4, 5], np.int32), len(first.versions)))
@@ -55,7 +55,7 @@ def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path, aggregation: str) -> None:
-    """The gradient at a young token is what it is when nothing is masked, at an old one it is zero."""
+    """The gradient at a young token is the same as without a mask; at an old token it is zero."""
     algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
     config = make_config(tiny_model_path, algorithm=algorithm)
     batch = aged_batch()

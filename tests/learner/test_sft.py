@@ -22,7 +22,7 @@ def config_of(base: str = "tiny-qwen2", **sft: int | float) -> Config:
 
 
 def copy_pairs() -> list[tuple[list[int], list[int]]]:
-    """Repeat the letter before the separator."""
+    """Return pairs whose answer repeats the letter before the separator."""
     tokenizer = character_tokenizer()
     return [
         (tokenizer(f"{letter}<sep>")["input_ids"], tokenizer(f"{letter}<eos>")["input_ids"])
@@ -64,7 +64,7 @@ def test_a_folder_can_be_the_base(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
 
 
-def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_padding_and_the_micro_batches() -> None:
+def test_the_loss_is_the_mean_over_answer_tokens_for_any_micro_batches() -> None:
     pairs = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([5, 6, 7, 8, 9, 10], [2])]
     model = tiny_model("tiny-qwen2", 0)
     total = torch.zeros(())
@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_padding_and_the_mi
     gradients = [p.grad.clone() for p in model.parameters()]
     for max_tokens in (1, 14, 1000):
         model.zero_grad()
-        assert _backward(model, pairs, max_tokens) == pytest.approx(expected.item(), abs=1e-5)
+        assert _backward(model, pairs, max_tokens) == pytest.approx(expected.item(), rel=1e-5)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 

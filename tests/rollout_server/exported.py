@@ -1,4 +1,4 @@
-"""A model trained for three versions, checkpointed and exported as the command does it."""
+"""Trains a model for three versions, saves a checkpoint, and exports it like `async-rl export`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOKENS = [3, 7, 5, 11, 13, 4, 9]
 
 
 def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
-    """Writes folder/out; returns the policy's logprobs of TOKENS after the first. Wants a process group of one rank.
+    """Write folder/out and return the policy's logprobs of TOKENS[1:]. It needs a process group of one rank.
 
     Args:
-        rank: of the LoRA adapters; 0: none.
+        rank: of the LoRA adapters; 0: without adapters.
     """
     device = torch.device("cpu")
     lora = ModelConfig(path=str(model), lora=LoraConfig(rank=rank))
@@ -32,12 +32,12 @@ def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
         updater.update(make_batch(seed=version, version=version))
     checkpointer = Checkpointer(config, updater.networks, device)
     counts = checkpointer.counts()
-    cut = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, consumed=[[]], buffer={})
-    checkpointer.save(checkpoint_folder(config.run_dir, 3), cut)
+    state = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, consumed=[[]], buffer={})
+    checkpointer.save(checkpoint_folder(config.run_dir, 3), state)
     checkpointer.close()
     (config.run_dir / "config.yaml").write_text(dump_config(config))
     logprobs = updater.probe_logprobs(TOKENS)
-    dist.destroy_process_group()  # the command has none
+    dist.destroy_process_group()  # the command runs without a process group
     try:
         assert export(config.run_dir, folder / "out") == checkpoint_folder(config.run_dir, 3)
     finally:

@@ -1,4 +1,4 @@
-"""A task and a reward from outside the packages, by nothing but their names in the configuration."""
+"""A task and a reward from outside the packages need nothing but their names in the configuration."""
 
 from __future__ import annotations
 

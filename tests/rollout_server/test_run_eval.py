@@ -21,7 +21,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(correct: int, sampl
     assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_an_evaluation_of_several_answers_says_avg_and_pass_at_k() -> None:
+def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
     rewards = [[1.0, 0.2, 0.0, 1.0, 0.0], [0.0, None, 0.0, 0.0, 0.0]]
     values = reduce_metrics(_at_k_metrics(rewards, EvalConfig(samples=5)))
     assert values == pytest.approx(
@@ -30,7 +30,7 @@ def test_an_evaluation_of_several_answers_says_avg_and_pass_at_k() -> None:
     assert list(_at_k_metrics([[1.0]], EvalConfig())) == []
 
 
-def test_an_evaluation_says_which_versions_sampled_its_answers() -> None:
+def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
     versions = [np.array([3, 3, 4], np.int32), np.array([5], np.int32), np.empty(0, np.int32)]
     assert reduce_metrics(_version_metrics(versions)) == {"eval/oldest_version": 3, "eval/newest_version": 5}
 

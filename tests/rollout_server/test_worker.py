@@ -100,7 +100,7 @@ def rolled_out(
     config: Config, engine: Any, reward: Callable[[Prompt, str], float], steps: int = 1,
     beside: Callable[[Worker], Awaitable[Any]] | None = None,
 ) -> tuple[list[Batch], list[Report], BufferServer, Any]:
-    """A worker and a learner that only counts versions, for `steps` batches."""
+    """Run a worker beside a learner that only counts versions, for `steps` batches."""
 
     async def run(server: BufferServer) -> tuple[list[Batch], list[Report], Any]:
         await engine.start()
@@ -194,7 +194,7 @@ def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_pat
     assert run_once() == run_once()
 
 
-def test_a_failing_reward_fails_its_group_with_a_count_and_the_batch_is_filled_by_others() -> None:
+def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> None:
     calls: list[int] = []
 
     def reward(prompt: Prompt, text: str) -> float:
@@ -221,7 +221,7 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
         rolled_out(config, EchoEngine(), reward)
 
 
-def test_an_engine_that_dies_ends_the_run_with_its_words() -> None:
+def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
     class DyingEngine(EchoEngine):
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise ProcessDiedError("rollout/0: the server ended with code -9")
@@ -243,7 +243,7 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
 
 
 class CountingEngine(EchoEngine):
-    """Knows the most groups, of training and of evaluations, that it ever had at once."""
+    """Records the largest number of groups in flight, of training and of evaluations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
 )
-def test_an_evaluation_beside_training_keeps_no_more_groups_in_flight_than_training_may(
+def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     beside_training: bool, pinned: bool, at_once: int
 ) -> None:
     config = config_of(staleness=1)
@@ -337,7 +337,7 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert all(len(group.rollouts) == 3 for group in batch.groups)
 
 
-def test_a_worker_of_a_resumed_run_starts_without_the_checkpoint_which_may_be_pruned_by_then(tmp_path: Path) -> None:
+def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:
     config = config_of()
     config = replace(config, run=replace(config.run, resume=str(tmp_path / "removed")))
 

@@ -1,4 +1,4 @@
-"""The worker's side of `staleness.late: drop`."""
+"""A worker with `staleness.late: drop`: groups that the buffer drops are cancelled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, roll
 
 
 class SlowOnceEngine(EchoEngine):
-    """The first group never ends by itself."""
+    """Never answers the first group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class SlowOnceEngine(EchoEngine):
         return await super().generate(request)
 
 
-def test_a_group_that_the_buffer_dropped_is_cancelled_at_the_engine_and_its_prompt_comes_again() -> None:
+def test_a_dropped_group_is_cancelled_at_the_engine_and_its_prompt_is_granted_again() -> None:
     config = config_of()
     config = replace(config, staleness=StalenessConfig(max=1, late="drop"))
     engine = SlowOnceEngine()
@@ -35,5 +35,5 @@ def test_a_group_that_the_buffer_dropped_is_cancelled_at_the_engine_and_its_prom
     assert engine.cancelled == [0]
     assert server.counters()["buffer/dropped_late"] == 1
     again = [request for request in engine.requests if request.prompt.index == 0]
-    assert len(again) == 1 and again[0].group_id > 0  # the first request of it never came back
+    assert len(again) == 1 and again[0].group_id > 0  # its first request was never answered
     assert all(0 not in [group.group_id for group in batch.groups] for batch in batches)

@@ -37,7 +37,7 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
 
 
-def test_the_status_of_groups_that_queue_for_their_rewards_has_a_limit_that_they_keep(
+def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.worker.num_threads", lambda config: 1)

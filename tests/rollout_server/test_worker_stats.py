@@ -52,7 +52,7 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
     assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
 
 
-def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> None:
+def test_the_stats_tell_how_long_groups_took_and_how_many_were_in_flight(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
     first = at(clock, 100, stats.begin_group)  # alone for 2 s, then two for 2 s: 1.5 on average
     second = at(clock, 102, stats.begin_group)  # two for 2 s, then alone for 1 s: 5/3 on average
@@ -65,7 +65,7 @@ def test_groups_say_how_long_they_took_and_how_many_they_were(clock: Clock) -> N
     assert stats.drain_groups() == []
 
 
-def test_the_status_counts_what_groups_do_and_shows_the_wait_that_is_closest_to_its_limit(clock: Clock) -> None:
+def test_the_status_counts_the_requests_and_shows_the_wait_closest_to_its_limit(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
     idle = stats.status()
     assert (idle.doing, idle.since_s, idle.limit_s) == ("waits for admission", 100, 0)

@@ -1,4 +1,4 @@
-"""An exported checkpoint is the trained policy: transformers loads it and gives its logprobs."""
+"""An exported checkpoint, loaded with transformers, gives the logprobs of the trained policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_export_gives_the_logprobs_of_the_policy_that_was_saved(rank: int, tm
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         own = lm(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
-    assert own.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist() == pytest.approx(logprobs, abs=1e-5)
+    assert own.gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist() == pytest.approx(logprobs, rel=1e-5)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert any(not torch.equal(p, start.get_parameter(name)) for name, p in lm.named_parameters())
     tokenizer, before = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("out", "model"))

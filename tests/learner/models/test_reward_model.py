@@ -1,4 +1,4 @@
-"""Against transformers itself, one sequence at a time."""
+"""Rewards compared with those of transformers for one sequence at a time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rewards_are_those_of_transformers_and_only_they_change(
         for group in batch.groups
         for rollout in group.rollouts
     ]
-    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+    assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert len({round(x, 4) for x in expected}) > 6
     for group, before in zip(scored.groups, batch.groups, strict=True):
         assert (group.group_id, group.prompt_tokens is before.prompt_tokens) == (before.group_id, True)
@@ -84,7 +84,7 @@ def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_
         for rollout in group.rollouts
     ]
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
-    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+    assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def text_batch(policy: Path) -> Batch:
@@ -98,7 +98,7 @@ def text_batch(policy: Path) -> Batch:
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_another_vocabulary_gets_the_text_in_its_own_template_or_as_a_pair(
+def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
     tmp_path: Path, one_rank: None, has_template: bool
 ) -> None:
     save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
@@ -116,7 +116,7 @@ def test_another_vocabulary_gets_the_text_in_its_own_template_or_as_a_pair(
     for answer in ("5", "no idea"):
         text = f"[user] 2 + 3 =;[assistant] {answer};" if has_template else f"2 + 3 ={answer}"
         expected.append(lm(own(text, return_tensors="pt").input_ids).logits.item())
-    assert rewards_of(scored) == pytest.approx(expected, abs=1e-5)
+    assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
 
 

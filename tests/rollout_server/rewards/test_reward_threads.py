@@ -23,7 +23,7 @@ def run(calls: list, timeout_s: float = 10.0, num_threads: int = NUM_THREADS) ->
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """Until it is set, a call hangs that waits for it."""
+    """An event for calls that hang; it is set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -85,7 +85,7 @@ def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.
         assert not thread.is_alive()  # those replaced have ended as well
 
 
-def test_a_hanging_reward_of_a_cancelled_group_is_told_in_the_log(release: threading.Event) -> None:
+def test_a_hanging_reward_of_a_cancelled_group_is_logged(release: threading.Event) -> None:
     async def cancel_hanging() -> None:
         with closing(RewardThreads(0.1, 1)) as threads:
             await cancelled([threads.run([release.wait])])
@@ -141,10 +141,10 @@ def test_the_limit_of_a_group_is_twice_what_all_before_it_may_take(release: thre
     assert asyncio.run(limits()) == [100, 180]
 
 
-def test_answers_that_no_thread_takes_end_with_who_waited_on_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_no_thread_takes_end_with_an_error_that_names_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
 
-    async def wait_in_vain() -> None:
+    async def wait_for_no_thread() -> None:
         threads = RewardThreads(0.05, 2)
         first = asyncio.ensure_future(threads.run([lambda: 1.0] * 4))
         await asyncio.sleep(0)
@@ -153,11 +153,11 @@ def test_answers_that_no_thread_takes_end_with_who_waited_on_whom(monkeypatch: p
         with pytest.raises(WaitTimeoutError, match=r"4 answers .* behind 0 others that may take .* 0\.05 s each"):
             await first
 
-    asyncio.run(wait_in_vain())
+    asyncio.run(wait_for_no_thread())
 
 
 async def cancelled(runs: list) -> None:
-    """Begins with them and cancels them."""
+    """Start the runs and cancel them."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     await asyncio.sleep(0.05)
     for task in tasks:

@@ -90,7 +90,7 @@ def test_math_verify_works_from_several_threads_at_once() -> None:
     assert wrong == []
 
 
-def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_the_next_one_is_checked(
+def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.rewards.math_checker.CHECK_TIMEOUT_S", 1.0)

@@ -117,7 +117,7 @@ def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content:
 
 
 SEPARATORS = "one\u2028two\u2029three\u0085four"
-"""Not line feeds, though str.splitlines cuts at them."""
+"""str.splitlines cuts at these characters, which are not line feeds."""
 
 
 def test_a_jsonl_line_ends_at_a_line_feed_only(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_another_seed_trains_on_other_questions_and_holds_out_the_same() -> None
     assert [p.text for p in one.eval_prompts()] == [p.text for p in other.eval_prompts()]
 
 
-def test_training_and_held_out_questions_are_disjoint_where_chance_would_overlap_them() -> None:
+def test_training_and_held_out_questions_of_a_small_task_are_disjoint() -> None:
     # 1-digit sums of two terms: 200 different questions, so 1000 random ones hit each of 50 held-out ones.
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, size=1000), TOKENIZER)
@@ -110,7 +110,7 @@ def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_ow
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "number_sorting", "letter_counting", "gcd"])
-def test_the_own_verifier_gives_1_to_the_reference_and_less_to_nonsense(name: str) -> None:
+def test_a_task_verifies_its_reference_answer_with_1_and_nonsense_with_less(name: str) -> None:
     task = open_task(config_of(name, size=20), TOKENIZER)
     for prompt in map(task.prompt, range(20)):
         question = prompt.reference

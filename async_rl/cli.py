@@ -108,7 +108,7 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], hel
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
-    """Add the arguments CONFIG and key=value; `or_else` ends the error of a command that gets no CONFIG."""
+    """Add the arguments CONFIG and key=value; `or_else` ends the error when CONFIG is needed and not given."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
         help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",

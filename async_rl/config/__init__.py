@@ -35,7 +35,7 @@ from async_rl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.seams import CORRECTIONS, Correction, find_entry
+from async_rl.seams import CORRECTIONS, Correction
 
 
 @section("")
@@ -126,4 +126,4 @@ class Config:
     @property
     def correction_entry(self) -> Correction:
         """What `correction_kind` declares in the table."""
-        return find_entry(CORRECTIONS, self.correction_kind, "algorithm.correction.kind")
+        return self.algorithm.correction.entry or CORRECTIONS[self.correction_kind]

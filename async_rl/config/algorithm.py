@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from async_rl.config.check import check
 from async_rl.config.presets import PRESETS
 from async_rl.config.section import List, Named, Section, Unbounded, checked, section
-from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Loss, find_entry
+from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Correction, Loss, find_entry
 
 UNBOUNDED = (0.0, math.inf)
 Bounds = Annotated[
@@ -74,12 +74,22 @@ class CorrectionConfig:
     def __post_init__(self) -> None:
         check(self.floor < self.cap, "algorithm.correction.floor", self.floor, "at least 0 and below the cap")
         kinds = [name for name, each in CORRECTIONS.items() if each.is_applied and not each.reads_advantages]
-        entry = None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
+        entry = self.entry
         check(
             not self.batch_normalised or entry is None or (entry.is_applied and not entry.reads_advantages),
             "algorithm.correction.batch_normalised", self.batch_normalised,
             f"false with algorithm.correction.kind {self.kind}", f"Or set kind to one of {', '.join(kinds)}.",
         )
+
+    @property
+    def entry(self) -> Correction | None:
+        """What `kind` declares in the table; None for auto."""
+        return None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether `kind` names weights that multiply the loss."""
+        return self.entry is not None and self.entry.is_applied
 
 
 @section("algorithm.kl")
@@ -190,7 +200,7 @@ class AlgorithmConfig:
             "The mask needs the proximal logprobs of a whole minibatch before its first step. Use recompute.",
         )
         check(
-            self.proximal != "behaviour" or kind in ("auto", "none"), "algorithm.correction.kind", kind,
+            self.proximal != "behaviour" or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
             "auto or none with algorithm.proximal behaviour",
             "The ratio to the behaviour policy is in the loss: a weight would count it twice.",
         )
@@ -203,7 +213,7 @@ class AlgorithmConfig:
             f"1 with algorithm.advantage {self.advantage}", f"Only {', '.join(discounting)} discount.",
         )
         check(
-            not entry.carries_correction or kind in ("auto", "none"), "algorithm.correction.kind", kind,
+            not entry.carries_correction or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
             f"auto or none with algorithm.advantage {self.advantage}",
             "Its advantages carry the truncated ratio already.",
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.seams import CORRECTIONS, find_entry
+from async_rl.seams import find_entry
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import RolloutGroup
 from learner.algorithms.advantages import vtrace_reach, whitening
@@ -98,7 +98,7 @@ class Objective:
         self.advantage = algorithm.advantage_entry
         self._advantage_function = self.advantage.load()
         self._loss: Callable[[LossInputs], LossOutput] = algorithm.loss_entry.load()
-        self._correction = find_entry(CORRECTIONS, config.correction_kind, "algorithm.correction.kind")
+        self._correction = config.correction_entry
         self._weights_of: Callable[..., Tensor] = self._correction.load()
         self._aggregation = aggregation_of(config)
         self._whitens_at_start = whitens_at_start(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
@@ -12,18 +13,16 @@ class ServerMembership:
     """Collects changes to the publisher's servers, which are applied between two pushes."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._urls: dict[str, str] = {}
-        """URLs of servers that joined and wait for a push, by name; empty: the server left."""
-        self._outcome: dict[str, str] = {}
-        """`current` or `lost` for each server that waits in `join`, by URL."""
+        """URLs of servers that wait for a push in `join`, by name; empty: the server left."""
+        self._joining: dict[str, Future[None]] = {}
+        """The end of the `join` of each server that waits, by URL."""
 
     def leave(self, name: str) -> None:
         """Remove a server that died, so that no push has to find out."""
-        with self._changed:
-            if url := self._urls.get(name):
-                self._outcome[url] = "lost"  # ends its `join`
-                self._changed.notify_all()
+        with self._lock:
+            self._fail(name)
             self._urls[name] = ""
 
     def join(self, name: str, url: str, limit: Limit) -> None:
@@ -33,13 +32,13 @@ class ServerMembership:
             WeightSyncError: it died before that.
             WaitTimeoutError: there was no push within `limit`.
         """
-        with self._changed:
+        with self._lock:
             self._urls[name] = url
-            self._outcome.pop(url, None)
-            if not self._changed.wait_for(lambda: url in self._outcome, limit.seconds):
-                raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights")
-            if self._outcome.pop(url) == "lost":
-                raise WeightSyncError(f"{name} died before it had the learner's current weights")
+            joined = self._joining[url] = Future()
+        try:
+            joined.result(limit.seconds)
+        except TimeoutError:
+            raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
 
     def someone_waits(self) -> bool:
         """Whether a server waits in `join`, and needs a push out of turn."""
@@ -47,7 +46,7 @@ class ServerMembership:
 
     def apply(self, servers: dict[str, str]) -> None:
         """Apply the changes to `servers`."""
-        with self._changed:
+        with self._lock:
             for name, url in self._urls.items():
                 servers.pop(name, None)
                 if url:
@@ -56,10 +55,14 @@ class ServerMembership:
 
     def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
         """Report the end of a push to `servers`, during which the servers `lost` died."""
-        with self._changed:
+        with self._lock:
             for name in lost:
-                if url := self._urls.pop(name, ""):
-                    self._outcome[url] = "lost"
+                self._fail(name)
             for name in [name for name, url in self._urls.items() if servers.get(name) == url]:
-                self._outcome[self._urls.pop(name)] = "current"
-            self._changed.notify_all()
+                self._joining.pop(self._urls.pop(name)).set_result(None)
+
+    def _fail(self, name: str) -> None:
+        """End the `join` of the server, if it waits, with an error."""
+        if url := self._urls.pop(name, ""):
+            error = WeightSyncError(f"{name} died before it had the learner's current weights")
+            self._joining.pop(url).set_exception(error)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,46 +47,37 @@ class Tolerance:
     largest: float
 
 
-def run_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> dict[str, Any]:
-    """Run calls that wait for each other, each in its own thread, and return their results by name.
-
-    Raises:
-        WeightSyncError: a call raised; names the first that did. The others may still be running.
-        WaitTimeoutError: not all returned within `limit`; names those still running.
-    """
-    return start_together(calls, limit, what)()
-
-
 def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
-    """As `run_together`, but returns a function that waits for the results.
+    """Start calls that wait for each other, each in its own thread; return a function that waits for their results.
 
     The threads are daemons: a collective that can no longer complete must not keep the process from ending.
+
+    Raises (the returned function does):
+        WeightSyncError: a call raised, and is named. The others may still be running.
+        WaitTimeoutError: not all returned within `limit`; names those still running.
     """
-    done: queue.SimpleQueue[tuple[str, Any, BaseException | None]] = queue.SimpleQueue()
+    futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds
 
-    def work(name: str, call: Callable[[], Any]) -> None:
+    def work(name: str) -> None:
         try:
-            done.put((name, call(), None))
+            futures[name].set_result(calls[name]())
         except BaseException as error:
-            done.put((name, None, error))
+            futures[name].set_exception(error)
 
-    def wait() -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        while len(results) < len(calls):
-            try:
-                name, value, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                waiting = sorted(set(calls) - set(results))
-                raise WaitTimeoutError(f"{what}: the learner waited {limit} for {', '.join(waiting)}") from None
-            if error is not None:
+    def wait_for_results() -> dict[str, Any]:
+        done, running = wait(futures.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        for name, future in futures.items():
+            if future in done and (error := future.exception()):
                 raise WeightSyncError(f"{what}: {name} failed: {error}") from error
-            results[name] = value
-        return results
+        if running:
+            names = ", ".join(sorted(name for name, future in futures.items() if future in running))
+            raise WaitTimeoutError(f"{what}: the learner waited {limit} for {names}")
+        return {name: future.result() for name, future in futures.items()}
 
-    for name, call in calls.items():
-        threading.Thread(target=work, args=(name, call), name=f"{what}: {name}", daemon=True).start()
-    return wait
+    for name in calls:
+        threading.Thread(target=work, args=(name,), name=f"{what}: {name}", daemon=True).start()
+    return wait_for_results
 
 
 class WeightPublisher(ABC):
@@ -183,7 +173,7 @@ class WeightPublisher(ABC):
 
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
         """Make `call` for every server at once and return the results by name. The first error is raised at once."""
-        return run_together(self.calls(call), self.push_limit, what)
+        return start_together(self.calls(call), self.push_limit, what)()
 
     def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
         """Make `call` for the servers at `urls` at once and return when all have ended, in an error or not."""

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 
 from async_rl.config import Config
 from async_rl.network import open_store
-from async_rl.weights.base import run_together, start_together
+from async_rl.weights.base import start_together
 from async_rl.weights.bucketed import BucketPublisher
 from async_rl.weights.buckets import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.server_admin import ServerAdmin
@@ -65,7 +65,7 @@ class BroadcastPublisher(BucketPublisher):
             for index, (name, url) in enumerate(self.servers.items())
         }
         calls["learner rank 0"] = partial(self._join, store, world_size)
-        run_together(calls, limit, "joining the weight group")
+        start_together(calls, limit, "joining the weight group")()
         self._members = dict(self.servers)
 
     def _join(self, store: dist.TCPStore, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's mode of a pause by weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
-PROBE_TIMEOUT_S = 3.0
+_PROBE = Limit(3.0, "of a probe")
 FLUSH_S = 30
 """The time that SGLang waits for aborted requests to end before it flushes its cache."""
 RELEASED = ("weights", "kv_cache")
@@ -38,10 +39,10 @@ class SGLangAdmin:
         self._released: tuple[str, ...] = ()
 
     def is_ready(self) -> bool:
-        try:
-            return self._request("GET", "/ready", None, PROBE_TIMEOUT_S)[0] == 200
-        except (OSError, HTTPException):
-            return False
+        with suppress(WeightSyncError, WaitTimeoutError):
+            self.ask("GET", "/ready", limit=_PROBE)
+            return True
+        return False
 
     def serves_model(self, name: str) -> bool:
         """Whether this is the server that was started with `--served-model-name name`."""
@@ -138,43 +139,37 @@ class SGLangAdmin:
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """The server's JSON reply, {} if it is none.
+        """Send one request and return the server's JSON reply, {} if it is none.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
             WaitTimeoutError: it did not answer within `limit`, by default timeouts.push_s.
         """
-        limit = limit or self._push_limit
+        limit, url = limit or self._push_limit, urlsplit(self.url)
+        connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = connection_type(url.netloc, timeout=limit.seconds)
         try:
-            status, text = self._request(method, path, body, limit.seconds)
+            data = None if body is None else json.dumps(body)
+            connection.request(method, url.path + path, data, self._headers)
+            reply = connection.getresponse()
+            text = reply.read().decode(errors="replace")
         except TimeoutError:
             raise WaitTimeoutError(f"waited {limit} for {self.url}{path}") from None
         except (OSError, HTTPException) as error:
             raise WeightSyncError(
                 f"{self.url}{path}: {type(error).__name__}: {error}: is the rollout server still alive?"
             ) from error
-        if status != 200:
-            raise WeightSyncError(f"{self.url}{path} answered {status}: {text[:300]}")
-        try:
-            reply = json.loads(text)
-        except ValueError:
-            return {}
-        if isinstance(reply, dict) and reply.get("success") is False:
-            raise WeightSyncError(f"{self.url}{path} refused: {reply.get('message', '')[:300]}")
-        return reply
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
-        """Status and text of the answer."""
-        url = urlsplit(self.url)
-        connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        connection = connection_type(url.netloc, timeout=timeout_s)
-        try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, url.path + path, data, self._headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read().decode(errors="replace")
         finally:
             connection.close()
+        if reply.status != 200:
+            raise WeightSyncError(f"{self.url}{path} answered {reply.status}: {text[:300]}")
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            return {}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise WeightSyncError(f"{self.url}{path} refused: {answer.get('message', '')[:300]}")
+        return answer
 
 
 def _update(version: int | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ON_CPU = ("triton", "sgl_kernel", "torchvision")
@@ -82,26 +82,12 @@ def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: obj
     return Absent(f"triton.jit({function.__module__}.{function.__qualname__})")
 
 
-class _Constant:
-    """tl.constexpr, with which modules define named constants."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-
-class _Config:
-    """triton.Config, with which modules list the candidates of an autotuner."""
-
-    def __init__(self, kwargs: dict[str, object], **_options: object) -> None:
-        self.kwargs = kwargs
-
-
 _REAL: dict[str, Any] = {  # names that modules call while they are imported
     "triton.jit": _kernel,
     "triton.autotune": lambda *_args, **_kwargs: _kernel,
     "triton.heuristics": lambda *_args, **_kwargs: _kernel,
-    "triton.Config": _Config,
-    "triton.language.constexpr": _Constant,
+    "triton.Config": lambda kwargs, **_options: SimpleNamespace(kwargs=kwargs),
+    "triton.language.constexpr": lambda value: SimpleNamespace(value=value),
     "triton.cdiv": lambda a, b: -(a // -b),
     "triton.next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 0,
 }

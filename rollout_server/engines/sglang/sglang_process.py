@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -237,22 +236,14 @@ def _answers(admin: SGLangAdmin, identity: str) -> bool:
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Kill the server. The kernel then ends its children, and Python's resource tracker cleans up after them."""
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait(timeout_s)
-    deadline_s = time.monotonic() + 1.0
-    while _is_running(process.pid) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    psutil.wait_procs(children, timeout=1.0)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_running(session: int) -> bool:
-    """Whether any process of the session runs; a zombie does not."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:

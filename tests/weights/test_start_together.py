@@ -8,7 +8,7 @@ import torch
 
 from async_rl.config import Config, Limit, ModelConfig, TaskConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights.base import run_together
+from async_rl.weights.base import start_together
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
 
 PUSH = Limit(30.0, "timeouts.push_s")
@@ -19,14 +19,14 @@ def test_the_first_failure_is_raised_while_another_call_still_runs() -> None:
         raise ValueError("no such group")
 
     with pytest.raises(WeightSyncError, match="push of version 3: http://b failed: no such group"):
-        run_together({"learner": threading.Event().wait, "http://b": refuse}, PUSH, "push of version 3")
+        start_together({"learner": threading.Event().wait, "http://b": refuse}, PUSH, "push of version 3")()
 
 
 def test_a_timeout_names_the_call_that_did_not_return_and_the_key() -> None:
     with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s \(timeouts\.join_s\) for http://b$"):
-        run_together(
+        start_together(
             {"learner": lambda: 1, "http://b": threading.Event().wait}, Limit(0.3, "timeouts.join_s"), "joining"
-        )
+        )()
 
 
 def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:
@@ -45,4 +45,4 @@ def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:
 
 
 def test_results_come_back_by_name() -> None:
-    assert run_together({"a": lambda: 1, "b": lambda: 2}, PUSH, "sum") == {"a": 1, "b": 2}
+    assert start_together({"a": lambda: 1, "b": lambda: 2}, PUSH, "sum")() == {"a": 1, "b": 2}

@@ -15,7 +15,6 @@ A refused request changes nothing; its sender gets the reason. This module has n
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ class Operations:
             case "take" | "may_push":
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
-                self._learner = Parked(identity, request, version, self._until_s(request))
+                self._learner = _park(identity, request, version)
                 return
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
@@ -199,26 +198,22 @@ class Operations:
         return worker
 
     def _park_admit(self, identity: bytes, request: Request) -> None:
-        worker, max_groups = self._worker(request.fields), request.fields.integer("max_groups", 1, 2**20)
-        until_s = self._until_s(request)
+        worker = self._worker(request.fields)
+        parked = _park(identity, request, request.fields.integer("max_groups", 1, 2**20))
         last_id, last_result = self._last_grant.get(worker, (-1, {}))
         if request.id == last_id:
             self._answer(identity, request, last_result)
             return
         self._seen_workers.add(worker)
-        self._admits[worker] = Parked(identity, request, max_groups, until_s)
+        self._admits[worker] = parked
 
     def _park_aborts(self, identity: bytes, request: Request) -> None:
-        worker = self._worker(request.fields)
+        worker, parked = self._worker(request.fields), _park(identity, request)
         acknowledged = request.fields.items("acknowledged", 0, MAX_ACKNOWLEDGED)
         if not all(type(group_id) is int for group_id in acknowledged):
             raise request.fields.refuse("acknowledged", "a list of group ids")
         self.store.acknowledge_aborts(worker, acknowledged)
-        self._aborts[worker] = Parked(identity, request, 0, self._until_s(request))
-
-    def _until_s(self, request: Request) -> float:
-        wait_s = request.fields.number("wait_s", 0.0)
-        return time.monotonic() + min(wait_s, MAX_WAIT_S)
+        self._aborts[worker] = parked
 
     def _put(self, worker: str, payload: Frame) -> bool:
         """Store a group. False if nothing changes: it had been stored before, or was dropped."""
@@ -276,6 +271,11 @@ class Operations:
         self._answer(parked.identity, parked.request, result, batch)
 
 
+def _park(identity: bytes, request: Request, amount: int = 0) -> Parked:
+    wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
+    return Parked(identity, request, amount, time.monotonic() + wait_s)
+
+
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
     """Number of groups for each worker: one at a time to the worker with the fewest running, up to what it asked for.
 
@@ -285,12 +285,7 @@ def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, i
         running: by worker, the groups that it runs already.
     """
     shares = dict.fromkeys(asked, 0)
-    order = {worker: position for position, worker in enumerate(asked)}
-    queue = [(running.get(worker, 0), order[worker], worker) for worker in asked]
-    heapq.heapify(queue)
     for _ in range(min(capacity, sum(asked.values()))):
-        load, position, worker = heapq.heappop(queue)
-        shares[worker] += 1
-        if shares[worker] < asked[worker]:
-            heapq.heappush(queue, (load + 1, position, worker))
+        able = (worker for worker in asked if shares[worker] < asked[worker])
+        shares[min(able, key=lambda worker: running.get(worker, 0) + shares[worker])] += 1
     return shares

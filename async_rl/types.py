@@ -90,10 +90,6 @@ class RolloutGroup:
         return min(int(r.versions[0]) for r in self.rollouts)
 
     @property
-    def newest_version(self) -> int:
-        return max(int(r.versions[-1]) for r in self.rollouts)
-
-    @property
     def num_tokens(self) -> int:
         """Response tokens of all rollouts."""
         return sum(len(r.tokens) for r in self.rollouts)

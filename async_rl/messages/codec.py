@@ -33,11 +33,6 @@ The sender sets a value above 0 to 0 up to ten times that. A larger one, as of p
 by mistake, is refused."""
 FINISH_REASONS = ("stop", "length")
 
-_GROUP_FIELDS = frozenset((
-    "schema", "group_id", "prompt_index", "start_version", "temperature", "prompt_tokens", "lengths", "tokens",
-    "logprobs", "versions", "mask", "rewards", "finish_reasons", "duration_s", "worker", "baseline_reward",
-    "keeps_kv",
-))
 _INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
 
 
@@ -139,6 +134,9 @@ class GroupColumns(NamedTuple):
             duration_s=self.duration_s, worker=self.worker, baseline_reward=self.baseline_reward,
             keeps_kv=self.keeps_kv,
         )
+
+
+_GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version"}
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:

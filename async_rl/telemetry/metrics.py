@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -66,19 +67,14 @@ def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
 
 
 def _reduce(metrics: list[Metric]) -> float | None:
-    values = [metric.value for metric in metrics]
-    match metrics[0].reduce:
-        case "mean":
-            weight = math.fsum(metric.weight for metric in metrics)
-            return math.fsum(m.weight * m.value for m in metrics) / weight if weight else None
-        case "sum":
-            return math.fsum(values)
-        case "max":
-            return max(values)
-        case "min":
-            return min(values)
-        case "last":
-            return values[-1]
+    reduction, values = metrics[0].reduce, [metric.value for metric in metrics]
+    if reduction == "mean":
+        weight = math.fsum(metric.weight for metric in metrics)
+        return math.fsum(m.weight * m.value for m in metrics) / weight if weight else None
+    reduce: dict[str, Callable[[list[float]], float]] = {
+        "sum": math.fsum, "max": max, "min": min, "last": itemgetter(-1),
+    }
+    return reduce[reduction](values)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:

@@ -51,7 +51,7 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
 
 
 def format_status(run_dir: Path) -> str:
-    """A table of who waits on whom.
+    """The status of a run as a table with one line for each process.
 
     Raises:
         ConfigError: the folder is not that of a run.

@@ -30,7 +30,7 @@ Mode = Literal["online", "offline", "disabled"]
 
 
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
-    """The wandb run that `logging.wandb` asks for, or None; why it is less than asked is told in one `note`."""
+    """The wandb run that `logging.wandb` asks for, or None; if it is less than asked, one `note` says why."""
     mode, why = choose_mode(config.logging.wandb)
     if why:
         note(f"wandb: {why}")

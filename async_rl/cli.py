@@ -153,7 +153,7 @@ def _sft(args: argparse.Namespace) -> int:
     pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
     for report in train_sft(config, pairs, target, config.sft.target_loss):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
-        print(f"sft step {report.step}/{config.sft.steps}  {values}", flush=True)
+        print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
     print(f"model saved in {target}")
     return 0
 

@@ -22,9 +22,9 @@ buffer grants ahead. Nothing below looks at it, but that a server on the learner
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
+    from async_rl.driver.supervisor import ReviveBuffer
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
             if not interrupts.requested:
                 _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, log, revive_buffer)
-            supervisor.watch.write_status("ended as it should")
+            supervisor.watchdog.write_status("ended as it should")
         except BaseException as error:
             supervisor.give_up(error)
             raise
@@ -109,9 +110,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
-    rollouts = {
-        f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)
-    }
+    rollouts = {f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)}
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
@@ -164,10 +163,10 @@ def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, server
     )
 
 
-def _revive_buffer(
+async def _revive_buffer(
     config: Config, processes: ActorGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
-    """Another buffer takes the place of the one that died, with its journal and at its address.
+    """Start another buffer with the journal and at the address of the one that died.
 
     Workers and learner do not notice: they repeat what was not answered, for timeouts.wire_s. That also ends a run
     whose buffer dies again and again.
@@ -182,11 +181,11 @@ def _revive_buffer(
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
     buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
-    processes.gather({"buffer": buffer.start.remote()}, config.timeouts.limit("join_s"), "the new start")
+    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("join_s"), "the new start")
 
 
 def _close_buffer(
-    config: Config, processes: ActorGroup, log: RunLog, revive_buffer: Callable[[ProcessKilledError], None]
+    config: Config, processes: ActorGroup, log: RunLog, revive_buffer: ReviveBuffer
 ) -> dict[str, float]:
     """End the rollout workers, then the buffer, which checks that every admitted group is accounted for, also
     those of a worker that died since training ended.
@@ -201,7 +200,7 @@ def _close_buffer(
     try:
         return _final_account(config, processes)
     except ProcessKilledError as error:
-        revive_buffer(error)
+        asyncio.run(revive_buffer(error))
         return _final_account(config, processes)
 
 

@@ -1,7 +1,8 @@
-"""How the learner's ranks find each other and share what only rank 0 receives."""
+"""The process group of all learner ranks, the mesh that FSDP2 shards over, and frames from rank 0 for every rank."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,11 +15,15 @@ from async_rl.network import open_store, use_interface
 
 
 def init_distributed(
-    config: Config, rank: int, world_size: int, master_address: str, master_port: int
+    config: Config, rank: int, world_size: int, master_address: str, master_port: int,
+    listener: socket.socket | None = None,
 ) -> torch.device:
     """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPU's); returns the device.
 
     The group's timeout covers the longest that ranks wait for rank 0: a batch or an evaluation, then a push.
+
+    Args:
+        listener: rank 0's socket that listens at the address and port; None: it is opened here.
     """
     timeouts = config.timeouts
     use_interface(config.network.host)
@@ -29,7 +34,7 @@ def init_distributed(
     timeout = timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.eval_s) + timeouts.push_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=open_store(master_address, master_port, rank, world_size, timeout),
+        store=open_store(master_address, master_port, rank, world_size, timeout, listener),
         rank=rank,
         world_size=world_size,
         timeout=timeout,

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer
-from async_rl.telemetry.metrics import Metric, Report
+from async_rl.telemetry.metrics import Metric
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 from learner.optimizer import lr_decay
 
@@ -51,7 +52,7 @@ def base_tokenizer(config: Config) -> Any:
 
 def train_sft(
     config: Config, pairs: Sequence[Pair], out_dir: Path, target_loss: float = 0.0
-) -> Iterator[Report]:
+) -> Iterator[StepDone]:
     """Train `sft.base` and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
     The optimizer is AdamW; the loss is the mean cross-entropy of a batch's answer tokens. Each epoch visits the pairs
@@ -63,7 +64,7 @@ def train_sft(
             room that is left for RL does not depend on the seed.
 
     Yields:
-        A Report of the SFT step every 20 steps and at the end.
+        StepDone, with the SFT step as its version, every 20 steps and at the end.
 
     Raises:
         ConfigError: there are no pairs.
@@ -89,7 +90,7 @@ def train_sft(
         loss = sum(recent) / len(recent)
         is_last = step == config.sft.steps or (step >= _RECENT_STEPS and loss < target_loss)
         if step % _REPORT_EVERY_STEPS == 0 or is_last:
-            yield Report(step=step, metrics=(
+            yield StepDone(version=step, metrics=(
                 Metric("sft/loss", loss),
                 Metric("sft/lr", float(schedule.get_last_lr()[0]), "last"),
                 Metric("time/elapsed_s", time.monotonic() - started_s, "last"),

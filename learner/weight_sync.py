@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -21,11 +23,22 @@ says little, their mean tells other weights apart."""
 VERIFY_TOKENS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """One call of `WeightSync.push`."""
+
+    metrics: list[Metric]
+    spans: tuple[Span, ...]
+    """When each server stood still for the push."""
+    lost: tuple[tuple[str, str], ...]
+    """(name, URL) of the servers that the push has dropped."""
+
+
 class WeightSync:
     """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and knows what a push took.
 
     Args:
-        servers: who died or came back, to be heeded by the next push.
+        servers: rollout servers that died or came back; each push applies the changes first.
     """
 
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
@@ -35,49 +48,32 @@ class WeightSync:
         self.dtype = serving_dtype(config, publisher.device.type)
         """Of what the servers get."""
         self._is_verified = not config.weight_sync.verify
-        self._metrics: list[Metric] = []
-        self._spans: list[Span] = []
-        self._lost: list[tuple[str, str]] = []
 
-    def push(self, version: int) -> None:
+    def push(self, version: int) -> PushResult:
         """Push the policy as `version` to every live server; again without those that die on the way, even without any:
         the driver brings them back. Collective.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
         """
+        lost: list[tuple[str, str]] = []
         while True:
             self._servers.apply(self._publisher.servers)
             urls = dict(self._publisher.servers)
             report = self._publisher.push(full_parameters(self._updater.policy, self.dtype), version)
             self._servers.pushed(self._publisher.servers, report.lost)
-            self._lost += [(name, urls[name]) for name in report.lost]
+            lost += [(name, urls[name]) for name in report.lost]
             failed = torch.tensor(bool(report.lost), device=self._publisher.device)
             dist.broadcast(failed, 0)
             if not failed:
                 break
-        self._metrics += [
+        metrics = [
             Metric("time/push_s", report.seconds),
             Metric("push/bytes", float(report.num_bytes), "sum"),
             Metric("push/pause_s", report.pause_s),
         ]
-        self._metrics += [Metric(f"version/{name}", float(version), "last") for name in self._publisher.servers]
-        self._spans += report.spans
-
-    def drain(self) -> list[Metric]:
-        """What the pushes since the last call took: those of a step, and those out of turn before it."""
-        metrics, self._metrics = self._metrics, []
-        return metrics
-
-    def drain_spans(self) -> tuple[Span, ...]:
-        """Of the servers that stood still for the pushes since the last call."""
-        spans, self._spans = tuple(self._spans), []
-        return spans
-
-    def drain_lost(self) -> tuple[tuple[str, str], ...]:
-        """(name, URL) of the servers that the pushes since the last call dropped."""
-        lost, self._lost = tuple(self._lost), []
-        return lost
+        metrics += [Metric(f"version/{name}", float(version), "last") for name in self._publisher.servers]
+        return PushResult(metrics, tuple(report.spans), tuple(lost))
 
     def verify_once(self, batch: Batch) -> None:
         """After the first push that reached a server, compare servers and learner on a prompt of the batch and an

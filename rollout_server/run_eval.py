@@ -11,7 +11,8 @@ import numpy as np
 
 from async_rl.config import Config, EvalConfig
 from async_rl.errors import RewardError
-from async_rl.telemetry.metrics import Metric, Report
+from async_rl.messages.reports import EvaluationDone
+from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.tasks.base import Task
@@ -39,7 +40,7 @@ class Evaluation:
         self._stats = stats
         self._ids = itertools.count(-1, -1)  # negative, so that no group of the buffer has the same
 
-    async def run(self, version: int, *, beside_training: bool) -> Report:
+    async def run(self, version: int, *, beside_training: bool) -> EvaluationDone:
         """Report `eval/accuracy` and the other held-out metrics, or none without a held-out set.
 
         eval.size prompts get eval.samples answers each. An answer whose reward fails counts as reward 0, and in
@@ -59,7 +60,7 @@ class Evaluation:
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
         answers = [(reward, length) for group in groups for reward, length, _ in group]
         if not answers:
-            return Report(step=version, spans=self._stats.drain_spans())
+            return EvaluationDone(version=version, spans=self._stats.drain_spans())
         rewards, lengths = zip(*answers, strict=True)
         scored = [reward for reward in rewards if reward is not None]
         metrics = (
@@ -71,7 +72,7 @@ class Evaluation:
             *_version_metrics([versions for group in groups for _, _, versions in group]),
             *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], evaluation),
         )
-        return Report(step=version, metrics=metrics, spans=self._stats.drain_spans())
+        return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
     async def _group(self, prompt: Prompt, places: asyncio.Semaphore) -> list[tuple[float | None, int, IntArray]]:
         """Return (reward, number of tokens, token versions) of each answer; the reward is None if it failed."""

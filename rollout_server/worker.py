@@ -21,7 +21,8 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import RewardError, WaitTimeoutError
-from async_rl.telemetry.metrics import Metric, Report
+from async_rl.messages.reports import EvaluationDone, WorkerReport
+from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
@@ -63,16 +64,13 @@ class Worker:
         advantage = config.algorithm.advantage_entry
         self._needs_greedy_baseline = advantage.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
-        self._version = 0
-        """The newest version that a slot was granted at. It does not begin at that of run.resume: the checkpoint may
-        have been pruned by the time this server is restarted."""
         self._failures_in_a_row = 0
         self._group_ended = asyncio.Event()
         self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self) -> AsyncIterator[Report]:
+    async def run(self) -> AsyncIterator[WorkerReport]:
         """Roll out until `stop`, and yield a report twice a second.
 
         Raises:
@@ -93,7 +91,7 @@ class Worker:
         """Return what the worker does now."""
         return self._stats.status()
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
         """Measure held-out accuracy with the weights that the engine serves now; see Evaluation.run."""
         return await self._evaluation.run(version, beside_training=beside_training)
 
@@ -130,7 +128,6 @@ class Worker:
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
                         group.add_done_callback(partial(self._on_group_end, slot.group_id, begun))
-                    self._version = max([self._version, *(slot.start_version for slot in slots)])
         except BaseExceptionGroup as group:
             raise _first_error(group) from None
 
@@ -225,7 +222,7 @@ class Worker:
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.fail(slot.group_id, str(error), requeue=False)
 
-    async def _report(self) -> Report:
+    async def _report(self) -> WorkerReport:
         """Report what happened since the last report."""
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
@@ -236,9 +233,8 @@ class Worker:
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
             *self._stats.drain_groups(),
         ]
-        return Report(
-            step=self._version + 1, metrics=tuple(metrics), spans=self._stats.drain_spans(),
-            samples=occupancy + self._gpus.drain(),
+        return WorkerReport(
+            metrics=tuple(metrics), spans=self._stats.drain_spans(), samples=occupancy + self._gpus.drain()
         )
 
 

@@ -1,17 +1,18 @@
-"""All processes of a run as the driver holds them: started, called, ended; whatever fails names the process."""
+"""All processes of a run as Ray actors: started, called and ended by the driver. An error names the process."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -53,41 +54,75 @@ class ActorGroup:
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
         """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards.
 
-        Meanwhile `async-rl status` tells of the wait.
+        Meanwhile `async-rl status` shows the wait. While the supervisor runs, `call` is used instead.
         """
-        pending = {ref: name for name, ref in calls.items()}
+        return asyncio.run(self._gather(calls, limit, what))
+
+    async def _gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
+        pending = {asyncio.create_task(self._result(name, call)): name for name, call in calls.items()}
         results: dict[str, Any] = {}
         since_s, deadline = time.time(), time.monotonic() + limit.seconds
         host = ray.util.get_node_ip_address()
-        while pending:
-            write_status(self.run_dir, [Status(
-                process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
-                since_s=since_s, limit_s=limit.seconds,
-            )], "running")
-            left_s = max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(pending), timeout=min(left_s, STATUS_INTERVAL_S))
-            if not ready and left_s > STATUS_INTERVAL_S:
-                continue
-            if not ready:
-                raise WaitTimeoutError(
-                    f"the driver waited {limit} for {what} of {', '.join(pending.values())}"
-                    + "".join(self.log_tail(name) for name in pending.values())
+        try:
+            while pending:
+                write_status(self.run_dir, [Status(
+                    process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
+                    since_s=since_s, limit_s=limit.seconds,
+                )], "running")
+                left_s = max(0.0, deadline - time.monotonic())
+                done, _ = await asyncio.wait(
+                    pending, timeout=min(left_s, STATUS_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
                 )
-            name = pending.pop(ready[0])
-            results[name] = self.result(name, partial(ray.get, ready[0]))
+                for task in [task for task in pending if task in done]:
+                    results[pending[task]] = task.result()
+                    del pending[task]
+                if not done and left_s <= STATUS_INTERVAL_S:
+                    raise self._overdue(limit, what, *pending.values())
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
         return results
 
-    def result(self, name: str, get: Callable[[], Any]) -> Any:
-        """`get()`, with a failure of the process turned into an error that says which one and why."""
+    async def call(self, name: str, call: ObjectRef, limit: Limit, what: str) -> Any:
+        """The result of a call of process `name`; raises WaitTimeoutError if there is none within `limit`.
+
+        Args:
+            what: is waited for, to go before "of <name>" in the error.
+        """
+        done, _ = await asyncio.wait([result := asyncio.ensure_future(self._result(name, call))], timeout=limit.seconds)
+        if not done:
+            result.cancel()
+            raise self._overdue(limit, what, name)
+        return result.result()
+
+    async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
+        """What the process yields, until its call ends."""
+        with self.named_failure(name):
+            async for ref in stream:
+                yield await ref
+
+    async def _result(self, name: str, call: ObjectRef) -> Any:
+        with self.named_failure(name):
+            return await call
+
+    def _overdue(self, limit: Limit, what: str, *names: str) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"the driver waited {limit} for {what} of {', '.join(names)}{''.join(map(self.log_tail, names))}"
+        )
+
+    @contextmanager
+    def named_failure(self, name: str) -> Iterator[None]:
+        """Turns what Ray raises in the body into an error that says which process failed, and why."""
         try:
-            return get()
+            yield
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ConfigError):  # it says all that is needed to mend it
                 raise cause from None
             if isinstance(cause, AsyncRLError):
                 raise type(cause)(
-                    f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, told=str(cause))}"
+                    f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, message=str(cause))}"
                 ) from None
             raise AsyncRLError(
                 f"{self.on_host(name)} failed: {type(cause).__name__}: {cause}{self.log_tail(name)}\n"
@@ -107,26 +142,30 @@ class ActorGroup:
             raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
 
     def place(self, name: str, status: Status) -> Status:
+        """`status`, with the name of the process and its host."""
         return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
 
-    def dump_stacks(self) -> None:
+    async def dump_stacks(self) -> None:
         """Have every process that still answers write its stacks into its log file."""
-        calls: list[Any] = [actor.dump_stacks.remote() for actor in self.actors.values()]
+        calls = [asyncio.create_task(self._result(n, a.dump_stacks.remote())) for n, a in self.actors.items()]
         if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=DUMP_TIMEOUT_S)
+            _, silent = await asyncio.wait(calls, timeout=DUMP_TIMEOUT_S)
+            for call in silent:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def on_host(self, name: str) -> str:
         return f"{name} on {self._reservation.host_of(name)}"
 
-    def log_tail(self, name: str, told: str = "") -> str:
+    def log_tail(self, name: str, message: str = "") -> str:
         """The last lines of the process's log files, indented, for an error message.
 
         Args:
-            told: what the message says already; the files that are named there are left out.
+            message: the rest of the error message; files whose names are in it are left out.
         """
         text = ""
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
-            if str(file) in told:
+            if str(file) in message:
                 continue
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-LOG_TAIL_LINES:]
             text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])

@@ -22,8 +22,8 @@ import ray
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import threads_per_process
+from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network import use_interface
-from async_rl.telemetry.metrics import Report
 from async_rl.telemetry.status import Status
 
 
@@ -108,7 +108,7 @@ class RolloutActor:
             self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
         )
 
-    async def run(self) -> AsyncIterator[Report]:
+    async def run(self) -> AsyncIterator[WorkerReport]:
         async for report in self._worker.run():
             yield report
 
@@ -121,7 +121,7 @@ class RolloutActor:
     async def dump_stacks(self) -> None:
         dump_stacks()
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
         return await self._worker.evaluate(version, beside_training=beside_training)
 
     async def stop(self) -> None:
@@ -158,7 +158,7 @@ class LearnerActor:
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(self._config, self._rank, ranks, *master, buffer_address, engine_urls)
 
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[LearnerReport]:
         yield from self._learner.run()
 
     @ray.method(concurrency_group="control")

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
 from async_rl.telemetry.chrome_trace import ChromeTrace
-from async_rl.telemetry.metrics import Metric, MetricsLogger, Report, read_metrics, reduce_metrics
+from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import Sample, Span, Usage
 
@@ -21,7 +22,7 @@ Values = dict[str, float]
 
 
 class RunLog:
-    """Collects Reports in the driver.
+    """Collects the reports of all processes in the driver.
 
     A step's record holds the learner's metrics of that step and what the rollout workers reported since the last one.
     It is written once every learner rank has reported the step, and every rollout pool beyond the step's end: its
@@ -60,7 +61,8 @@ class RunLog:
         """By pool: what ended after the last step but one. Of one state without a gap: one span."""
         self._samples: list[Sample] = []
         """Since the end of the last step but one."""
-        self._pending: list[tuple[Report, float]] = []
+        self._pending: list[tuple[StepDone, float]] = []
+        """Steps of learner/0 that are not logged yet, each with the time.time() of its end."""
         self._from_workers: list[Metric] = []
         self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
@@ -88,23 +90,28 @@ class RunLog:
         self.evals[1:] = [(version, values)]
 
     def add(self, process: str, report: Report) -> None:
-        self._add_usage(report)
-        if process in self._reported_steps:
-            self._reported_steps[process] = report.step
-        for text in report.alarms:
-            self.logger.alarm(text)
-        if report.note and process == "learner/0":
-            self.ended = report.note
-            self.logger.note(report.note)
-            if report.metrics:
-                self.logger.log_late(report.step, reduce_metrics(report.metrics))
-        elif process == "learner/0" and report.metrics:  # of a step
-            end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
-            self._pending.append((report, end_s))
-        elif process.startswith("rollout/"):
-            self._from_workers.extend(report.metrics)
-            newest_s = max((span.end_s for span in report.spans), default=0.0)
-            self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
+        """Take in what `process` has measured, and log the steps that are complete now."""
+        match report:
+            case StepDone():
+                self._add_usage(report.spans, report.samples)
+                self._reported_steps[process] = report.version
+                for text in report.alarms:
+                    self.logger.alarm(text)
+                if process == "learner/0":
+                    end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
+                    self._pending.append((report, end_s))
+            case TrainingEnded():
+                self._add_usage(report.spans)
+                if process == "learner/0":
+                    self.ended = report.reason
+                    self.logger.note(report.reason)
+                    if report.metrics:
+                        self.logger.log_late(report.version, reduce_metrics(report.metrics))
+            case WorkerReport():
+                self._add_usage(report.spans, report.samples)
+                self._from_workers.extend(report.metrics)
+                newest_s = max((span.end_s for span in report.spans), default=0.0)
+                self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
         self._close_steps()
 
     def lost(self, process: str) -> None:
@@ -117,36 +124,36 @@ class RunLog:
         """Whether a step waits for the rollout pools' spans."""
         return bool(self._pending)
 
-    def add_eval(self, report: Report) -> None:
+    def add_eval(self, report: EvaluationDone) -> None:
         """An evaluation the driver asked for, outside any step."""
-        self._add_usage(report)
+        self._add_usage(report.spans)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
-            self._note_eval(report.step, values)
-            self._note_values(report.step, values)
+            self._note_eval(report.version, values)
+            self._note_values(report.version, values)
             self._prune()
-            self.logger.log_eval(report.step, values)
+            self.logger.log_eval(report.version, values)
 
-    def _add_usage(self, report: Report) -> None:
-        for span in report.spans:
+    def _add_usage(self, spans: Sequence[Span], samples: Sequence[Sample] = ()) -> None:
+        for span in spans:
             recent = self._recent.setdefault(span.pool, [])
             last = recent[-1] if recent else None
             if last and (last.state, last.name, last.end_s) == (span.state, span.name, span.start_s):
                 recent[-1] = replace(last, end_s=span.end_s)
             else:
                 recent.append(span)
-        self._samples.extend(report.samples)
+        self._samples.extend(samples)
 
     def _close_steps(self) -> None:
         while self._pending:
             report, end_s = self._pending[0]
-            if report.step > min(self._reported_steps.values()):
+            if report.version > min(self._reported_steps.values()):
                 return
             if end_s > min(self._reported_until_s.values(), default=float("inf")):
                 return
             self._close_step(*self._pending.pop(0))
 
-    def _close_step(self, report: Report, end_s: float) -> None:
+    def _close_step(self, report: StepDone, end_s: float) -> None:
         values = reduce_metrics([*report.metrics, *self._from_workers])
         self._from_workers.clear()
         is_first = not self.step_ends_s
@@ -162,10 +169,10 @@ class RunLog:
             self._measured.update(values.keys())
         self._last_reward = values.get("reward/mean")
         self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
-        self.version = report.step
-        self._note_values(report.step, values)
+        self.version = report.version
+        self._note_values(report.version, values)
         self._prune()
-        self.logger.log(report.step, values)
+        self.logger.log(report.version, values)
 
     def _add_last_step(self, usage: Usage) -> Usage:
         """Not to the usage of the run before the next step closes: a rank tells of its last moments in a step, while

@@ -1,13 +1,13 @@
-"""Who is alive, and who waits longer than it may: the driver asks every process every few seconds what it does."""
+"""The watchdog: it asks every process every few seconds what it does, and finds those that hang."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Set
-from contextlib import suppress
-from typing import Any
+from collections.abc import Set
 
 import ray
+from ray import ObjectRef
 
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
@@ -16,50 +16,54 @@ from async_rl.telemetry.status import Status, write_status
 
 WATCH_INTERVAL_S = 5.0
 ANSWER_S = 0.3
-"""For which the driver waits until all have said what they do; who takes longer is heard at the next turn."""
+"""The watchdog waits so long for answers; a later answer is taken in at the next turn."""
 
 
 class Watchdog:
-    """What each process said last, and when; written to status.json for `async-rl status`."""
+    """Knows what each process said last, and when; writes it to status.json for `async-rl status`."""
 
     def __init__(self, config: Config, processes: ActorGroup) -> None:
         self._config = config
         self._processes = processes
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
-        self._questions: dict[Any, str] = {}
-        self._next_s = 0.0
+        self._questions: dict[asyncio.Task[Status], str] = {}
 
     def begin(self, name: str) -> None:
-        """A process of this name has just been started: nothing is known of it, and it is not silent yet."""
+        """A process of this name has just been started: it has said nothing yet, and does not count as silent."""
         self.forget(name)
         self._heard_s[name] = time.monotonic()
 
     def forget(self, name: str) -> None:
+        """The process is gone: neither its last status nor its silence counts any more."""
         self._statuses.pop(name, None)
-        self._questions = {ref: of for ref, of in self._questions.items() if of != name}
+        for question in [question for question, asked in self._questions.items() if asked == name]:
+            question.cancel()
+            del self._questions[question]
 
-    def look(self) -> Iterator[tuple[str, AsyncRLError]]:
-        """At most every WATCH_INTERVAL_S: hear all, write it down; yields whoever counts as dead, one after the other.
+    async def look(self) -> list[tuple[str, AsyncRLError]]:
+        """After WATCH_INTERVAL_S, ask every process what it does, and write status.json.
 
-        Before the next is looked for, the caller has `forget` or `begin` called for what it ends.
+        Returns:
+            The processes that count as dead, each with the reason.
         """
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + WATCH_INTERVAL_S
+        await asyncio.sleep(WATCH_INTERVAL_S)
         asked = set(self._questions.values())
         for name, actor in self._processes.actors.items():
             if name not in asked:
-                self._questions[actor.status.remote()] = name
-        answered, _ = ray.wait(list(self._questions), num_returns=len(self._questions), timeout=ANSWER_S)
-        for ref in answered:
-            name = self._questions.pop(ref)
-            with suppress(ray.exceptions.RayError):  # its stream tells of its death
-                self._statuses[name] = ray.get(ref)
+                self._questions[asyncio.create_task(_answer(actor.status.remote()))] = name
+        if self._questions:
+            await asyncio.wait(self._questions, timeout=ANSWER_S)
+        for question in [question for question in self._questions if question.done()]:
+            name = self._questions.pop(question)
+            if not isinstance(question.exception(), ray.exceptions.RayError):  # the process's own task sees its death
+                self._statuses[name] = question.result()
                 self._heard_s[name] = time.monotonic()
         self.write_status("running")
-        yield from self._overdue()
-        yield from self._silent(asked.intersection(self._questions.values()))
+        dead = [*self._overdue(), *self._silent(asked.intersection(self._questions.values()))]
+        if dead:
+            await self._processes.dump_stacks()
+        return dead
 
     def write_status(self, note: str) -> None:
         """
@@ -72,34 +76,43 @@ class Watchdog:
         ]
         write_status(self._config.run_dir, known, note)
 
-    def _silent(self, unanswered: Set[str]) -> Iterator[tuple[str, AsyncRLError]]:
-        """Of those who were asked at an earlier turn: had the driver been away, it would have heard none of them."""
-        now_s = time.monotonic()  # what the caller does about one does not count against the next
+    def _silent(self, unanswered: Set[str]) -> list[tuple[str, AsyncRLError]]:
+        """Processes that were asked at an earlier turn and have been silent for too long since.
+
+        Those asked at this turn do not count: had the driver been held up, it would have heard from none of them.
+        """
+        found: list[tuple[str, AsyncRLError]] = []
         for name in sorted(unanswered & self._processes.actors.keys()):
             silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
             outlived_s = self._config.timeouts.wire_s / 3
             if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:
                 silent_s, setting = outlived_s, "a third of timeouts.wire_s: its clients give up after all of it"
-            if now_s - self._heard_s[name] <= silent_s:
+            if time.monotonic() - self._heard_s[name] <= silent_s:
                 continue
             last = self._statuses.get(name)
-            self._processes.dump_stacks()
             kind = ProcessKilledError if name == "buffer" else ProcessDiedError
-            yield name, kind(
+            found.append((name, kind(
                 f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s ({setting}); "
                 f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
-            )
+            )))
+        return found
 
-    def _overdue(self) -> Iterator[tuple[str, AsyncRLError]]:
-        """Whoever waits longer than its own limit, by timeouts.silent_s and more, does not give up by itself."""
-        margin_s = self._config.timeouts.silent_s
+    def _overdue(self) -> list[tuple[str, AsyncRLError]]:
+        """Processes that wait longer than their own limit by more than timeouts.silent_s: they will not give up."""
+        found: list[tuple[str, AsyncRLError]] = []
         for name, status in list(self._statuses.items()):
             waited_s = status.waited_s + time.monotonic() - self._heard_s[name]
-            if name in self._processes.actors and status.limit_s and waited_s > status.limit_s + margin_s:
+            is_overdue = status.limit_s and waited_s > status.limit_s + self._config.timeouts.silent_s
+            if name in self._processes.actors and is_overdue:
                 del self._statuses[name]
-                self._processes.dump_stacks()
-                yield name, WaitTimeoutError(
+                found.append((name, WaitTimeoutError(
                     f"{self._processes.on_host(name)} {status.doing} and has waited {waited_s:.0f} s on "
                     f"{status.waits_on}; {status.limit_s:.0f} s are its limit, which it did not keep. Every process "
                     f"that answers wrote its stacks into its log{self._processes.log_tail(name)}"
-                )
+                )))
+        return found
+
+
+async def _answer(call: ObjectRef) -> Status:
+    status: Status = await call
+    return status

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.config import Config
-from async_rl.telemetry.timeline import Sample, Span
 from async_rl.telemetry.wandb_run import open_wandb_run
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -29,25 +28,6 @@ class Metric:
     value: float
     reduce: Reduction = "mean"
     weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a process hands to the driver: what it measured, and where its time went."""
-
-    step: int
-    """Policy version the report belongs to: the one after training, 1..run.steps; 0 before the first step."""
-    metrics: tuple[Metric, ...] = ()
-    spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    alarms: tuple[str, ...] = ()
-    """Conditions that came up, each a line for the person at the console."""
-    note: str = ""
-    """For the person at the console; a learner's report with a note is not a step's, and its metrics come after one."""
-    eval_due: bool = False
-    """Every server serves version `step`, and a held-out evaluation of it is due."""
-    lost: tuple[tuple[str, str], ...] = ()
-    """(name, URL) of the rollout servers that a push has dropped: alive or not, they get no weights any more."""
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

@@ -53,13 +53,13 @@ class Timeline:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._spans: list[Span] = []
-        self._open: list[tuple[State, float]] = []
+        self._open: list[tuple[State, str, float]] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
         """Record the duration of the block, also if it raises."""
-        entry = (state, time.time())
+        entry = (state, name, time.time())
         with self._lock:
             self._open.append(entry)
         try:
@@ -67,12 +67,12 @@ class Timeline:
         finally:
             with self._lock:
                 self._open.remove(entry)
-            self.add(state, entry[1], time.time(), name)
+            self.add(state, entry[2], time.time(), name)
 
-    def now(self) -> tuple[State, float]:
-        """The state of the innermost open `span`, and its start; `other` if none is open."""
+    def now(self) -> tuple[State, str, float]:
+        """State, name and start of the innermost open `span`; `other` if none is open."""
         with self._lock:
-            return self._open[-1] if self._open else ("other", time.time())
+            return self._open[-1] if self._open else ("other", "", time.time())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
         """Record a span. If the clock was set back in between, the span is empty and not negative."""

@@ -30,7 +30,8 @@ from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import AsyncRLError, ProcessKilledError
-from async_rl.telemetry.metrics import Metric, Report
+from async_rl.messages.reports import EvaluationDone, EvaluationDue, LearnerReport, ServersLost, StepDone, WorkerReport
+from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span
 
@@ -91,35 +92,38 @@ class Rollout(Pretender):
     async def connect(self, address: str) -> None:
         self.note(f"rollout/{self._index} connected")
 
-    async def run(self) -> AsyncIterator[Report]:
+    async def run(self) -> AsyncIterator[WorkerReport]:
         start_s = time.time()
         while True:
             await asyncio.sleep(0.05)
             self.obey()
-            yield Report(step=1, spans=(Span(f"rollout/{self._index}", "busy", start_s, time.time()),))
+            yield WorkerReport(spans=(Span(f"rollout/{self._index}", "busy", start_s, time.time()),))
 
     async def status(self) -> Status:
         return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.time())
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> Report:
+    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
         self.tell("evaluates")
         if self.told("hangs when asked"):
             (self._folder / f"rollout-{self._index}-hangs when asked").unlink()
             time.sleep(1000)
         while not self.told("answers"):
             await asyncio.sleep(0.02)
-        return Report(step=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
+        return EvaluationDone(version=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
 
 
 class Learner(Pretender):
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[LearnerReport]:
         for step in range(1, STEPS):
             start_s = time.time()
             time.sleep(0.05)
             self.obey()
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.time()),)
-            lost = (("rollout/0", "http://old"),) if self.told("drops a server") else ()
-            yield Report(step=step, metrics=(Metric("reward/mean", 1.0),), spans=spans, eval_due=step == 3, lost=lost)
+            yield StepDone(version=step, metrics=(Metric("reward/mean", 1.0),), spans=spans)
+            if self.told("drops a server"):
+                yield ServersLost(servers=(("rollout/0", "http://old"),))
+            if step == 3:
+                yield EvaluationDue(version=step)
             if self.told("ends"):
                 return
 
@@ -182,11 +186,13 @@ class Watched:
             (self.folder / each).touch()
 
     def train(self, revive: Callable[[ProcessKilledError], None] | None = None) -> Supervisor:
-        def fail(death: ProcessKilledError) -> None:
-            raise death
+        async def revive_buffer(death: ProcessKilledError) -> None:
+            if revive is None:
+                raise death
+            revive(death)
 
         supervisor = Supervisor(self.config, self.processes, self.log)
-        supervisor.train("tcp://buffer", revive or fail, StopSignals())
+        supervisor.train("tcp://buffer", revive_buffer, StopSignals())
         return supervisor
 
 

@@ -21,8 +21,9 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.driver.run_log import RunLog
+from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.telemetry.metrics import Metric, Report, read_metrics
+from async_rl.telemetry.metrics import Metric, read_metrics
 from async_rl.telemetry.timeline import Sample, Span, State, Usage
 
 
@@ -37,9 +38,9 @@ def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "",
     )
 
 
-def learner_step(step: int, start_s: float, end_s: float) -> Report:
+def learner_step(step: int, start_s: float, end_s: float) -> StepDone:
     span = Span("learner/0", "busy", start_s, end_s)
-    return Report(step=step, metrics=(Metric("reward/mean", float(step)),), spans=(span,))
+    return StepDone(version=step, metrics=(Metric("reward/mean", float(step)),), spans=(span,))
 
 
 def lines(tmp_path: Path) -> list[dict[str, float]]:
@@ -50,10 +51,10 @@ def test_a_step_is_logged_once_the_rollout_pool_has_reported_beyond_its_end(tmp_
     log = make_log(tmp_path)
     log.add("learner/0", learner_step(1, 0.0, 10.0))
     log.add("learner/0", learner_step(2, 10.0, 20.0))
-    log.add("rollout/0", Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 15.0),)))
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 15.0),)))
     assert [line["step"] for line in lines(tmp_path)] == [1]
     assert log.has_open_steps
-    log.add("rollout/0", Report(step=2, spans=(Span("rollout/0", "wait_weights", 15.0, 25.0),)))
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "wait_weights", 15.0, 25.0),)))
     assert not log.has_open_steps
     second = lines(tmp_path)[1]
     assert second["utilisation/learner"] == 1.0
@@ -73,7 +74,7 @@ def test_what_a_push_after_the_last_step_took_has_a_line_of_its_own(tmp_path: Pa
     log = make_log(tmp_path)
     log.add("learner/0", learner_step(1, 0.0, 10.0))
     pushed = (Metric("push/bytes", 7.0, "sum"),)
-    log.add("learner/0", Report(step=1, metrics=pushed, note="the task is solved"))
+    log.add("learner/0", TrainingEnded(version=1, metrics=pushed, reason="the task is solved"))
     log.close()
     (record,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert (record["reward/mean"], record["late/push/bytes"]) == (1.0, 7.0)
@@ -114,23 +115,26 @@ class MadeRun:
             self._tell(name, [Span(name, "wait_weights", start_s + self._step_s, start_s + self._step_s)], [])
 
     def _tell(self, process: str, spans: list[Span], samples: list[Sample]) -> None:
-        metrics = (Metric("staleness/mean", 1.0),) if process == "learner/0" else ()
-        self._log.add(
-            process, Report(step=self.version, metrics=metrics, spans=tuple(spans), samples=tuple(samples))
-        )
+        measured: dict[str, Any] = {"spans": tuple(spans), "samples": tuple(samples)}
+        if process.startswith("learner"):
+            metrics = (Metric("staleness/mean", 1.0),) if process == "learner/0" else ()
+            self._log.add(process, StepDone(version=self.version, metrics=metrics, **measured))
+        else:
+            self._log.add(process, WorkerReport(**measured))
         self.spans += spans
         self.samples += samples
 
 
 def num_kept(log: RunLog) -> int:
     """Objects that the log leads to, whatever it keeps them in."""
+    kept = (dict, list, tuple, float, Span, Sample, Metric, StepDone, WorkerReport)
     found: dict[int, object] = {}
     new: list[object] = [vars(log)]
     while new:
         found |= {id(each): each for each in new}
         new = [
             each for each in gc.get_referents(*new)
-            if id(each) not in found and isinstance(each, dict | list | tuple | float | Span | Sample | Metric | Report)
+            if id(each) not in found and isinstance(each, kept)
         ]
     return len(found)
 
@@ -168,7 +172,7 @@ def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     for half in range(200):
         span = Span("rollout/0", "wait_weights", half / 2, half / 2 + 0.5)
-        log.add("rollout/0", Report(step=1, spans=(span,)))
+        log.add("rollout/0", WorkerReport(spans=(span,)))
     log.close()
     events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
     assert [event["dur"] for event in events if event["ph"] == "X"] == [100e6]
@@ -211,12 +215,12 @@ def test_a_step_has_the_samples_of_every_pool_however_many_come_in_one_report(tm
 
 def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> None:
     log = make_log(tmp_path, ranks=2)
-    beyond = Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 30.0),))
+    beyond = WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 30.0),))
     log.add("rollout/0", beyond)
     for step, start_s in ((1, 0.0), (2, 10.0)):
         log.add("learner/0", learner_step(step, start_s, start_s + 10.0))
         assert log.has_open_steps
-        log.add("learner/1", Report(step=step, spans=(Span("learner/1", "busy", start_s, start_s + 10.0),)))
+        log.add("learner/1", StepDone(version=step, spans=(Span("learner/1", "busy", start_s, start_s + 10.0),)))
         assert not log.has_open_steps
     assert lines(tmp_path)[1]["utilisation/learner"] == 1.0
     log.close()
@@ -224,7 +228,7 @@ def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> No
 
 def test_a_clock_that_is_set_back_between_two_steps_leaves_a_gap_in_the_metrics_and_ends_no_run(tmp_path: Path) -> None:
     log = make_log(tmp_path)
-    log.add("rollout/0", Report(step=1, spans=(Span("rollout/0", "busy", 0.0, 50.0),)))
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 50.0),)))
     for step, end_s in ((1, 10.0), (2, 4.0), (3, 14.0)):
         log.add("learner/0", learner_step(step, end_s - 2.0, end_s))
     log.close()

@@ -13,7 +13,7 @@ import ray
 
 from async_rl.config import Limit, TimeoutsConfig
 from async_rl.driver import supervisor as supervision
-from async_rl.driver import watchdog as watch
+from async_rl.driver import watchdog
 from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "RolloutActor", Rollout)
-    for module in (supervision, watch):
-        monkeypatch.setattr(module, "WATCH_INTERVAL_S", 0.2)
+    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[Watched] = []
 
     def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> Watched:
@@ -115,7 +114,7 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
     assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]
 
-    supervisor.watch.write_status("running")
+    supervisor.watchdog.write_status("running")
     line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
     assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
     assert line.split()[-2:] == ["1800", "s"]
@@ -222,5 +221,5 @@ def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched
     (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
     supervisor = Supervisor(run.config, run.processes, run.log)
     with pytest.raises(OSError, match="No space left"):
-        supervisor.watch.write_status("running")
+        supervisor.watchdog.write_status("running")
     supervisor.give_up(OSError(28, "No space left on device"))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from async_rl.config import Config
+from async_rl.messages.reports import EvaluationDue, StepDone
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.types import Batch
@@ -66,9 +67,11 @@ def run_assembled(config: Config) -> Run:
             learner._client.batches = result.batches  # type: ignore[attr-defined]
             evaluating = []
             for report in learner.run():
-                result.steps.append(reduce_metrics(report.metrics))
-                if report.eval_due:
-                    evaluating.append(_evaluate(engine, worker, learner, report.step, result))
+                match report:
+                    case StepDone():
+                        result.steps.append(reduce_metrics(report.metrics))
+                    case EvaluationDue():
+                        evaluating.append(_evaluate(engine, worker, learner, report.version, result))
             for evaluation in evaluating:
                 evaluation.result(60)
     finally:

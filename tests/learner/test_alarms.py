@@ -11,7 +11,8 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.driver.run_log import RunLog
 from async_rl.errors import ConfigError
-from async_rl.telemetry.metrics import Metric, Report
+from async_rl.messages.reports import StepDone
+from async_rl.telemetry.metrics import Metric
 from learner.alarms import Alarms, rules_for
 from tests.learner.tiny_batches import make_config
 
@@ -90,7 +91,7 @@ def test_an_alarm_reaches_the_console_and_wandb(
 
     monkeypatch.setattr("async_rl.telemetry.metrics.open_wandb_run", open_fake)
     log = RunLog(make_config(tmp_path / "none"))
-    log.add("learner/0", Report(step=1, alarms=("ALARM at step 1: too stale",)))
+    log.add("learner/0", StepDone(version=1, alarms=("ALARM at step 1: too stale",)))
     log.close()
     assert alerts == ["ALARM at step 1: too stale"]
     assert "ALARM at step 1: too stale" in capsys.readouterr().out

@@ -27,6 +27,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
+from async_rl.messages.reports import EvaluationDue
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, read_training_state
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
@@ -173,7 +174,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert learner._client is not None
     learner._client.calls = publisher.calls  # type: ignore[attr-defined]
     reports = list(learner.run())
-    assert [(report.step, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
+    assert [(report.version, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
@@ -189,10 +190,10 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
     reports = []
     for report in learner.run():
         reports.append(report)
-        if report.step == 2:
+        if report.version == 2:
             learner.stop()
-    assert [report.step for report in reports] == [1, 2, 2]
-    assert reports[-1].note == f"stopped at version 2, checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_2'}"
+    assert [report.version for report in reports] == [1, 2, 2]
+    assert reports[-1].reason == f"stopped at version 2, checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_2'}"
     assert list(list_checkpoints(tmp_path / "run")) == [2]
     assert not (tmp_path / "run" / "model").exists()
 
@@ -251,8 +252,8 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
     def asked(learner: Learner) -> list[int]:
         found = []
         for report in learner.run():
-            if report.eval_due:
-                found.append(report.step)
+            if isinstance(report, EvaluationDue):
+                found.append(report.version)
                 learner.evaluations.ended()
         return found
 

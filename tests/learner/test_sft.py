@@ -32,7 +32,7 @@ def copy_pairs() -> list[tuple[list[int], list[int]]]:
 
 def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
     reports = list(train_sft(config_of(steps=80), copy_pairs(), tmp_path))
-    assert [report.step for report in reports] == [20, 40, 60, 80]
+    assert [report.version for report in reports] == [20, 40, 60, 80]
     losses = [next(m.value for m in report.metrics if m.key == "sft/loss") for report in reports]
     assert losses[-1] < 0.1 < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -47,7 +47,7 @@ def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path:
 
 def test_training_ends_at_the_target_loss(tmp_path: Path) -> None:
     *_, last = train_sft(config_of(steps=400), copy_pairs(), tmp_path, target_loss=0.5)
-    assert 10 <= last.step < 100
+    assert 10 <= last.version < 100
     assert 0.2 < next(m.value for m in last.metrics if m.key == "sft/loss") < 0.5
     assert (tmp_path / "model.safetensors").exists()
 

@@ -25,8 +25,8 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
+from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
-from async_rl.telemetry.metrics import Report
 from async_rl.types import Batch
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
@@ -49,8 +49,9 @@ METRICS = {
 }  # fmt: skip
 
 
-def pushed_bytes(report: Report) -> list[float]:
-    """Of each push that the report tells of."""
+def pushed_bytes(report: LearnerReport) -> list[float]:
+    """Bytes of each push that the report tells of."""
+    assert isinstance(report, StepDone | TrainingEnded)
     return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
 
 
@@ -86,7 +87,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
         ("buffer_checkpoint", 3),
         ("close", -1),
     ]
-    assert [report.step for report in reports] == [1, 2, 3]
+    assert [report.version for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
     for prefix in ("staleness/rollouts_", "by_staleness/0/", "alarm/"):
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
@@ -127,7 +128,7 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
         learner.evaluations.ended()
 
     for report in learner.run():
-        if report.eval_due:
+        if isinstance(report, EvaluationDue):
             threading.Timer(0.3, end_the_evaluation).start()
     assert [call for call, _ in publisher.calls] == [
         "connect", *["release_server_memory", "push", "evaluated"] * 2, "release_server_memory", "push",
@@ -140,7 +141,7 @@ def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
     run = RunConfig(steps=50, seconds=1e-9, dir=str(tmp_path))
     learner = open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3))
     reports = list(learner.run())
-    assert [report.step for report in reports] == [1, 2]  # time counts from the end of the first step
+    assert [report.version for report in reports] == [1, 2]  # time counts from the end of the first step
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
@@ -156,7 +157,8 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
     monkeypatch.setattr(FakeClient, "take_raw", take_raw)
     run = RunConfig(steps=50, dir=str(tmp_path))
     reports = list(open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3)).run())
-    assert [(report.step, report.note) for report in reports] == [(1, ""), (2, ""), (2, "the task is solved")]
+    assert [report.version for report in reports] == [1, 2, 2]
+    assert isinstance(reports[-1], TrainingEnded) and reports[-1].reason == "the task is solved"
     assert [pushed_bytes(report) for report in reports] == [[], [], [7.0]]
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

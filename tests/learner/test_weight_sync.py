@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
+from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.trainer import Learner
 from tests.learner.fakes import FakeClient, FakePublisher, until_someone_waits
@@ -52,11 +53,13 @@ def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
     reports = learner.run()
     early = next(reports)
     back.join()
-    assert (early.step, early.metrics, early.lost) == (0, (), (("rollout/0", "http://x"),))
+    assert early == ServersLost(servers=(("rollout/0", "http://x"),))
     assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
     publisher.dies_next = "rollout/1"
     publisher.servers["rollout/2"] = "http://y"
-    assert [(report.step, report.lost) for report in reports] == [(1, (("rollout/1", "http://new"),)), (2, ())]
+    first, lost, second = reports
+    assert lost == ServersLost(servers=(("rollout/1", "http://new"),))
+    assert [report.version for report in (first, second)] == [1, 2]
 
 
 def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admission_for_it(
@@ -76,13 +79,14 @@ def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admiss
     reports = []
     for report in learner.run():
         reports.append(report)
-        if len(reports) == 3:  # the evaluation of version 2 still runs
+        if len(reports) == 4:  # the evaluation of version 2 still runs
             back = joining(learner)
             threading.Timer(0.3, end_the_evaluation).start()
-        if len(reports) == 4:  # that of version 3
+        if len(reports) == 5:  # that of version 3
             end_the_evaluation()
     back.join()
-    assert [(r.step, r.eval_due) for r in reports] == [(1, False), (2, True), (3, False), (3, True), (4, False)]
+    kinds = [(type(report), report.version) for report in reports]
+    assert kinds == [(StepDone, 1), (StepDone, 2), (EvaluationDue, 2), (StepDone, 3), (EvaluationDue, 3), (StepDone, 4)]
     at = calls.index(("trained", 3))
     held, *rest = calls[at + 1 : at + 5]
     assert (held, rest) == (("evaluated", -1), [("await_push", 3), ("push", 3), ("served", 3)])

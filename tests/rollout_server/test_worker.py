@@ -24,7 +24,8 @@ from async_rl.config import (
     TimeoutsConfig,
 )
 from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
-from async_rl.telemetry.metrics import Report, reduce_metrics
+from async_rl.messages.reports import WorkerReport
+from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
 from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
@@ -99,13 +100,13 @@ def running_buffer(config: Config) -> Iterator[BufferServer]:
 def rolled_out(
     config: Config, engine: Any, reward: Callable[[Prompt, str], float], steps: int = 1,
     beside: Callable[[Worker], Awaitable[Any]] | None = None,
-) -> tuple[list[Batch], list[Report], BufferServer, Any]:
+) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
     """Run a worker beside a learner that only counts versions, for `steps` batches."""
 
-    async def run(server: BufferServer) -> tuple[list[Batch], list[Report], Any]:
+    async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
         await engine.start()
         worker = Worker(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER, server.address)
-        reports: list[Report] = []
+        reports: list[WorkerReport] = []
 
         async def collect() -> None:
             async for report in worker.run():
@@ -151,7 +152,7 @@ def learn(address: str, config: Config, steps: int, push: Callable[[int], None])
         client.close()
 
 
-def metric_values(reports: list[Report]) -> dict[str, float]:
+def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
     return reduce_metrics(metric for report in reports for metric in report.metrics)
 
 
@@ -304,7 +305,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
     # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
     assert values["eval/accuracy"] == pytest.approx(8 / 12)
     assert values["eval/reward"] == pytest.approx(9 / 12)
-    assert (values["eval/failed"], values["eval/version"], report.step) == (2, 9, 9)
+    assert (values["eval/failed"], values["eval/version"], report.version) == (2, 9, 9)
     asked = [request for request in engine.requests if request.group_id < 0]
     assert [request.prompt.text for request in asked] == [prompt.text for prompt in held_out]
     assert {request.n for request in asked} == {2}

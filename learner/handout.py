@@ -1,0 +1,85 @@
+"""What the learner does next: rank 0 asks the buffer, and every rank gets the same answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from async_rl.errors import NothingToLearnError
+from buffer.client import LearnerClient
+from learner.ranks import broadcast_frames
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFrames:
+    """A batch as the buffer sent it, for `decode_batch`."""
+
+    frames: Sequence[bytes | memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class PushWanted:
+    """A rollout server came back and waits for weights; the batch is asked for again after the push."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The user has stopped the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToLearn:
+    """The buffer will hand out no batch any more."""
+
+    reason: str
+
+
+Handout = BatchFrames | PushWanted | Stopped | NothingToLearn
+
+
+def ask_buffer(
+    client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
+) -> Handout:
+    """Wait for batch number `version`, or for the first of the other reasons to go on.
+
+    Args:
+        is_stopping, is_push_wanted: asked every few seconds.
+
+    Raises:
+        WaitTimeoutError: none of them within timeouts.batch_s.
+    """
+    try:
+        frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())
+    except NothingToLearnError as error:
+        return NothingToLearn(str(error))
+    if frames:
+        return BatchFrames(frames)
+    return Stopped() if is_stopping() else PushWanted()
+
+
+def share_handout(handout: Handout | None, device: torch.device) -> Handout:
+    """Rank 0's `handout` on every rank; the others pass None. Collective.
+
+    It travels as frames: first a header with the kind and the reason, then those of a batch.
+    """
+    message: list[bytes | memoryview] = []
+    if handout is not None:
+        reason = handout.reason if isinstance(handout, NothingToLearn) else ""
+        message.append(json.dumps([type(handout).__name__, reason]).encode())
+    if isinstance(handout, BatchFrames):
+        message += handout.frames
+    header, *frames = broadcast_frames(message, device)
+    kind, reason = json.loads(header)
+    match kind:
+        case "BatchFrames":
+            return BatchFrames(frames)
+        case "PushWanted":
+            return PushWanted()
+        case "Stopped":
+            return Stopped()
+        case "NothingToLearn":
+            return NothingToLearn(reason)
+    raise AssertionError(f"rank 0 sent an unknown kind of hand-out: {kind}")

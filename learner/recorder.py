@@ -1,0 +1,64 @@
+"""Everything a learner rank measures between two reports to the driver, collected in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from async_rl.telemetry.metrics import Metric
+from async_rl.telemetry.nvml import GpuSampler
+from async_rl.telemetry.timeline import Sample, Span, Timeline
+
+STEP_TIMES = {
+    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
+    "drain": "time/drain_s", "held push": "time/held_by_eval_s",
+}
+"""Metric that the seconds of a span are counted in, by the span's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What `Recorder.take` hands out."""
+
+    metrics: list[Metric]
+    spans: tuple[Span, ...]
+    """This rank's, and those of the servers that its pushes held up."""
+    samples: tuple[Sample, ...]
+
+
+class Recorder:
+    """Collects this rank's spans, its GPUs' load, and what its pushes measured."""
+
+    def __init__(self, pool: str) -> None:
+        self.timeline = Timeline(pool)
+        self._gpus = GpuSampler(pool)
+        self._metrics: list[Metric] = []
+        self._spans: list[Span] = []
+
+    def add(self, metrics: Iterable[Metric], spans: Iterable[Span] = ()) -> None:
+        self._metrics += metrics
+        self._spans += spans
+
+    def take(self) -> Recorded:
+        """Everything since the last call; each thing is handed out once."""
+        recorded = Recorded(self._metrics, (*self.timeline.drain(), *self._spans), self._gpus.drain())
+        self._metrics, self._spans = [], []
+        return recorded
+
+    def close(self) -> None:
+        self._gpus.close()
+
+
+def step_times(spans: Sequence[Span], pool: str) -> list[Metric]:
+    """Seconds of a step by what they were spent on: `time/wait_data_s` waiting for a batch, `time/train_s` on the
+    update, `time/sync_s` on pushes and on taking the servers' memory; where there was any, `time/drain_s` and
+    `time/held_by_eval_s` on what a push had to wait for. Checkpoints are in none of them.
+
+    Args:
+        pool: whose spans count.
+    """
+    seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
+    for span in spans:
+        if span.pool == pool and (key := STEP_TIMES.get(span.name)):
+            seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    return [Metric(key, value, "sum") for key, value in seconds.items()]

@@ -121,7 +121,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.limit("server_start_s"), "the start"
     )
     master = processes.gather(
-        {"learner/0": learners["learner/0"].free_address.remote()}, timeouts.limit("join_s"), "the address"
+        {"learner/0": learners["learner/0"].listen.remote()}, timeouts.limit("join_s"), "the address"
     )["learner/0"]
     processes.gather(
         {name: actor.connect.remote(address) for name, actor in rollouts.items()},

@@ -1,4 +1,4 @@
-"""The processes of a run as Ray actors; async_rl/driver/actor_group.py starts and ends them.
+"""The Ray actors of a run: buffer, rollout servers, learner ranks. async_rl/driver/actor_group.py starts and ends them.
 
 Ray carries control only: no trajectory and no weight passes through it. Each process writes its own log file under
 `run_dir/logs`, whose last lines go into the error when it dies.
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -26,12 +27,16 @@ from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerRepor
 from async_rl.network import use_interface
 from async_rl.telemetry.status import Status
 
+if TYPE_CHECKING:
+    from rollout_server.engines.base import Engine
+    from rollout_server.rewards.base import Reward
+
 
 class BufferActor:
     """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others.
 
     Args:
-        port: where a buffer that died was found, for the one that goes on from its journal; else that of the config.
+        port: for a buffer that replaces one that died: the port of that one. 0: network.port.
     """
 
     def __init__(self, folder: str, config: Config, port: int = 0) -> None:
@@ -42,7 +47,7 @@ class BufferActor:
         self._stop = threading.Event()
 
     def start(self) -> str:
-        """Open the buffer; returns its address. Not in __init__: Ray would wrap what is raised there in its own error.
+        """Open the buffer; returns its address. (Ray would wrap an error out of `__init__` in one of its own.)
 
         Raises:
             AsyncRLError: see BufferServer.
@@ -83,7 +88,12 @@ class RolloutActor:
         self._index = index
 
     async def start(self) -> str:
-        """Bring the engine up on version 0; returns the URL that weights are pushed to."""
+        """Start the engine with version 0; returns the URL to which weights are pushed."""
+        self._engine = await asyncio.to_thread(self._open_engine)  # from a slow disk it may take longer than silent_s
+        await self._engine.start()
+        return self._engine.url
+
+    def _open_engine(self) -> Engine:
         from async_rl.storage.model_folder import load_tokenizer
         from rollout_server.engines.base import open_engine
         from rollout_server.tasks.base import open_task
@@ -94,19 +104,24 @@ class RolloutActor:
             torch.set_num_threads(threads_per_process(self._config))
 
         self._tokenizer = load_tokenizer(self._config.model.path)
-        self._task = await asyncio.to_thread(open_task, self._config, self._tokenizer)
-        self._engine = open_engine(self._config, self._index, self._config.run_dir / "logs")
-        await self._engine.start()
-        return self._engine.url
+        self._task = open_task(self._config, self._tokenizer)
+        return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str) -> None:
-        from rollout_server.rewards.base import open_reward
-        from rollout_server.worker import Worker
+        """Open the worker, which talks to the buffer at this address once it runs."""
+        reward = await asyncio.to_thread(self._open_reward)
 
-        reward = open_reward(self._config, self._task)
+        from rollout_server.worker import Worker  # `_open_reward` has imported it
+
         self._worker = Worker(
             self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
         )
+
+    def _open_reward(self) -> Reward:
+        import rollout_server.worker  # noqa: F401
+        from rollout_server.rewards.base import open_reward
+
+        return open_reward(self._config, self._task)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         async for report in self._worker.run():
@@ -132,7 +147,9 @@ class RolloutActor:
 
 
 def learner_threads(config: Config) -> dict[str, int]:
-    """By concurrency group of LearnerActor: all servers may wait for weights at once, and no other call for them."""
+    """The number of threads of each concurrency group of LearnerActor. In `join` every server may wait for weights at
+    once; `control` calls never wait for them.
+    """
     return {"control": 8, "join": config.placement.rollout.servers}
 
 
@@ -143,11 +160,16 @@ class LearnerActor:
         self._config = enter(folder, config, f"learner-{rank}")
         pin_cpus(config, config.placement.rollout.servers + rank)
         self._rank = rank
+        self._listener: socket.socket | None = None
 
-    def free_address(self) -> tuple[str, int]:
-        """Where this host can serve the rendezvous of all ranks."""
-        with socket.create_server((self._config.network.host, 0)) as probe:
-            return probe.getsockname()[:2]
+    def listen(self) -> tuple[str, int]:
+        """Open the port at which rank 0 will serve the rendezvous of all ranks; returns (address, port).
+
+        The socket stays open, so that no other process can take the port.
+        """
+        self._listener = socket.create_server((self._config.network.host, 0))
+        address: tuple[str, int] = self._listener.getsockname()[:2]
+        return address
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch
@@ -156,7 +178,9 @@ class LearnerActor:
 
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
-        self._learner = Learner(self._config, self._rank, ranks, *master, buffer_address, engine_urls)
+        self._learner = Learner(
+            self._config, self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
+        )
 
     def run(self) -> Iterator[LearnerReport]:
         yield from self._learner.run()
@@ -168,7 +192,7 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """A rollout server came back at `url`: returns once it has the current weights, with their version."""
+        """Have the next push include rollout server `name`, new at `url`; returns the version it got by that push."""
         self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
         return self._learner.version
 
@@ -191,7 +215,7 @@ class LearnerActor:
 
 
 def enter(folder: str, config: Config, name: str) -> Config:
-    """What every process of a run does first; returns the config as it holds on this host.
+    """Set up the process: working directory, log file, network interface. Returns the config as it holds on this host.
 
     Args:
         folder: the driver's working directory: paths of the config are relative to it.
@@ -208,15 +232,15 @@ def enter(folder: str, config: Config, name: str) -> Config:
 
 
 def use_huge_pages() -> None:
-    """For torch's large tensors on the CPU: taking a fresh one page by page costs more than filling it.
+    """Have torch allocate large CPU tensors in huge pages: page by page, that takes longer than filling the tensor.
 
-    Holds for this process and what it starts, if called before torch makes a tensor.
+    Must be called before torch makes a tensor. Child processes inherit the setting.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def dump_stacks() -> None:
-    """What every thread of this process does, into its log file."""
+    """Write the stack of every thread into this process's log file."""
     faulthandler.dump_traceback(file=2, all_threads=True)
 
 
@@ -244,7 +268,8 @@ def pin_cpus(config: Config, number: int) -> None:
 
 
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
-    """
+    """The cores of process `number`: every process of the run gets equally many.
+
     Raises:
         ConfigError: there are fewer cores than processes.
     """

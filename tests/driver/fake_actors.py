@@ -29,7 +29,7 @@ from async_rl.driver.placement import Reservation
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.supervisor import Supervisor
-from async_rl.errors import AsyncRLError, ProcessKilledError
+from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue, LearnerReport, ServersLost, StepDone, WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.status import Status
@@ -131,6 +131,8 @@ class Learner(Pretender):
     def join_server(self, name: str, url: str) -> int:
         while self.told("has no weights to give"):
             time.sleep(0.05)
+        if self.told("can not push"):
+            raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.batch_s) for the learner's current weights")
         return 5
 
     @ray.method(concurrency_group="control")

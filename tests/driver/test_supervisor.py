@@ -131,6 +131,14 @@ def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -
     assert len(lost) == run.notes.count(back) == 1
 
 
+def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(watched: Any) -> None:
+    run = watched()
+    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-can not push")
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 1800 s .*\nraised in learner/0 on 10\.0\.0\.9"):
+        run.train()
+    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1  # for the push, not the join
+
+
 def test_a_learner_that_every_server_waits_on_for_weights_still_says_what_it_does(watched: Any) -> None:
     run = watched(servers=9)
     learner = run.processes.actors["learner/0"]

@@ -5,6 +5,8 @@ import dataclasses
 import os
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import (
+    CheckpointConfig,
     Config,
     EvalConfig,
     PlacementConfig,
@@ -56,9 +59,10 @@ def pushed_bytes(report: LearnerReport) -> list[float]:
 
 
 def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return Learner(make_config(path, **overrides), 0, 1, "127.0.0.1", port, buffer_address, ["http://x"])
+    listener = socket.create_server(("127.0.0.1", 0))
+    return Learner(
+        make_config(path, **overrides), 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener
+    )
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(
@@ -177,6 +181,44 @@ def test_in_exact_mode_a_push_waits_for_the_buffer(
     list(learner.run())
     assert publisher.calls[3:6] == [("trained", 1), ("await_push", 1), ("push", 1)]
     assert ("await_push", 2) not in publisher.calls  # after the last step nothing waits
+
+
+def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=1),
+        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9), staleness=StalenessConfig(max=0),
+        placement=PlacementConfig(colocated=True), eval=EvalConfig(every_steps=1, pin_version=True),
+        weight_sync=WeightSyncConfig(on_update="drain", verify=False),
+    )
+    for slow in ("FakeClient.buffer_checkpoint", "FakeClient.await_push", "FakePublisher.release_server_memory"):
+        monkeypatch.setattr(f"tests.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
+    for report in learner.run():
+        if isinstance(report, EvaluationDue):
+            threading.Timer(0.2, learner.evaluations.ended).start()
+            continue
+        assert isinstance(report, StepDone)
+        values = {metric.key: metric.value for metric in report.metrics}
+        spent_s: Counter[str] = Counter()
+        for span in report.spans:
+            if span.pool == "learner/0":
+                spent_s[span.state if span.name != "drain" else "drain"] += span.end_s - span.start_s
+        for key, state in (("wait_data", "wait_data"), ("train", "busy"), ("sync", "sync"), ("held_by_eval", "eval")):
+            assert values[f"time/{key}_s"] == pytest.approx(spent_s[state], rel=1e-6)
+        assert values.get("time/drain_s", 0.0) == pytest.approx(spent_s["drain"], rel=1e-6)
+
+
+def test_a_learner_that_drains_says_that_it_waits_for_running_groups(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(on_update="drain")
+    )
+    said: list[str] = []
+    monkeypatch.setattr(FakeClient, "await_push", lambda *_: said.append(learner.status().doing))
+    list(learner.run())
+    assert said == ["waits for running groups to end"]
 
 
 def test_two_runs_with_one_seed_give_the_same_weights(

@@ -1,0 +1,65 @@
+"""The actors as plain objects: each is made without its `__init__`, which would redirect this process's output."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.driver.actors import LearnerActor, RolloutActor
+
+
+def config_of(folder: Path) -> Config:
+    return Config(
+        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), run=RunConfig(dir=str(folder))
+    )
+
+
+@pytest.mark.parametrize("loaded", [
+    "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
+    "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
+])
+def test_a_server_answers_while_it_loads_from_a_slow_disk(
+    loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_loading, has_answered = threading.Event(), threading.Event()
+
+    def load(*_: Any) -> None:
+        is_loading.set()
+        if not has_answered.wait(20):
+            raise AssertionError("the event loop stood still while the actor loaded")
+        raise InterruptedError("enough")
+
+    for name in ("storage.model_folder.load_tokenizer", "tasks.base.open_task", "engines.base.open_engine"):
+        package = "async_rl" if name.startswith("storage") else "rollout_server"
+        monkeypatch.setattr(f"{package}.{name}", lambda *_: None)
+    monkeypatch.setattr(loaded, load)
+    actor = RolloutActor.__new__(RolloutActor)
+    actor._config, actor._index, actor._task, actor._started_s = config_of(tmp_path), 0, None, 0.0  # type: ignore[assignment]
+
+    async def answer() -> None:
+        await asyncio.to_thread(is_loading.wait, 20)
+        assert (await actor.status()).doing == "starts its engine"
+        has_answered.set()
+
+    async def run() -> None:
+        begun = actor.connect("tcp://none") if loaded.endswith("open_reward") else actor.start()
+        results = await asyncio.gather(begun, answer(), return_exceptions=True)
+        assert [type(result) for result in results] == [InterruptedError, type(None)]
+
+    asyncio.run(run())
+
+
+def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(tmp_path: Path) -> None:
+    actor = LearnerActor.__new__(LearnerActor)
+    actor._config = config_of(tmp_path)
+    address = actor.listen()
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(address)
+    assert actor._listener is not None
+    actor._listener.close()

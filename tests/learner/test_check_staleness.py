@@ -14,11 +14,11 @@ from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective, policy_normaliser
-from learner.check_staleness import check_staleness
+from learner.check_staleness import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.train_step import Updater
-from tests.learner.tiny_batches import make_batch, make_config, make_minibatch
+from tests.learner.tiny_batches import make_batch, make_config, make_group, make_minibatch, make_rollout
 
 MASK = StalenessConfig(max=1, late="mask")
 
@@ -100,3 +100,30 @@ def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward
     values = {m.key: m.value for m in Updater(config, torch.device("cpu")).update(masked)}
     assert values["staleness/max"] <= 1
     assert values["batch/rollouts"] == 12 and np.isfinite(values["policy/loss"])
+
+
+def batch_with_versions(versions: list[int], version: int) -> Batch:
+    rollout = make_rollout([5] * len(versions), [-1.0] * len(versions), 1.0)
+    rollout.versions[:] = np.array(versions)
+    return Batch(
+        version=version, groups=(make_group(7, [3], [rollout], versions[0]),), finished_versions=(version,)
+    )
+
+
+@pytest.mark.parametrize("versions", [[3, 4, 5], [5], [3]])
+def test_tokens_within_the_bound_pass(versions: list[int]) -> None:
+    check_bound(batch_with_versions(versions, 5), 5, 2)
+
+
+def test_one_token_too_old_is_enough_and_the_error_names_group_versions_and_bound() -> None:
+    with pytest.raises(StalenessError) as error:
+        check_bound(batch_with_versions([2, 5, 5, 5], 5), 5, 2)
+    for part in ("group 7", "version 2,", "version 5", "staleness.max is 2"):
+        assert part in str(error.value)
+
+
+def test_a_token_from_the_future_and_a_batch_for_another_version_are_refused() -> None:
+    with pytest.raises(StalenessError, match="token of version 6"):
+        check_bound(batch_with_versions([5, 6], 5), 5, 2)
+    with pytest.raises(StalenessError, match="version 5 to a learner of version 4"):
+        check_bound(batch_with_versions([4], 5), 4, 2)

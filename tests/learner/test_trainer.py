@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,14 +29,12 @@ from async_rl.config import (
 from async_rl.errors import NothingToLearnError, StalenessError
 from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
-from async_rl.types import Batch
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import trainer
-from learner.check_staleness import check_bound
 from learner.trainer import Learner
 from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.tiny_batches import make_batch, make_config, make_group, make_rollout
+from tests.learner.tiny_batches import make_batch, make_config
 
 METRICS = {
     "batch/rollouts", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
@@ -314,33 +311,6 @@ def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
     staleness = [{m.key: m.value for m in report.metrics}["staleness/max"] for report in reports]
     assert staleness[0] == 0 and max(staleness) == 1
     assert "buffer/depth" in {metric.key for metric in reports[0].metrics}
-
-
-def batch_with_versions(versions: list[int], version: int) -> Batch:
-    rollout = make_rollout([5] * len(versions), [-1.0] * len(versions), 1.0)
-    rollout.versions[:] = np.array(versions)
-    return Batch(
-        version=version, groups=(make_group(7, [3], [rollout], versions[0]),), finished_versions=(version,)
-    )
-
-
-@pytest.mark.parametrize("versions", [[3, 4, 5], [5], [3]])
-def test_tokens_within_the_bound_pass(versions: list[int]) -> None:
-    check_bound(batch_with_versions(versions, 5), 5, 2)
-
-
-def test_one_token_too_old_is_enough_and_the_error_names_group_versions_and_bound() -> None:
-    with pytest.raises(StalenessError) as error:
-        check_bound(batch_with_versions([2, 5, 5, 5], 5), 5, 2)
-    for part in ("group 7", "version 2,", "version 5", "staleness.max is 2"):
-        assert part in str(error.value)
-
-
-def test_a_token_from_the_future_and_a_batch_for_another_version_are_refused() -> None:
-    with pytest.raises(StalenessError, match="token of version 6"):
-        check_bound(batch_with_versions([5, 6], 5), 5, 2)
-    with pytest.raises(StalenessError, match="version 5 to a learner of version 4"):
-        check_bound(batch_with_versions([4], 5), 4, 2)
 
 
 def test_every_rank_gets_the_frames_of_rank_zero(two_ranks: list[dict[str, Any]]) -> None:

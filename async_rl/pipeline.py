@@ -9,15 +9,15 @@
                    ^                                                                   |
                    +------ weights of version v+1 (nccl | gloo | cuda_ipc | disk) -----+
 
-    loop              where                     consumes          waits for                 unblocked by
-    admit + generate  rollout_server/worker.py  slots, prompts    a free slot               served(v)
-    hand out          buffer/server.py          rollout groups    B groups, none expiring   put(group)
-    train             learner/trainer.py        a batch           the buffer's hand-out     its own push
-    watch             async_rl/driver/supervisor.py   reports           any process               a report, a crash
+    loop              where                          consumes        waits for                unblocked by
+    admit + generate  rollout_server/worker.py       slots, prompts  a free slot              served(v)
+    hand out          buffer/server.py               rollout groups  B groups, none expiring  put(group)
+    train             learner/trainer.py             a batch         the buffer's hand-out    its own push
+    supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
 
-Where each process runs is async_rl/driver/placement.py's, what it is async_rl/driver/actors.py's.
+async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
-buffer grants ahead. Nothing below looks at it, but that a server on the learner's GPU takes turns with it at 0.
+buffer grants ahead. No code below depends on it, except that at 0 a server may share the learner's GPU in turns.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def run(config: Config) -> dict[str, Any]:
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to go on.
     """
     check_inputs(config)
-    with StopSignals() as interrupts, open_run_dir(config) as config, full_disk_named(config.run_dir):
-        summary = _run(config, interrupts)
-    if interrupts.requested:
+    with StopSignals() as signals, open_run_dir(config) as config, full_disk_named(config.run_dir):
+        summary = _run(config, signals)
+    if signals.requested:
         raise KeyboardInterrupt(f"go on with: async-rl train --resume {config.run_dir}")
     return summary
 
 
-def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
+def _run(config: Config, signals: StopSignals) -> dict[str, Any]:
     run_dir = config.run_dir
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
-        interrupts.install()
+        signals.install()
         log.logger.note(f"run directory: {run_dir}")
         for caution in cautions(config):
             log.logger.note(f"caution: {caution}")
@@ -82,9 +82,9 @@ def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume:
                 _evaluate(config, processes, log, "rollout/0", version=0)
-            supervisor.train(buffer_address, revive_buffer, interrupts)
+            supervisor.train(buffer_address, revive_buffer, signals)
             servers = supervisor.end_restarts()
-            if not interrupts.requested:
+            if not signals.requested:
                 _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, log, revive_buffer)
             supervisor.watchdog.write_status("ended as it should")
@@ -92,7 +92,7 @@ def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
             supervisor.give_up(error)
             raise
         finally:
-            processes.stop(0 if interrupts.at_once else config.timeouts.shutdown_s)
+            processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
@@ -100,10 +100,7 @@ def _run(config: Config, interrupts: StopSignals) -> dict[str, Any]:
 
 
 def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
-    """Bring up the buffer, every rollout server and every learner rank, and introduce them to each other.
-
-    Returns the buffer's address.
-    """
+    """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address."""
     from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
 
     timeouts = config.timeouts
@@ -115,7 +112,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
-    # First, as it is quick: what is wrong in `network` is known before a server has loaded its model.
+    # The buffer starts first, in an instant: a mistake in `network` is found before any server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, timeouts.limit("join_s"), "the start")["buffer"]
     urls = processes.gather(
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.limit("server_start_s"), "the start"
@@ -146,7 +143,9 @@ def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, ver
 
 
 def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
-    """On the first of `servers` that lives to its end. The model is saved: without any, only this number is missing."""
+    """Evaluate the trained model on the first of `servers` that answers. If none does, a note says how to do it later:
+    the model is saved.
+    """
     if config.eval.size == 0:
         return
     for name in servers:
@@ -168,8 +167,8 @@ async def _revive_buffer(
 ) -> None:
     """Start another buffer with the journal and at the address of the one that died.
 
-    Workers and learner do not notice: they repeat what was not answered, for timeouts.wire_s. That also ends a run
-    whose buffer dies again and again.
+    Workers and learner repeat each request that was not answered, for at most timeouts.wire_s. So they survive the
+    change, and a run whose buffer dies again and again ends.
 
     Raises:
         ProcessKilledError: `death`, if there is no journal.
@@ -187,9 +186,7 @@ async def _revive_buffer(
 def _close_buffer(
     config: Config, processes: ActorGroup, log: RunLog, revive_buffer: ReviveBuffer
 ) -> dict[str, float]:
-    """End the rollout workers, then the buffer, which checks that every admitted group is accounted for, also
-    those of a worker that died since training ended.
-    """
+    """End the rollout workers, then the buffer; returns its counters, which account for every admitted group."""
     workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
     for name, call in workers.items():
         try:
@@ -240,7 +237,7 @@ def dry_run(config: Config) -> str:
 
 
 def cautions(config: Config) -> list[str]:
-    """What works, but may not be what was meant; a line each."""
+    """Settings that work but may not be what the user meant, each as a line of text."""
     if config.rollout.top_p == 1:
         return []
     return [

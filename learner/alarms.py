@@ -1,7 +1,7 @@
-"""Says aloud, once, that a measured value has left the range in which training is known to work.
+"""Alarms: a metric has left the range in which training is known to work.
 
-Rank 0 of the learner checks every step. A text goes to the console and to wandb; `alarm/<name>` is 1 in the metrics
-while the condition lasts, and 0 otherwise.
+Rank 0 of the learner checks every step. The first step of a condition gives a text for the console and wandb; the
+metric `alarm/<name>` is 1 while the condition lasts, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Rule:
     key: str
     limit: float
     is_floor: bool
-    """The value must not be below the limit; else its magnitude must not be above."""
+    """True: the value must not be below the limit. False: its magnitude must not be above the limit."""
     advice: str
-    """What it means, and the knob to turn."""
+    """What the condition means, and which setting to change."""
 
     def is_broken(self, value: float) -> bool:
         return value < self.limit if self.is_floor else not abs(value) <= self.limit
 
 
 def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
-    """Those of docs/algorithms.md. Rounding sets the mismatch: bfloat16 gets ten times more room."""
+    """The rules of docs/algorithms.md. In bfloat16 rounding alone makes a ten times larger mismatch than in float32."""
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
     return (
         Rule(
@@ -70,16 +70,16 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
 
 
 class Alarms:
-    """Remembers which conditions last."""
+    """Checks the rules step by step and remembers which conditions last."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
         self._active: set[str] = set()
 
     def check(self, step: int, metrics: Sequence[Metric]) -> tuple[tuple[str, ...], list[Metric]]:
-        """(a text for each condition that is new at this step, `alarm/<name>` of each condition that was measured).
+        """Returns (a text for each condition that began with this step, `alarm/<name>` of each that was measured).
 
-        A condition whose metric is missing stays as it is.
+        A condition whose metric was not measured stays as it was.
         """
         values = {metric.key: metric.value for metric in metrics}
         texts = []

@@ -1,4 +1,4 @@
-"""Which versions are evaluated beside training, and the push that waits for it (eval.pin_version)."""
+"""Decides which versions are evaluated beside training; with eval.pin_version the next push waits for the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.errors import WaitTimeoutError
 
 
 class EvalSchedule:
-    """Told by the learner of every version that all servers serve, and by the driver, from another thread, of ends."""
+    """Kept by a learner rank. The driver reports the end of each evaluation from another thread."""
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
@@ -19,11 +19,14 @@ class EvalSchedule:
         self._idle.set()
 
     def resume(self, version: int) -> None:
-        """The evaluation of `version`, if one was due, may have been cut short."""
+        """Training goes on from `version`: an evaluation that was due then is due again, as it may not have ended."""
         self._served = version - 1
 
     def served(self, version: int) -> bool:
-        """Whether an evaluation of `version` is due: the first since another multiple of eval.every_steps."""
+        """Every server serves `version` now; returns whether an evaluation of it is due.
+
+        That is so for the first version served at or after each multiple of eval.every_steps.
+        """
         before, self._served = self._served, version
         if self._eval.every_steps == 0 or self._eval.size == 0:
             return False
@@ -33,14 +36,14 @@ class EvalSchedule:
         return is_due
 
     def ended(self) -> None:
-        """No evaluation runs, or nobody wants it any more."""
+        """The evaluation has ended, or its result is not wanted any more: pushes need not wait for it."""
         self._idle.set()
 
     def wait(self) -> None:
-        """Until the evaluation that pins the version, if any, has ended.
+        """Wait until the evaluation that pins the version has ended, if one runs.
 
         Raises:
-            WaitTimeoutError: not within timeouts.eval_s.
+            WaitTimeoutError: it did not end within timeouts.eval_s.
         """
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(

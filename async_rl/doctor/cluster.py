@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_rl.config import Config
 from async_rl.doctor.host import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
-from async_rl.driver.resources import assign, bundles
+from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import open_store, use_interface
 from async_rl.storage.model_folder import load_tokenizer
@@ -150,7 +150,7 @@ def _placement(config: Config) -> Check:
     """Whether the nodes offer the CPUs and GPUs of the run, and whether these are free."""
     hosts = ray_hosts()
     try:
-        wanted = bundles(config, sum(host.gpus for host in hosts))
+        wanted = host_demands(config, sum(host.gpus for host in hosts))
         chosen = assign(wanted, hosts)
     except ConfigError as error:
         return Check("placement", "broken", str(error))

@@ -1,8 +1,8 @@
-"""Who runs where: Ray sets aside what async_rl/driver/resources.py asks of each host.
+"""Where each process runs: Ray reserves what async_rl/driver/resources.py asks of each host.
 
-    reserve(config)    a placement group, STRICT_SPREAD over the hosts
-    explain(config)    the same without Ray's part, beforehand (`--dry-run`)
-    resolve_placement(...)        what only the placement could decide
+    reserve(config)           a placement group, STRICT_SPREAD over the hosts
+    explain(config)           the placement as text, before anything is reserved (`--dry-run`)
+    resolve_placement(...)    the settings that depend on the placement
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.driver.resources import JOIN_COMMANDS, Bundle, Host, assign, bundles, compact
+from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.seams import choose_transport
 
 
 class NoClusterError(ConfigError):
-    """No Ray cluster is where one was looked for."""
+    """There is no Ray cluster at the address where this process looked for one."""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """A Ray placement group and where its parts are."""
+    """A Ray placement group, with the host and the processes of each of its bundles."""
 
     group: Any
-    bundles: list[Bundle]
+    bundles: list[HostDemand]
     addresses: list[str]
-    """Of each bundle's host."""
+    """The address of each bundle's host."""
     bundle_of: dict[str, int] = field(default_factory=dict)
 
     def options(self, process: str) -> dict[str, Any]:
-        """For `ray.remote(...).options`."""
+        """The arguments of `ray.remote(...).options` that start `process` in its place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index = self.bundle_of[process]
@@ -51,17 +51,17 @@ class Reservation:
 
 
 def reserve(config: Config) -> Reservation:
-    """Have Ray set aside a host, or part of one, for each bundle.
+    """Have Ray reserve the resources that the run needs on each host.
 
     Raises:
-        ConfigError: the hosts can't offer it.
-        WaitTimeoutError: they could, but others hold it, for longer than timeouts.join_s.
+        ConfigError: the hosts do not have them.
+        WaitTimeoutError: the hosts have them, but other programs held them for longer than timeouts.join_s.
     """
     import ray
     from ray.util import placement_group, placement_group_table
 
     hosts = ray_hosts()
-    wanted = bundles(config, sum(host.gpus for host in hosts))
+    wanted = host_demands(config, sum(host.gpus for host in hosts))
     parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
     group = placement_group(resources, strategy=strategy)
     if not group.wait(config.timeouts.join_s):
@@ -78,11 +78,15 @@ def reserve(config: Config) -> Reservation:
     return Reservation(group, parts, addresses, bundle_of)
 
 
-def ray_bundles(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> tuple[list[Bundle], list[dict[str, float]], str]:
-    """(what Ray is asked for, piece by piece, the resources of each, how it is to place them). Ray chooses the hosts;
-    but where pairs share the GPUs of several, it can't be told which pieces belong together, only where: on `hosts`.
+def ray_bundles(
+    wanted: Sequence[HostDemand], hosts: Sequence[Host]
+) -> tuple[list[HostDemand], list[dict[str, float]], str]:
+    """The bundles of the placement group: (demand of each, Ray resources of each, placement strategy).
+
+    Ray chooses the hosts itself. But if pairs share the GPUs of several hosts, Ray can't be told which bundles belong
+    together, so each is tied to the host in `hosts`.
     """
-    parts = [(part, host) for bundle, host in zip(wanted, hosts, strict=True) for part in bundle.per_gpu()]
+    parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
     resources = [_ray_resources(part) for part, _ in parts]
     strategy = "STRICT_SPREAD" if len(wanted) > 1 else "STRICT_PACK"
     if len(parts) > len(wanted) > 1:
@@ -92,9 +96,8 @@ def ray_bundles(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> tuple[list[B
 
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """The config with what only the placement could decide: the transport that `auto` stands for, keys for the run.
-
-    gloo on CPU; NCCL where learner ranks and servers have GPUs of their own, as it refuses two ranks on one device.
+    """The config with the settings that depend on the placement: the transport that `auto` stands for, and keys for a
+    run over several hosts.
 
     Raises:
         ConfigError: the transport does not fit the placement.
@@ -114,11 +117,11 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
     return config
 
 
-def check_ipc(config: Config, parts: Sequence[Bundle]) -> None:
-    """A process maps memory of its own device only: of another, which for the sender has the same number, it can't.
+def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
+    """Check that a transport which maps the sender's memory finds learner and servers on one device.
 
     Raises:
-        ConfigError: weights are to go by cuda_ipc, and learner and servers will not be on one GPU.
+        ConfigError: the transport needs one device, and learner and servers will not be on one GPU.
     """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     needs_one_device = entry is not None and entry.needs_one_device
@@ -129,7 +132,7 @@ def check_ipc(config: Config, parts: Sequence[Bundle]) -> None:
     )
 
 
-def _transport(config: Config, parts: Sequence[Bundle]) -> str:
+def _transport(config: Config, parts: Sequence[HostDemand]) -> str:
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
     is_known = not config.rollout.server_url  # on which GPU the server is
     one_device = is_known and config.network.is_on_loopback and _on_one_gpu(config, parts)
@@ -138,17 +141,17 @@ def _transport(config: Config, parts: Sequence[Bundle]) -> str:
     return choose_transport(config.rollout.engine_entry, device_type, one_device=one_device, own_gpus=own_gpus)
 
 
-def _on_one_gpu(config: Config, parts: Sequence[Bundle]) -> bool:
+def _on_one_gpu(config: Config, parts: Sequence[HostDemand]) -> bool:
     return len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
 
 
-def _ray_resources(bundle: Bundle) -> dict[str, float]:
-    wanted = {"CPU": float(bundle.cpus), "GPU": bundle.gpus, bundle.resource: 0.001}
+def _ray_resources(demand: HostDemand) -> dict[str, float]:
+    wanted = {"CPU": float(demand.cpus), "GPU": demand.gpus, demand.resource: 0.001}
     return {name: amount for name, amount in wanted.items() if name and amount}
 
 
 def ray_hosts() -> list[Host]:
-    """Of the Ray cluster this process has joined."""
+    """The live hosts of the Ray cluster that this process has joined."""
     import ray
 
     return [
@@ -162,7 +165,8 @@ def ray_hosts() -> list[Host]:
 
 @contextlib.contextmanager
 def open_ray(config: Config) -> Iterator[None]:
-    """A private Ray on this machine, or the cluster: the one RAY_ADDRESS names, or this host's if the run spans hosts.
+    """Within the body Ray is connected: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
+    hosts, else to a private Ray on this machine.
 
     Raises:
         NoClusterError: there is no cluster to join.
@@ -204,10 +208,11 @@ def open_ray(config: Config) -> Iterator[None]:
 
 
 def explain(config: Config) -> list[str]:
-    """Who would land where, one line a host; starts nothing, but looks at the Ray cluster that the run would join.
+    """The placement as text, one line for each host. Nothing is started, but a Ray cluster that the run would join is
+    asked for its hosts.
 
     Raises:
-        ConfigError: it can't fit, or the cluster can't be joined.
+        ConfigError: the hosts have too little, or the cluster can't be joined.
     """
     if runs_here(config):
         hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
@@ -219,11 +224,11 @@ def explain(config: Config) -> list[str]:
             if os.environ.get("RAY_ADDRESS"):
                 raise
             return [
-                *(f"host {number}: {bundle}" for number, bundle in enumerate(bundles(config), 1)),
+                *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
                 "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
             ]
-    wanted = bundles(config, sum(host.gpus for host in hosts))
-    return [f"{host.name}: {bundle}" for host, bundle in zip(assign(wanted, hosts), wanted, strict=True)]
+    wanted = host_demands(config, sum(host.gpus for host in hosts))
+    return [f"{host.name}: {demand}" for host, demand in zip(assign(wanted, hosts), wanted, strict=True)]
 
 
 def runs_here(config: Config) -> bool:

@@ -1,7 +1,7 @@
-"""What a config names, and asks of this host, as a list of checks: `train` raises at the first that fails, before it
-starts anything, and `async-rl doctor` shows them all.
+"""Checks of a configuration against the files that it names and against this host.
 
-A run that may land on other hosts is held against this one in nothing but what every host needs: Ray places it.
+`async-rl train` makes them before it starts anything and ends at the first that fails; `async-rl doctor` shows all.
+If Ray may place the run on other hosts, only those checks are made that hold for every host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache, partial
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
-from async_rl.driver.resources import bundles
+from async_rl.driver.resources import host_demands
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
@@ -24,27 +24,27 @@ MODEL, TASK = "model and tokenizer", "task"
 
 @dataclass(frozen=True, slots=True)
 class PreflightCheck:
-    """One thing that can be wrong."""
+    """One check, for `async-rl doctor` a line."""
 
     what: str
     value: str
-    """What the config says."""
+    """The value of the setting in the config."""
     run: Callable[[], object]
-    """Raises ConfigError."""
+    """Raises ConfigError if the check fails."""
     needs: str = ""
-    """`what` of another one, without which this can't be checked."""
+    """`what` of another check; if that fails, this one can't be made."""
     everywhere: bool = False
-    """Every host of a run needs it."""
+    """The check holds for every host of a run."""
 
 
 def check_inputs(config: Config) -> None:
-    """Open what the user named, before any process starts: ConfigError for what can't be used."""
+    """Make all checks; raises the ConfigError of the first that fails."""
     for each in input_checks(config):
         each.run()
 
 
 def input_checks(config: Config) -> list[PreflightCheck]:
-    """One that `needs` another comes behind it."""
+    """All checks that apply, in an order in which each comes after the one that it `needs`."""
     from rollout_server.rewards.base import open_reward
     from rollout_server.tasks.base import open_task
 
@@ -61,7 +61,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         checks += _checks_of_this_host(config)
     return [
         *checks,
-        # A generated task finds only with a prompt that its template fails or that it can't give eval.size questions.
+        # Only making a prompt shows that a generated task's template fails or that it can't give eval.size questions.
         PreflightCheck(TASK, config.task.path or config.task.name, lambda: task().prompt(0), MODEL, everywhere=True),
         PreflightCheck(
             "reward", reward or "the task's own", lambda: open_reward(config, task()), TASK, everywhere=True
@@ -108,7 +108,7 @@ def _check_transport(config: Config) -> None:
         "weight_sync.transport", transport,
         "auto, cuda_ipc or disk on a host with one GPU", "NCCL refuses two ranks on one device.",
     )
-    check_ipc(config, bundles(config, gpus))
+    check_ipc(config, host_demands(config, gpus))
 
 
 def _check_attention(config: Config) -> None:

@@ -1,7 +1,7 @@
-"""What each host of a run must offer, from `placement`: one bundle for each, with the processes it gets.
+"""The CPUs and GPUs that `placement` asks of each host, and the processes that run there.
 
-    bundles(config)          what each host must offer
-    assign(bundles, hosts)   a host for each, or the arithmetic of why not
+    host_demands(config)       one demand for each host
+    assign(demands, hosts)     a host for each demand, or an error with the arithmetic
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JOIN_COMMANDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a host has to offer."""
+    """A host with the resources that it offers."""
 
     name: str
     cpus: float
@@ -30,17 +30,17 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """What one host must offer, and the processes that run there."""
+class HostDemand:
+    """The resources that one host must offer, and the processes that run there."""
 
     gpus_of: Mapping[str, float]
-    """Each process with its GPUs. A learner rank and a server take a CPU as well, the buffer none."""
+    """GPUs of each process. A learner rank and a server also take one CPU each, the buffer none."""
     sum_of_gpus: str = ""
-    """How the number of GPUs comes about."""
+    """The number of GPUs as a sum, for messages."""
     gpus: float = 0.0
     resource: str = ""
     paired: bool = False
-    """A learner rank and a server share each GPU."""
+    """Each GPU is shared by one learner rank and one server."""
 
     @property
     def cpus(self) -> int:
@@ -51,9 +51,11 @@ class Bundle:
             self.gpus <= host.gpus and self.cpus <= host.cpus and (not self.resource or self.resource in host.resources)
         )
 
-    def per_gpu(self) -> list[Bundle]:
-        """A bundle for each pair: in one for all, Ray would fill a GPU, with two of a kind, before it begins the next;
-        and NCCL refuses two learner ranks on one device.
+    def per_gpu(self) -> list[HostDemand]:
+        """One demand for each pair that shares a GPU, or this one alone.
+
+        In a single Ray bundle for all pairs, Ray would fill one GPU with two processes of a kind before it begins the
+        next, and NCCL refuses two learner ranks on one device.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
@@ -68,15 +70,15 @@ class Bundle:
         return f"{compact(list(self.gpus_of))}: {cpus}{gpus}{resource}"
 
 
-def bundles(config: Config, gpus_there: float = 0.0) -> list[Bundle]:
-    """One for each host: the learner's first, then those of the servers if they have their own.
+def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
+    """One demand for each host: the learner's hosts first, then the servers' if they have hosts of their own.
 
     Args:
-        gpus_there: of the hosts together. Where the config does not ask for GPUs in numbers, they are used if there
-            are enough for all, or the only one is shared by all, or pairs share them.
+        gpus_there: GPUs of all hosts together. If the config does not give numbers of GPUs, they are used if there
+            are enough for all processes, or if all share the only one, or if pairs share them.
 
     Raises:
-        ConfigError: there are GPUs, but not so many.
+        ConfigError: there are GPUs, but too few.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -89,15 +91,15 @@ def bundles(config: Config, gpus_there: float = 0.0) -> list[Bundle]:
         processes = {"buffer": 0.0} if node == 0 else {}
         processes |= {f"rollout/{i}": of_server for i in servers}
         processes |= {f"learner/{r}": share for r in ranks}
-        result.append(_bundle(processes, learner.resource, placement.colocated))
+        result.append(_demand(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
         servers = _part(rollout.servers, rollout.nodes, node)
-        result.append(_bundle({f"rollout/{i}": of_server for i in servers}, rollout.resource, False))
+        result.append(_demand({f"rollout/{i}": of_server for i in servers}, rollout.resource, False))
     return result
 
 
 def _share(config: Config, gpus_there: float) -> float:
-    """GPUs of a learner rank, and of a server for each of its tp; 0 on CPU."""
+    """GPUs for each learner rank and for each of a server's tp ranks; 0 on the CPU."""
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     if placement.colocated:
@@ -119,11 +121,11 @@ def _share(config: Config, gpus_there: float) -> float:
 
 
 def _gpus_of_servers(config: Config) -> int:
-    """Of those that the run starts: rollout.server_url has its GPUs already."""
+    """GPUs of the servers that the run starts; one at rollout.server_url has its own already."""
     return 0 if config.rollout.server_url else config.placement.rollout.servers * config.placement.rollout.tp
 
 
-def _bundle(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Bundle:
+def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> HostDemand:
     parts = []
     for kind, noun in (("learner", "learner rank"), ("rollout", "server")):
         of_kind = [gpus for name, gpus in gpus_of.items() if name.startswith(kind)]
@@ -132,30 +134,30 @@ def _bundle(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Bun
     gpus = round(sum(gpus_of.values()), 2)
     if colocated and gpus:
         gpus = float(max(sum(n.startswith(kind) for n in gpus_of) for kind in ("learner", "rollout")))
-    return Bundle(
+    return HostDemand(
         gpus_of=gpus_of, sum_of_gpus=" + ".join(parts), gpus=gpus, resource=resource, paired=colocated
     )
 
 
-def assign(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> list[Host]:
-    """A host of its own for each bundle, in order.
+def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
+    """A host for each demand, in order; no host gets two.
 
     Raises:
-        ConfigError: there is no such choice; gives what is wanted beside what there is.
+        ConfigError: the hosts can't offer it; lists what is wanted beside what each host has.
     """
-    taken: dict[int, int] = {}  # host -> bundle
+    taken: dict[int, int] = {}  # host -> demand
 
-    def place(bundle: int, seen: set[int]) -> bool:
+    def place(demand: int, seen: set[int]) -> bool:
         for host, offer in enumerate(hosts):
-            if host not in seen and wanted[bundle].fits(offer):
+            if host not in seen and wanted[demand].fits(offer):
                 seen.add(host)
                 if host not in taken or place(taken[host], seen):
-                    taken[host] = bundle
+                    taken[host] = demand
                     return True
         return False
 
-    for bundle in range(len(wanted)):
-        if not place(bundle, set()):
+    for demand in range(len(wanted)):
+        if not place(demand, set()):
             lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
             lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
             raise ConfigError(
@@ -165,7 +167,7 @@ def assign(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> list[Host]:
     return [hosts[host] for host, _ in sorted(taken.items(), key=lambda pair: pair[1])]
 
 
-def _shortfall(wanted: Sequence[Bundle], hosts: Sequence[Host]) -> str:
+def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:
     if len(wanted) > len(hosts):
         return f"{len(wanted)} hosts wanted, {len(hosts)} there"
     for unit in ("gpus", "cpus"):
@@ -180,7 +182,7 @@ def _part(count: int, parts: int, index: int) -> range:
 
 
 def compact(names: list[str]) -> str:
-    """`buffer, rollout/0..1, learner/0..7`"""
+    """Process names in short, such as `buffer, rollout/0..1, learner/0..7`."""
     runs: dict[str, list[str]] = {}
     for name in names:
         kind, _, number = name.partition("/")
@@ -192,6 +194,6 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """The resources a user gave a name to."""
+    """The host's named resources as text, without those that Ray adds itself."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""

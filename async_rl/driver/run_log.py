@@ -1,4 +1,4 @@
-"""Everything the processes report, merged in one place: metrics per step, utilisation, the run's summary."""
+"""Merges the reports of all processes into metrics per step, utilisation and the summary of the run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RunLog:
     """Collects the reports of all processes in the driver.
 
     A step's record holds the learner's metrics of that step and what the rollout workers reported since the last one.
-    It is written once every learner rank has reported the step, and every rollout pool beyond the step's end: its
-    utilisation needs their spans. What is kept in memory is that of the last two steps, running totals, and a few
-    numbers for each step; the spans and samples before that are in timeline.json.
+    It is written when every learner rank has reported the step and every rollout pool has reported spans beyond the
+    step's end, because its utilisation needs them. Memory holds the last two steps, running totals, and a few numbers
+    for each step; older spans and samples are in timeline.json only.
     """
 
     def __init__(self, config: Config) -> None:
@@ -36,31 +36,31 @@ class RunLog:
         self.logger = MetricsLogger(config, config.run_dir)
         self._trace = ChromeTrace(self.run_dir / "timeline.json", time.time())
         self.evals: list[tuple[int, Values]] = []
-        """The first and the last."""
+        """(version, metrics) of the first and of the last evaluation."""
         self.step_ends_s: list[float] = []
         self.version = 0
-        """Of the last step that was logged."""
+        """The policy version of the last step that was logged."""
         self.ended = ""
-        """Why the run ended before its last step."""
+        """Why the run ended before run.steps; empty: it did not."""
         self._best_values: dict[int, float] = {}
-        """checkpoint.best_metric by version."""
+        """The value of checkpoint.best_metric by policy version."""
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._staleness_max: float | None = None
         self._totals: Counter[str] = Counter()
-        """Sums of what the steps after the first measured."""
+        """The sum of each metric over the steps after the first."""
         self._measured: Counter[str] = Counter()
-        """How many of them measured it."""
+        """The number of steps in each of these sums."""
         self._resumes = 0
         if cut := resumed_training_state(config):
             self.version, self._resumes = cut.version, lineage_of(self.run_dir)
             self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
         self._usage = Usage()
-        """From the end of the first step to that of the last but one."""
+        """Covers the time from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
-        """By pool: what ended after the last step but one. Of one state without a gap: one span."""
+        """By pool: spans that ended after the last step but one; adjacent spans of one state are merged."""
         self._samples: list[Sample] = []
-        """Since the end of the last step but one."""
+        """Samples taken after the end of the last step but one."""
         self._pending: list[tuple[StepDone, float]] = []
         """Steps of learner/0 that are not logged yet, each with the time.time() of its end."""
         self._from_workers: list[Metric] = []
@@ -68,8 +68,9 @@ class RunLog:
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """What the summary and the choice of checkpoints need of the steps before a resume. None goes for it: the best
-        are known only with the last record.
+        """Take in the metrics of the steps before a resume: the summary and the choice of checkpoints need them.
+
+        No checkpoint is pruned meanwhile, because the best ones are known only after the last record.
         """
         for record in records:
             values = {key: value for key, value in record.items() if value is not None}
@@ -115,17 +116,17 @@ class RunLog:
         self._close_steps()
 
     def lost(self, process: str) -> None:
-        """A rollout process died: no step waits for it until it reports again."""
+        """A rollout process died: steps are logged without waiting for it until it reports again."""
         self._reported_until_s.pop(process, None)
         self._close_steps()
 
     @property
     def has_open_steps(self) -> bool:
-        """Whether a step waits for the rollout pools' spans."""
+        """Whether a step is not logged yet because spans of a pool are missing."""
         return bool(self._pending)
 
     def add_eval(self, report: EvaluationDone) -> None:
-        """An evaluation the driver asked for, outside any step."""
+        """Log an evaluation, which belongs to no step."""
         self._add_usage(report.spans)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
@@ -175,8 +176,10 @@ class RunLog:
         self.logger.log(report.version, values)
 
     def _add_last_step(self, usage: Usage) -> Usage:
-        """Not to the usage of the run before the next step closes: a rank tells of its last moments in a step, while
-        learner/0 was still in it, with the next one.
+        """Add the spans and samples of the last step to `usage`; returns it.
+
+        The run's own usage gets a step only when the next one closes: other ranks report the end of a step, while
+        learner/0 was still in it, with the next step.
         """
         start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
         if end_s > start_s:
@@ -184,7 +187,7 @@ class RunLog:
         return usage
 
     def _write_trace(self, until_s: float) -> None:
-        """Moves what had ended by then from memory to the file."""
+        """Move the spans that ended by `until_s`, and the samples before it, from memory to timeline.json."""
         ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
         self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
         self._recent = {
@@ -196,13 +199,13 @@ class RunLog:
         return self._add_last_step(copy.deepcopy(self._usage))
 
     def window(self) -> tuple[float, float]:
-        """What utilisation and throughput are measured over: start-up and the first step are outside."""
+        """(start, end) of the time over which utilisation and throughput are measured: all steps after the first."""
         if len(self.step_ends_s) < 2:
             return (0.0, 0.0)
         return self.step_ends_s[0], self.step_ends_s[-1]
 
     def close(self) -> None:
-        """Log the open steps, write timeline.json, end the logger; after a crash too, for what there was."""
+        """Log the open steps, write timeline.json and its plot, end the logger. Also used after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
             while self._pending:
                 self._close_step(*self._pending.pop(0))
@@ -214,7 +217,7 @@ class RunLog:
             plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """What the run came to; a value that was not measured is left out or None."""
+        """The content of summary.json; a value that was not measured is left out or None."""
         start_s, end_s = self.window()
 
         def mean(key: str) -> float | None:

@@ -25,7 +25,7 @@ from async_rl.config import (
 from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
 from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, resolve_placement
-from async_rl.driver.resources import Bundle, Host, assign, bundles
+from async_rl.driver.resources import Host, HostDemand, assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
@@ -52,7 +52,7 @@ TWO_NODES = config(LearnerPlacement(gpus_per_node=8), RolloutPlacement(nodes=1, 
 
 
 def test_learner_and_servers_get_nodes_of_their_own() -> None:
-    learner, rollout = bundles(TWO_NODES)
+    learner, rollout = host_demands(TWO_NODES)
     assert list(learner.gpus_of) == ["buffer", *(f"learner/{r}" for r in range(8))]
     assert (learner.gpus, learner.cpus) == (8, 8)
     assert dict(rollout.gpus_of) == {"rollout/0": 4, "rollout/1": 4}
@@ -60,7 +60,7 @@ def test_learner_and_servers_get_nodes_of_their_own() -> None:
 
 
 def test_many_nodes_share_ranks_and_servers_evenly() -> None:
-    parts = bundles(config(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
+    parts = host_demands(config(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
     assert [list(p.gpus_of) for p in parts] == [
         ["buffer", "rollout/0", "learner/0", "learner/1"], ["rollout/1", "learner/2", "learner/3"],
     ]
@@ -70,32 +70,33 @@ def test_many_nodes_share_ranks_and_servers_evenly() -> None:
     ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
 )
 def test_without_numbers_the_gpus_there_are_used_or_shared(gpus: int, each: float, total: float) -> None:
-    (bundle,) = bundles(config(), gpus)
-    assert (bundle.gpus_of["learner/0"], bundle.gpus_of["rollout/0"], bundle.gpus) == (each, each, total)
+    (demand,) = host_demands(config(), gpus)
+    assert (demand.gpus_of["learner/0"], demand.gpus_of["rollout/0"], demand.gpus) == (each, each, total)
 
 
 def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
-    (bundle,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
-    assert bundle.gpus == 2
-    assert bundle.gpus_of["learner/1"] == bundle.gpus_of["rollout/1"] == 0.5
+    (demand,) = host_demands(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
+    assert demand.gpus == 2
+    assert demand.gpus_of["learner/1"] == demand.gpus_of["rollout/1"] == 0.5
 
 
 TWO_PAIRS = config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True)
 
 
 def test_a_pair_keeps_to_its_gpu_for_ray_is_asked_for_each_alone() -> None:
-    (bundle,) = bundles(TWO_PAIRS)
-    assert [list(part.gpus_of) for part in bundle.per_gpu()] == [
+    (demand,) = host_demands(TWO_PAIRS)
+    assert [list(part.gpus_of) for part in demand.per_gpu()] == [
         ["buffer", "rollout/0", "learner/0"], ["rollout/1", "learner/1"],
     ]
-    (alone,) = bundles(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
+    (alone,) = host_demands(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
     assert [list(part.gpus_of) for part in alone.per_gpu()][1] == ["learner/1"]
-    for whole in (*bundles(TWO_NODES), *bundles(config(colocated=True)), *bundles(config(), 1)):
+    for whole in (*host_demands(TWO_NODES), *host_demands(config(colocated=True)), *host_demands(config(), 1)):
         assert whole.per_gpu() == [whole]
 
 
 def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
-    wanted = bundles(config(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True))
+    asked = config(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
+    wanted = host_demands(asked)
     hosts = [Host(name="10.0.0.1", cpus=8, gpus=2), Host(name="10.0.0.2", cpus=8, gpus=2)]
     parts, resources, strategy = ray_bundles(wanted, hosts)
     assert [list(part.gpus_of)[-1] for part in parts] == [f"learner/{rank}" for rank in range(4)]
@@ -103,7 +104,7 @@ def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
     assert resources == [
         {"CPU": 2.0, "GPU": 1.0, f"node:{host}": 0.001} for host in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
     ]
-    assert ray_bundles(bundles(TWO_NODES), hosts)[2] == "STRICT_SPREAD"
+    assert ray_bundles(host_demands(TWO_NODES), hosts)[2] == "STRICT_SPREAD"
 
 
 class Where:
@@ -142,8 +143,8 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
 def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, gpus: int) -> None:
     """Three processes would get 0.66 of two GPUs each, and the third would never be placed."""
     with pytest.raises(ConfigError, match=rf"what {gpus} GPU\(s\) have room for.*placement\.colocated: true"):
-        bundles(config(**placement), gpus)
-    assert bundles(config(**placement), 0)[0].gpus == 0
+        host_demands(config(**placement), gpus)
+    assert host_demands(config(**placement), 0)[0].gpus == 0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, 
 )
 def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool) -> None:
     asked = dataclasses.replace(config(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
-    reservation = Reservation(None, bundles(asked, gpus), ["127.0.0.1"])
+    reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"])
     if fits:
         assert resolve_placement(asked, reservation).weight_sync.transport == "cuda_ipc"
         return
@@ -162,24 +163,24 @@ def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
     with pytest.raises(ConfigError) as caught:
-        assign(bundles(TWO_NODES), small)
+        assign(host_demands(TWO_NODES), small)
     text = str(caught.value)
     assert "16 GPUs wanted, 12 there" in text
     assert "rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)" in text
     assert "b has 64 CPUs, 4 GPUs" in text
     with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
-        assign(bundles(TWO_NODES), [Host(name="big", cpus=64, gpus=16)])
+        assign(host_demands(TWO_NODES), [Host(name="big", cpus=64, gpus=16)])
 
 
 def test_hosts_are_chosen_so_that_all_fit() -> None:
     hosts = [Host(name="large", cpus=9, gpus=8), Host(name="small", cpus=9, gpus=2)]
-    wanted = [Bundle(gpus_of={"a": 1.0}, gpus=1), Bundle(gpus_of={"b": 8.0}, gpus=8)]
+    wanted = [HostDemand(gpus_of={"a": 1.0}, gpus=1), HostDemand(gpus_of={"b": 8.0}, gpus=8)]
     assert [host.name for host in assign(wanted, hosts)] == ["small", "large"]
 
 
 def test_a_resource_tells_kinds_of_hosts_apart() -> None:
     hosts = [Host(name="x", cpus=8, gpus=0), Host(name="y", cpus=8, gpus=0, resources=frozenset({"CPU", "fast"}))]
-    wanted = bundles(config(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
+    wanted = host_demands(config(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
     assert [host.name for host in assign(wanted, hosts)] == ["y", "x"]
     with pytest.raises(ConfigError, match="resource fast"):
         assign(wanted, [hosts[0], dataclasses.replace(hosts[0], name="z")])
@@ -203,7 +204,7 @@ def test_counts_that_do_not_divide_are_refused(
 
 @pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
 def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
-    parts = bundles(config(), gpus)
+    parts = host_demands(config(), gpus)
     assert resolve_placement(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
@@ -211,28 +212,28 @@ def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank
     two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
     hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
     for asked, gpus in ((two_pairs, 2), (hf, 1)):
-        settled = resolve_placement(asked, Reservation(None, bundles(asked, gpus), ["127.0.0.1"]))
-        assert settled.weight_sync.transport == "disk"
+        resolved = resolve_placement(asked, Reservation(None, host_demands(asked, gpus), ["127.0.0.1"]))
+        assert resolved.weight_sync.transport == "disk"
 
 
 def test_a_server_that_runs_already_is_given_no_gpu_and_weights_go_to_it_through_files() -> None:
     asked = config(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
     asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
-    parts = bundles(asked, 2)
+    parts = host_demands(asked, 2)
     assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
     assert resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
 
 
 def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
     asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
-    settled = resolve_placement(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
-    assert (Path(settled.network.keys) / "client.key_secret").is_file()
-    away = dataclasses.replace(settled.network, host="10.0.0.1")
+    resolved = resolve_placement(asked, Reservation(None, host_demands(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert (Path(resolved.network.keys) / "client.key_secret").is_file()
+    away = dataclasses.replace(resolved.network, host="10.0.0.1")
     assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
     assert len(api_key(away)) == 64
-    resumed = resolve_placement(asked, Reservation(None, bundles(asked), ["10.0.0.1", "10.0.0.2"]))
-    assert resumed.network == settled.network, "its keys are in the run directory already"
-    assert authorization(settled.network) == {}  # loopback
+    resumed = resolve_placement(asked, Reservation(None, host_demands(asked), ["10.0.0.1", "10.0.0.2"]))
+    assert resumed.network == resolved.network, "its keys are in the run directory already"
+    assert authorization(resolved.network) == {}  # loopback
     new_keys(tmp_path / "others")
     assert api_key(dataclasses.replace(away, keys=str(tmp_path / "others"))) != api_key(away)
 

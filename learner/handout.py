@@ -72,14 +72,11 @@ def share_handout(handout: Handout | None, device: torch.device) -> Handout:
     if isinstance(handout, BatchFrames):
         message += handout.frames
     header, *frames = broadcast_frames(message, device)
-    kind, reason = json.loads(header)
-    match kind:
-        case "BatchFrames":
+    match json.loads(header):
+        case ["BatchFrames", _]:
             return BatchFrames(frames)
-        case "PushWanted":
-            return PushWanted()
-        case "Stopped":
-            return Stopped()
-        case "NothingToLearn":
+        case ["NothingToLearn", reason]:
             return NothingToLearn(reason)
-    raise AssertionError(f"rank 0 sent an unknown kind of hand-out: {kind}")
+        case ["Stopped", _]:
+            return Stopped()
+    return PushWanted()

@@ -90,11 +90,13 @@ class ActorGroup:
         Args:
             what: is waited for, to go before "of <name>" in the error.
         """
-        done, _ = await asyncio.wait([result := asyncio.ensure_future(self._result(name, call))], timeout=limit.seconds)
-        if not done:
-            result.cancel()
-            raise self._overdue(limit, what, name)
-        return result.result()
+        try:
+            async with asyncio.timeout(limit.seconds) as scope:
+                return await self._result(name, call)
+        except TimeoutError:
+            if not scope.expired():  # the call itself raised it
+                raise
+            raise self._overdue(limit, what, name) from None
 
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
         """What the process yields, until its call ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Set
+from contextlib import suppress
 
 import ray
 from ray import ObjectRef
@@ -27,7 +28,7 @@ class Watchdog:
         self._processes = processes
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
-        self._questions: dict[asyncio.Task[Status], str] = {}
+        self._questions: dict[asyncio.Task[Status | None], str] = {}
 
     def begin(self, name: str) -> None:
         """A process of this name has just been started: it has said nothing yet, and does not count as silent."""
@@ -56,14 +57,14 @@ class Watchdog:
             await asyncio.wait(self._questions, timeout=ANSWER_S)
         for question in [question for question in self._questions if question.done()]:
             name = self._questions.pop(question)
-            if not isinstance(question.exception(), ray.exceptions.RayError):  # the process's own task sees its death
-                self._statuses[name] = question.result()
+            if status := question.result():
+                self._statuses[name] = status
                 self._heard_s[name] = time.monotonic()
         self.write_status("running")
         dead = [*self._overdue(), *self._silent(asked.intersection(self._questions.values()))]
         if dead:
             await self._processes.dump_stacks()
-        return dead
+        return [(name, type(error)(f"{error}{self._processes.log_tail(name)}")) for name, error in dead]
 
     def write_status(self, note: str) -> None:
         """
@@ -93,7 +94,7 @@ class Watchdog:
             kind = ProcessKilledError if name == "buffer" else ProcessDiedError
             found.append((name, kind(
                 f"{self._processes.on_host(name)} has given no sign of life for {silent_s:.0f} s ({setting}); "
-                f"the last thing heard: it {last.doing if last else 'starts'}{self._processes.log_tail(name)}"
+                f"the last thing heard: it {last.doing if last else 'starts'}"
             )))
         return found
 
@@ -108,11 +109,14 @@ class Watchdog:
                 found.append((name, WaitTimeoutError(
                     f"{self._processes.on_host(name)} {status.doing} and has waited {waited_s:.0f} s on "
                     f"{status.waits_on}; {status.limit_s:.0f} s are its limit, which it did not keep. Every process "
-                    f"that answers wrote its stacks into its log{self._processes.log_tail(name)}"
+                    f"that answers wrote its stacks into its log"
                 )))
         return found
 
 
-async def _answer(call: ObjectRef) -> Status:
-    status: Status = await call
-    return status
+async def _answer(call: ObjectRef) -> Status | None:
+    """The status of a process; None if the process is dead, which the task that follows it sees as well."""
+    with suppress(ray.exceptions.RayError):
+        status: Status = await call
+        return status
+    return None

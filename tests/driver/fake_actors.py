@@ -1,4 +1,4 @@
-"""Ray actors that only pretend to be the processes of a run, and a run of them under the driver's watch."""
+"""Ray actors in place of the real processes of a run, and a run of such actors with the real supervisor."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from async_rl.telemetry.timeline import Span
 STEPS = 1000
 
 
-class Pretender:
-    """A process whose files in the working directory tell it what to do."""
+class FakeProcess:
+    """A process that does what files in the working directory tell it to do."""
 
     def __init__(self, folder: str, config: Config, index: int = 0) -> None:
         self._folder, self._index = Path(folder), index
@@ -51,7 +51,7 @@ class Pretender:
         (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").touch()
 
     def note(self, what: str) -> None:
-        """One line after the other of what happened to all of them."""
+        """Append a line to the list of what happened in all processes."""
         with (self._folder / "events").open("a") as events:
             events.write(f"{what}\n")
 
@@ -68,7 +68,7 @@ class Pretender:
     def stop(self) -> None: ...
 
 
-class Buffer(Pretender):
+class Buffer(FakeProcess):
     def serve(self) -> None:
         while True:
             time.sleep(0.05)
@@ -85,7 +85,7 @@ class Buffer(Pretender):
         return {"buffer/unaccounted": 0.0}
 
 
-class Rollout(Pretender):
+class Rollout(FakeProcess):
     async def start(self) -> str:
         return "http://new"
 
@@ -112,7 +112,7 @@ class Rollout(Pretender):
         return EvaluationDone(version=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
 
 
-class Learner(Pretender):
+class Learner(FakeProcess):
     def run(self) -> Iterator[LearnerReport]:
         for step in range(1, STEPS):
             start_s = time.time()
@@ -148,8 +148,8 @@ class Learner(Pretender):
         return Status(doing="waits for a batch", waits_on="buffer", since_s=since_s, limit_s=1800)
 
 
-class Anywhere:
-    """In place of a placement group."""
+class FakeReservation:
+    """A reservation without a placement group: Ray may start the actors anywhere."""
 
     def options(self, process: str) -> dict[str, Any]:
         return {"num_cpus": 0}
@@ -158,8 +158,8 @@ class Anywhere:
         return "10.0.0.9"
 
 
-class Watched:
-    """A supervised run in `folder`, whose processes obey the files there."""
+class FakeRun:
+    """A run with a supervisor in `folder`, whose processes do what the files there tell them."""
 
     def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
         self.folder = folder
@@ -173,7 +173,7 @@ class Watched:
         for name in ("learner-0", "learner-1", "rollout-0"):
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         self.log = RunLog(self.config)
-        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, Anywhere()))
+        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()))
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
         for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
             for index in range(count):
@@ -199,14 +199,14 @@ class Watched:
 
 
 def stop(actor: Any) -> int:
-    """SIGSTOP: it is there, and says nothing. Returns its process id."""
+    """Stop the process with SIGSTOP: it exists, but does not answer. Returns its process id."""
     pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
     os.kill(pid, signal.SIGSTOP)
     return pid
 
 
-def ends_when(run: Watched, condition: Callable[[], bool]) -> threading.Thread:
-    """Lets the learner end as soon as `condition` holds, or after a minute."""
+def ends_when(run: FakeRun, condition: Callable[[], bool]) -> threading.Thread:
+    """Have the learner end as soon as `condition` holds, or after a minute."""
 
     def wait() -> None:
         deadline_s = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What fails in a process of the run, as the driver tells it: over real Ray actors."""
+"""Failures in processes of a run become errors that name the process: over real Ray actors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from async_rl.errors import (
     WeightSyncError,
 )
 from benchmarks.marked_command import MarkedCommand
-from tests.driver.fake_actors import Anywhere
+from tests.driver.fake_actors import FakeReservation
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGroup]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r").mkdir()
-    processes = ActorGroup(tmp_path / "r", cast(Reservation, Anywhere()))
+    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()))
     yield processes
     processes.stop(1.0)
 

@@ -69,7 +69,7 @@ def test_many_nodes_share_ranks_and_servers_evenly() -> None:
 @pytest.mark.parametrize(
     ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
 )
-def test_without_numbers_the_gpus_there_are_used_or_shared(gpus: int, each: float, total: float) -> None:
+def test_available_gpus_are_used_or_shared_by_default(gpus: int, each: float, total: float) -> None:
     (demand,) = host_demands(config(), gpus)
     assert (demand.gpus_of["learner/0"], demand.gpus_of["rollout/0"], demand.gpus) == (each, each, total)
 
@@ -83,7 +83,7 @@ def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
 TWO_PAIRS = config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True)
 
 
-def test_a_pair_keeps_to_its_gpu_for_ray_is_asked_for_each_alone() -> None:
+def test_each_pair_that_shares_a_gpu_is_a_bundle_of_its_own() -> None:
     (demand,) = host_demands(TWO_PAIRS)
     assert [list(part.gpus_of) for part in demand.per_gpu()] == [
         ["buffer", "rollout/0", "learner/0"], ["rollout/1", "learner/1"],
@@ -160,7 +160,7 @@ def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool
         resolve_placement(asked, reservation)
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+def test_a_placement_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
     with pytest.raises(ConfigError) as caught:
         assign(host_demands(TWO_NODES), small)
@@ -208,7 +208,7 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) 
     assert resolve_placement(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
-def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank_on_a_gpu() -> None:
+def test_a_shared_gpu_uses_files_unless_for_one_sglang_server_and_one_rank() -> None:
     two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
     hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
     for asked, gpus in ((two_pairs, 2), (hf, 1)):
@@ -216,7 +216,7 @@ def test_weights_go_through_files_where_it_is_not_one_sglang_server_and_one_rank
         assert resolved.weight_sync.transport == "disk"
 
 
-def test_a_server_that_runs_already_is_given_no_gpu_and_weights_go_to_it_through_files() -> None:
+def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:
     asked = config(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
     asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
     parts = host_demands(asked, 2)
@@ -270,7 +270,7 @@ def failing(error: Exception) -> Callable[..., None]:
     return init
 
 
-def test_a_dry_run_is_held_against_the_cluster_of_this_host_that_training_would_join(
+def test_a_dry_run_checks_the_cluster_that_training_would_join(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[str] = []
@@ -330,7 +330,7 @@ def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one
     assert "this host: buffer, rollout/0, learner/0: 2 CPUs, 1 GPU (1 learner rank x 0.5 + 1 server x 0.5)" in text
 
 
-def test_gpus_asked_for_in_numbers_are_refused_on_a_host_without(
+def test_explicit_numbers_of_gpus_are_refused_on_a_host_without_gpus(
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

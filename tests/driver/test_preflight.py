@@ -106,7 +106,7 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
         (0, ["placement.pin_cpus=true", "placement.rollout.servers=8"], "false on a host with 2 cores for 9 processes"),
     ],
 )
-def test_what_this_host_lacks_is_refused_unless_the_run_may_land_on_another(
+def test_missing_hardware_is_refused_unless_ray_may_use_another_host(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], message: str
 ) -> None:
     monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: float(gpus))
@@ -143,7 +143,7 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_narrowed_sampling_distribution_is_told_once_at_the_console_and_by_a_dry_run(
+def test_a_narrowed_sampling_distribution_is_a_caution_of_train_and_dry_run(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(config: Config) -> None:

@@ -70,7 +70,7 @@ def test_steps_that_were_open_at_a_crash_are_in_the_metrics_file(tmp_path: Path)
     assert (tmp_path / "r" / "timeline.json").exists()
 
 
-def test_what_a_push_after_the_last_step_took_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_push_after_the_last_step_is_logged_on_a_line_of_its_own(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.add("learner/0", learner_step(1, 0.0, 10.0))
     pushed = (Metric("push/bytes", 7.0, "sum"),)
@@ -139,7 +139,7 @@ def num_kept(log: RunLog) -> int:
     return len(found)
 
 
-def test_what_the_log_keeps_in_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
+def test_the_memory_of_the_log_does_not_grow_with_the_run(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=3, ranks=2)
     run = MadeRun(log, servers=3, ranks=2, step_s=10)
     kept = []
@@ -151,7 +151,7 @@ def test_what_the_log_keeps_in_memory_does_not_grow_with_the_run(tmp_path: Path)
     assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 60
 
 
-def test_a_resume_keeps_the_best_checkpoints_though_it_reads_their_values_one_by_one(tmp_path: Path) -> None:
+def test_a_resume_keeps_the_best_checkpoints(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     kept = (20, 30, 50, 60)
     for version in kept:
@@ -226,7 +226,7 @@ def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> No
     log.close()
 
 
-def test_a_clock_that_is_set_back_between_two_steps_leaves_a_gap_in_the_metrics_and_ends_no_run(tmp_path: Path) -> None:
+def test_a_clock_set_back_between_two_steps_costs_metrics_but_not_the_run(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 50.0),)))
     for step, end_s in ((1, 10.0), (2, 4.0), (3, 14.0)):

@@ -13,7 +13,7 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_raises_outside_of_deferred_and_is_a_wish_within(number: signal.Signals) -> None:
+def test_the_first_signal_raises_unless_it_is_deferred(number: signal.Signals) -> None:
     with StopSignals() as interrupts:
         with pytest.raises(KeyboardInterrupt):
             send(number)

@@ -1,4 +1,4 @@
-"""The driver's watch, over real Ray actors that only pretend to work: deaths, silence, evaluations."""
+"""The supervisor over real Ray actors that do no work: deaths, silence, evaluations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.telemetry.status import Status, format_status, write_status
-from tests.driver.fake_actors import Buffer, Rollout, Watched, ends_when, stop
+from tests.driver.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 
 
 @pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "RolloutActor", Rollout)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
-    runs: list[Watched] = []
+    runs: list[FakeRun] = []
 
-    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> Watched:
-        runs.append(Watched(tmp_path, servers, ranks, TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)))
+    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> FakeRun:
+        runs.append(FakeRun(tmp_path, servers, ranks, TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)))
         return runs[0]
 
     yield start
@@ -40,8 +40,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         run.log.close()
 
 
-def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(watched: Any) -> None:
-    run = watched(ranks=2)
+def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(start_run: Any) -> None:
+    run = start_run(ranks=2)
     run.tell("learner-1-dies", "learner-0-fails")
     with pytest.raises(ProcessDiedError) as caught:
         run.train()
@@ -51,8 +51,8 @@ def test_a_rank_that_is_killed_is_named_and_not_its_peer_that_fails_for_it(watch
 
 
 @pytest.mark.nightly
-def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(watched: Any) -> None:
-    run = watched(silent_s=3)
+def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(start_run: Any) -> None:
+    run = start_run(silent_s=3)
     stop(run.processes.actors["learner/0"])
     with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 has given no sign of life for 3 s") as caught:
         run.train()
@@ -64,9 +64,9 @@ def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(wa
     (2, 60, r"2 s \(timeouts\.silent_s\)"), (60, 6, r"2 s \(a third of timeouts\.wire_s: its clients give up"),
 ])
 def test_a_silent_buffer_is_killed_and_another_takes_its_place(
-    watched: Any, silent_s: float, wire_s: float, told: str
+    start_run: Any, silent_s: float, wire_s: float, told: str
 ) -> None:
-    run = watched(silent_s=silent_s, wire_s=wire_s)
+    run = start_run(silent_s=silent_s, wire_s=wire_s)
     deaths: list[ProcessKilledError] = []
 
     def revive(death: ProcessKilledError) -> None:
@@ -85,15 +85,15 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place(
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_silent_buffer_that_none_can_replace_ends_the_run(watched: Any) -> None:
-    run = watched(silent_s=2)
+def test_a_silent_buffer_that_none_can_replace_ends_the_run(start_run: Any) -> None:
+    run = start_run(silent_s=2)
     stop(run.processes.actors["buffer"])
     with pytest.raises(ProcessKilledError, match=r"buffer on 10\.0\.0\.9 has given no sign of life for 2 s"):
         run.train()
 
 
-def test_a_process_that_outstays_its_own_limit_is_named_with_whom_it_waits_on(watched: Any) -> None:
-    run = watched()
+def test_a_process_past_its_own_limit_is_named_with_what_it_waits_on(start_run: Any) -> None:
+    run = start_run()
     run.tell("learner-0-is overdue")
     words = r"learner/0 on 10\.0\.0\.9 waits for a batch and has waited 19\d\d s on buffer; 1800 s are its limit"
     with pytest.raises(WaitTimeoutError, match=words) as caught:
@@ -101,8 +101,8 @@ def test_a_process_that_outstays_its_own_limit_is_named_with_whom_it_waits_on(wa
     assert "last words of learner-0" in str(caught.value)
 
 
-def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched: Any) -> None:
-    run = watched(servers=2, silent_s=6)  # the one that takes its place must be up by then
+def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_run: Any) -> None:
+    run = start_run(servers=2, silent_s=6)  # the one that takes its place must be up by then
     run.tell("rollout-1-answers")
     run.tell("rollout-0-hangs when asked")
     thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
@@ -120,8 +120,8 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(watched
     assert line.split()[-2:] == ["1800", "s"]
 
 
-def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -> None:
-    run = watched()
+def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any) -> None:
+    run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server")
     back = "rollout/0 is back, with the weights of version 5"
     thread = ends_when(run, lambda: back in run.notes and run.log.version > 10)  # and hears of the old one after that
@@ -131,16 +131,16 @@ def test_a_live_server_that_a_push_dropped_is_started_again_once(watched: Any) -
     assert len(lost) == run.notes.count(back) == 1
 
 
-def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(watched: Any) -> None:
-    run = watched()
+def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(start_run: Any) -> None:
+    run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-can not push")
     with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 1800 s .*\nraised in learner/0 on 10\.0\.0\.9"):
         run.train()
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1  # for the push, not the join
 
 
-def test_a_learner_that_every_server_waits_on_for_weights_still_says_what_it_does(watched: Any) -> None:
-    run = watched(servers=9)
+def test_a_learner_answers_status_while_every_server_waits_for_its_weights(start_run: Any) -> None:
+    run = start_run(servers=9)
     learner = run.processes.actors["learner/0"]
     run.tell("learner-0-has no weights to give")
     joining = [learner.join_server.remote(f"rollout/{index}", "http://new") for index in range(9)]
@@ -150,16 +150,16 @@ def test_a_learner_that_every_server_waits_on_for_weights_still_says_what_it_doe
     assert ray.get(joining, timeout=10) == [5] * 9
 
 
-def test_a_server_that_dies_again_and_again_ends_the_run(watched: Any) -> None:
-    run = watched()
+def test_a_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
+    run = start_run()
     run.tell("rollout-0-dies", "learner-0-hangs")
     with pytest.raises(ProcessKilledError, match=r"It died 2 times since the last step \(placement\.rollout\.max_"):
         run.train()
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
-def test_the_buffer_forgets_a_dead_server_again_before_the_next_of_that_name_asks_for_prompts(watched: Any) -> None:
-    run = watched()  # a request of the dead one may have been on its way
+def test_the_buffer_abandons_a_dead_server_again_before_its_successor_connects(start_run: Any) -> None:
+    run = start_run()  # a request of the dead one may have been on its way
     run.tell("rollout-0-answers", "learner-0-drops a server")
     thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
     run.train()
@@ -168,8 +168,8 @@ def test_the_buffer_forgets_a_dead_server_again_before_the_next_of_that_name_ask
     assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
 
 
-def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_how_to(watched: Any) -> None:
-    run = watched(servers=2, eval_s=3)
+def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
+    run = start_run(servers=2, eval_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
     servers = run.train().end_restarts()
     assert servers == ["rollout/0", "rollout/1"]
@@ -188,8 +188,8 @@ def test_the_trained_model_is_evaluated_by_a_server_that_lives_or_a_note_says_ho
     assert run.log.summary({})["accuracy_end"] is None, "it would be that of an earlier version"
 
 
-def test_a_server_that_died_after_training_costs_no_summary(watched: Any) -> None:
-    run = watched(servers=2)
+def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> None:
+    run = start_run(servers=2)
     run.tell("learner-0-ends")
     run.train()
     ray.kill(run.processes.actors["rollout/1"])
@@ -198,10 +198,10 @@ def test_a_server_that_died_after_training_costs_no_summary(watched: Any) -> Non
     assert run.notes[-1].startswith("rollout/1 did not end by itself: rollout/1 on 10.0.0.9 died")
 
 
-def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
-    watched: Any, monkeypatch: pytest.MonkeyPatch
+def test_status_shows_what_the_driver_waits_for_outside_training(
+    start_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = watched(servers=2)
+    run = start_run(servers=2)
     monkeypatch.setattr("async_rl.driver.actor_group.STATUS_INTERVAL_S", 0.1)
     of_one: list[str] = []
 
@@ -224,8 +224,8 @@ def test_a_wait_of_the_driver_outside_training_is_told_by_status_while_it_lasts(
         run.processes.gather({"buffer": asked}, Limit(0.25, "timeouts.shutdown_s"), "the end")
 
 
-def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(watched: Any) -> None:
-    run = watched()
+def test_a_full_disk_ends_the_run_with_the_first_error_and_no_second_one(start_run: Any) -> None:
+    run = start_run()
     (run.config.run_dir / "status.json.partial").symlink_to("/dev/full")
     supervisor = Supervisor(run.config, run.processes, run.log)
     with pytest.raises(OSError, match="No space left"):

@@ -40,7 +40,7 @@ def options(kind: str, engine: str, seed: int) -> list[str]:
         nightly("silent", "hf", 1),
     ],
 )
-def test_what_can_be_brought_back_is_and_every_group_is_accounted_for(
+def test_lost_processes_come_back_and_every_group_is_accounted_for(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
     outcome = kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path)
@@ -57,7 +57,7 @@ def test_what_can_be_brought_back_is_and_every_group_is_accounted_for(
         ("driver", *IN_CI), *(nightly("driver", *each) for each in FIVE),
     ],
 )
-def test_a_run_that_loses_a_learner_rank_or_its_driver_ends_within_a_minute_and_is_resumed(
+def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, seed: int
 ) -> None:
     outcome = kill_once(str(smoke_yaml), kind, options(kind, engine, seed), random.Random(seed), tmp_path)

@@ -67,7 +67,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
         assert (config.run_dir / file).stat().st_size > 0, file
 
 
-def test_a_llama_from_a_folder_trains_over_the_disk_transport_and_two_servers_of_the_hf_engine(
+def test_a_llama_trains_over_the_disk_transport_with_two_hf_servers(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:
     save_tiny_model("tiny-llama", tmp_path / "llama", seed=0)

@@ -12,7 +12,7 @@ from async_rl.telemetry.metrics import read_metrics
 pytestmark = pytest.mark.e2e
 
 
-def test_cells_take_over_one_server_with_nothing_of_the_run_before_in_it(
+def test_sweep_cells_share_one_server_without_traces_of_earlier_cells(
     smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--staleness", "0,2", "--seeds", "1", "--name", "s", f"run.dir={tmp_path}"]

@@ -78,7 +78,7 @@ def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(800)
-def test_a_run_on_two_hosts_goes_on_from_its_checkpoint_on_a_cluster_that_was_started_anew(
+def test_a_run_on_two_hosts_resumes_on_a_new_cluster(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:
     train_on_two_hosts(

@@ -51,7 +51,7 @@ def test_each_alarm_names_the_metric_its_value_the_threshold_and_a_knob_that_exi
         assert "unknown key" not in str(caught.value)
 
 
-def test_nothing_fires_within_the_limits_nor_at_them() -> None:
+def test_no_alarm_fires_within_its_limit_or_at_it() -> None:
     at = {rule.key: rule.limit for rule in rules_for(torch.float32)}
     for values in (GOOD, at):
         texts, states = new_alarms().check(1, metrics_of(values))

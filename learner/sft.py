@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
@@ -139,22 +140,18 @@ def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) ->
         longest = len(by_length[0][0]) + len(by_length[0][1])
         count = max(1, max_tokens // longest)
         rows, by_length = by_length[:count], by_length[count:]
-        tokens, labels = _padded(rows, longest)
+        tokens, labels = _padded(rows)
         loss = _loss_sum(model, tokens.to(model.device), labels.to(model.device)) / num_answer_tokens
         loss.backward()
         total += loss.item()
     return total
 
 
-def _padded(rows: Sequence[Pair], width: int) -> tuple[Tensor, Tensor]:
+def _padded(rows: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     """Return tokens and labels, [B, S] each, padded on the right. A label is the token at its own position."""
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    labels = torch.full((len(rows), width), _IGNORED)
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        tokens[i, :end] = torch.tensor([*prompt, *answer])
-        labels[i, len(prompt) : end] = torch.tensor(answer)
-    return tokens, labels
+    tokens = [torch.tensor([*prompt, *answer]) for prompt, answer in rows]
+    labels = [torch.tensor([*[_IGNORED] * len(prompt), *answer]) for prompt, answer in rows]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=_IGNORED)
 
 
 def _loss_sum(

@@ -58,24 +58,26 @@ class Evaluation:
         with self._stats.evaluating():
             prompts = await asyncio.to_thread(self._task.eval_prompts)
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
-        answers = [(reward, length) for group in groups for reward, length, _ in group]
-        if not answers:
+        rewards = [reward for group, _ in groups for reward in group]
+        completions = [completion for _, group in groups for completion in group]
+        if not rewards:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
-        rewards, lengths = zip(*answers, strict=True)
         scored = [reward for reward in rewards if reward is not None]
         metrics = (
             Metric("eval/accuracy", sum(reward >= CORRECT for reward in scored) / len(rewards)),
             Metric("eval/reward", sum(scored) / len(rewards)),
-            Metric("eval/response_length", sum(lengths) / len(lengths)),
+            Metric("eval/response_length", sum(len(c.tokens) for c in completions) / len(rewards)),
             Metric("eval/failed", len(rewards) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
-            *_version_metrics([versions for group in groups for _, _, versions in group]),
-            *_at_k_metrics([[reward for reward, _, _ in group] for group in groups], evaluation),
+            *_version_metrics([completion.versions for completion in completions]),
+            *_at_k_metrics([group for group, _ in groups], evaluation),
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
-    async def _group(self, prompt: Prompt, places: asyncio.Semaphore) -> list[tuple[float | None, int, IntArray]]:
-        """Return (reward, number of tokens, token versions) of each answer; the reward is None if it failed."""
+    async def _group(
+        self, prompt: Prompt, places: asyncio.Semaphore
+    ) -> tuple[Sequence[float | None], list[Completion]]:
+        """Return the rewards of a prompt's answers, and the answers; only Nones if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -86,8 +88,8 @@ class Evaluation:
             async with places:
                 completions, rewards = await self._answer(request)
         except RewardError:
-            return [(None, 0, np.empty(0, np.int32))] * request.n
-        return [(r, len(c.tokens), c.versions) for r, c in zip(rewards, completions, strict=True)]
+            return [None] * request.n, []
+        return rewards, completions
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -112,7 +114,7 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
     """Yield the oldest and newest version that sampled an answer: beside training, weights may change meanwhile."""
-    tokens = [v for v in versions if len(v)]
-    if tokens:
-        yield Metric("eval/oldest_version", float(min(int(v.min()) for v in tokens)), "min")
-        yield Metric("eval/newest_version", float(max(int(v.max()) for v in tokens)), "max")
+    if versions:
+        tokens = np.concatenate(versions)
+        yield Metric("eval/oldest_version", float(tokens.min()), "min")
+        yield Metric("eval/newest_version", float(tokens.max()), "max")

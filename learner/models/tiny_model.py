@@ -10,13 +10,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-TINY_MODELS = ("tiny-qwen2", "tiny-llama")
+TINY_MODELS: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "tiny-qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "tiny-llama": (LlamaConfig, LlamaForCausalLM),
+}
 MAX_POSITIONS = 1024
 _SPECIAL = ["<pad>", "<unk>", "<eos>", "<sep>"]
 _CHARACTERS = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
@@ -57,6 +61,5 @@ def tiny_model(name: str, seed: int) -> PreTrainedModel:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name == "tiny-qwen2":
-            return Qwen2ForCausalLM(Qwen2Config(**sizes))
-        return LlamaForCausalLM(LlamaConfig(**sizes))
+        config_class, model_class = TINY_MODELS[name]
+        return model_class(config_class(**sizes))

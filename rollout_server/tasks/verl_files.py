@@ -101,17 +101,11 @@ def _check_columns(found: dict[str, Any], where: str) -> None:
 
 
 def _question(row: dict[str, Any], where: str) -> Question:
-    messages = row["prompt"]
+    messages, answer, extra = row["prompt"], row["reward_model"], row.get("extra_info") or {}
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ConfigError(
-            f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}"
-        )
-    reward_model = row["reward_model"]
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ConfigError(
-            f"{where}: reward_model must be {{style, ground_truth}}, got {str(reward_model)[:120]}"
-        )
-    extra = row.get("extra_info") or {}
+        raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
+    if not isinstance(answer, dict) or answer.get("ground_truth") is None:
+        raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(answer)[:120]}")
     if not isinstance(extra, dict):
         kind = "text" if isinstance(extra, str) else type(extra).__name__
         raise ConfigError(
@@ -120,10 +114,8 @@ def _question(row: dict[str, Any], where: str) -> Question:
     solution = extra.get("answer")
     return Question(
         messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
-        answer=reward_model["ground_truth"],
-        solution=solution if isinstance(solution, str) else "",
-        extra=extra,
-        source=str(row["data_source"]),
+        answer=answer["ground_truth"], solution=solution if isinstance(solution, str) else "",
+        extra=extra, source=str(row["data_source"]),
     )
 
 

@@ -23,7 +23,7 @@ from async_rl.config import (
     TaskConfig,
     TimeoutsConfig,
 )
-from async_rl.errors import ProcessDiedError, RewardError, WaitTimeoutError
+from async_rl.errors import RewardError
 from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
@@ -220,27 +220,6 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
     config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
     with pytest.raises(RewardError, match=r"5 groups in a row failed .*, the last with: KeyError: 'no unit'"):
         rolled_out(config, EchoEngine(), reward)
-
-
-def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
-    class DyingEngine(EchoEngine):
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
-            raise ProcessDiedError("rollout/0: the server ended with code -9")
-
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
-    with pytest.raises(ProcessDiedError, match="code -9"):
-        rolled_out(config, DyingEngine(), lambda prompt, text: 1.0)
-
-
-def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
-    class SilentEngine(EchoEngine):
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
-            await asyncio.sleep(60)
-            return []
-
-    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, batch_s=1, shutdown_s=5))
-    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* for the hf engine to answer group"):
-        rolled_out(config, SilentEngine(), lambda prompt, text: 1.0)
 
 
 class CountingEngine(EchoEngine):

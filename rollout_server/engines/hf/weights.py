@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 64 * 2**20
 """The largest request. It names tensors and does not carry them."""
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
+"""The JSON body of a request -> fields of the reply beside `success` and `message`."""
 
 
 class WeightEndpoints:
@@ -66,7 +68,7 @@ class WeightEndpoints:
                 return web.json_response({"success": False, "message": "wrong API key"}, status=401)
         return await handler(request)
 
-    def _handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
+    def _handlers(self) -> dict[str, Handler]:
         return {
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
@@ -83,38 +85,33 @@ class WeightEndpoints:
     async def _ready(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ready"})
 
-    async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
         arguments = {name: body[name] for name in names}
         await asyncio.to_thread(self._receiver.join, **arguments, timeout_s=self._timeouts.join_s)
-        return {}
 
-    async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _leave(self, body: dict[str, Any]) -> None:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])
-        return {}
 
-    async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _pause(self, body: dict[str, Any]) -> None:
         """Answers are kept in the engine and not in HTTP requests, so `retract` and `abort` both recompute their KV."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         await self._engine.pause(keep_kv=mode == "in_place")
-        return {}
 
-    async def _flush(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {}  # the engine has no prefix cache
+    async def _flush(self, body: dict[str, Any]) -> None:
+        pass  # the engine has no prefix cache
 
-    async def _resume(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _resume(self, body: dict[str, Any]) -> None:
         self._staged = self._staged_version = None
         self._engine.resume()
-        return {}
 
-    async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _begin(self, body: dict[str, Any]) -> None:
         self._staged, self._staged_version = {}, None
         self._receiver.begin_push()
-        return {}
 
-    async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _receive(self, body: dict[str, Any]) -> None:
         if body.get("load_format") != "flattened_bucket":
             raise ValueError(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
@@ -122,12 +119,10 @@ class WeightEndpoints:
         device = self._engine.model.device
         tensors = await asyncio.to_thread(self._receiver.receive, group, names, dtypes, shapes, device)
         self._stage(tensors, body.get("weight_version"))
-        return {}
 
-    async def _load_folder(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _load_folder(self, body: dict[str, Any]) -> None:
         tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]), self._engine.model.device)
         self._stage(tensors, body.get("weight_version"))
-        return {}
 
     def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:
@@ -145,7 +140,7 @@ class WeightEndpoints:
         if version is not None:
             self._staged_version = int(version)
 
-    async def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _end(self, body: dict[str, Any]) -> None:
         staged, version = self._staged, self._staged_version
         if staged is None:
             raise ValueError("/end_weight_update without /begin_weight_update")
@@ -154,7 +149,6 @@ class WeightEndpoints:
             _check_complete(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
             self._receiver.end_push()
-        return {}
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
         """Compute the logprobs of the given tokens, for the verification after a push. Nothing is sampled."""
@@ -175,16 +169,14 @@ def replace_weights(
         places[name].data = tensor.detach()
 
 
-def _as_endpoint(
-    handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _as_endpoint(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
         try:
             reply = await handler(await request.json())
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             return web.json_response({"success": False, "message": message}, status=400)
-        return web.json_response({"success": True, "message": "", **reply})
+        return web.json_response({"success": True, "message": "", **(reply or {})})
 
     return answer
 

@@ -1,4 +1,4 @@
-"""One network's AdamW with warm-up and clipping; it refuses to step on numbers that aren't finite."""
+"""AdamW for one network, with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from async_rl.errors import AsyncRLError
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """What one step did; the same on all ranks."""
+    """Result of one optimizer step; the same on all ranks."""
 
     loss: float
     grad_norm: float
-    """Of the whole gradient over all ranks, before clipping."""
+    """Norm of the whole gradient over all ranks, before clipping."""
     lr: float
     skipped: bool
 
@@ -88,18 +88,18 @@ class Optimizer:
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
     def drop(self) -> None:
-        """Forget the gradients without a step."""
+        """Drop the gradients without a step."""
         self._adamw.zero_grad(set_to_none=True)
 
     def counts(self) -> dict[str, int]:
-        """What the schedule and the guard go by; with `state_of` each parameter the whole state."""
+        """Counters for a checkpoint: steps taken, and steps skipped in a row. `state_of` gives the other state."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
 
     def set_counts(self, counts: Mapping[str, int]) -> None:
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's live tensors for a parameter; as before the first step where there was none yet."""
+        """AdamW's own tensors for a parameter, not copies; zeros where no step was taken yet."""
         state: dict[str, Tensor] = self._adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

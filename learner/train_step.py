@@ -50,7 +50,7 @@ from learner.ranks import open_mesh
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchPass:
-    """What forward and backward passes over one rank's part of a minibatch gave, besides the gradients."""
+    """Result of the forward and backward passes over one rank's part of a minibatch, besides the gradients."""
 
     policy_loss: Tensor
     critic_loss: Tensor
@@ -59,9 +59,9 @@ class MiniBatchPass:
 
 
 class Updater:
-    """The networks of one learner rank and their optimizers; torch.distributed's default group is up before.
+    """The networks of one learner rank and their optimizers. Every rank gets the same batch and trains its share of it.
 
-    Every rank gets the same batch and trains its share of the rows.
+    torch.distributed's default group must exist.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -76,7 +76,9 @@ class Updater:
         self.policy = load_policy(config.model, device, dtype)
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
-        self._optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
+        optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
+        self.networks = {"policy": Network(self.policy, optimizer)}
+        """The networks that are trained and checkpointed: `policy` and, if the advantage needs one, `critic`."""
         self._layout = layout_of(self.policy.lm)
         self._reference = None
         if self.objective.needs_reference:
@@ -87,15 +89,8 @@ class Updater:
             self.critic = load_critic(config, device, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self._layout = self._layout.for_both(layout_of(self.critic.lm))
-            self._critic_optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
-
-    @property
-    def networks(self) -> dict[str, Network]:
-        """The networks that a checkpoint holds, with their optimizers."""
-        networks = {"policy": Network(self.policy, self._optimizer)}
-        if self.critic is not None:
-            networks["critic"] = Network(self.critic, self._critic_optimizer)
-        return networks
+            optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
+            self.networks["critic"] = Network(self.critic, optimizer)
 
     def update(self, batch: Batch) -> list[Metric]:
         """Train on `batch`; returns the metrics of all ranks together. Collective.
@@ -113,14 +108,13 @@ class Updater:
         minibatches = self.at_step_start(self.pack(batch, advantages))
 
         tally = MetricAccumulator()
-        policy_steps: list[OptimizerStep] = []
-        critic_steps: list[OptimizerStep] = []
+        steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.networks}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         is_skipped = is_stopped = False
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
             passed = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
-            if algorithm.skip_batch_kl and not policy_steps and not critic_steps:
+            if algorithm.skip_batch_kl and not any(steps.values()):
                 is_skipped = self._kl_behaviour_proximal(minibatches, passed) > algorithm.skip_batch_kl
             if is_skipped:
                 break
@@ -128,17 +122,18 @@ class Updater:
                 is_stopped = self._kl_proximal_learner(minibatch, passed) > algorithm.early_stop_kl
                 trains_policy = not is_stopped
             if self.critic is not None:
-                critic_steps.append(self._critic_optimizer.step(passed.critic_loss, decay))
+                steps["critic"].append(self.networks["critic"].optimizer.step(passed.critic_loss, decay))
             if trains_policy:
-                policy_steps.append(self._optimizer.step(passed.policy_loss, decay))
+                steps["policy"].append(self.networks["policy"].optimizer.step(passed.policy_loss, decay))
             elif self.critic is None:
                 break
-        self._drop_gradients()
+        for network in self.networks.values():
+            network.optimizer.drop()  # gradients that no step has used
 
         totals = tally.reduce()
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, median_trained_tokens(batch))
-        metrics += [*_step_metrics("policy", policy_steps), *_step_metrics("critic", critic_steps)]
+        metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
         if algorithm.skip_batch_kl:
@@ -167,14 +162,13 @@ class Updater:
                 collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
             )
             normaliser = policy_normaliser(config, batch.groups, pairs)
-            minibatches.append(
-                MiniBatch(micro_batches=micro_batches, num_tokens=max(1, num_tokens), normaliser=normaliser)
-            )
+            minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
         return minibatches
 
     @torch.no_grad()
     def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The minibatches with what the networks make of them before the first optimizer step. Collective.
+        """The minibatches with proximal logprobs, values and reference logprobs, where the objective needs them before
+        the first optimizer step. Collective.
 
         With one optimizer step a batch the gradient's own forward pass gives proximal logprobs and values, and no
         other is run.
@@ -194,7 +188,14 @@ class Updater:
     def forward_backward(
         self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
     ) -> MiniBatchPass:
-        """Add up the gradients of one optimizer step; the losses are this rank's part."""
+        """Forward, loss and backward of every micro-batch: adds up the gradients of one optimizer step. Collective.
+
+        Args:
+            trains_policy: False: the policy gets no gradient, only the critic does.
+
+        Returns:
+            This rank's part of the losses.
+        """
         policy_loss = torch.zeros((), device=self.device)
         critic_loss = torch.zeros((), device=self.device)
         all_logprobs = []
@@ -214,12 +215,6 @@ class Updater:
             policy_loss += loss.detach()
             all_logprobs.append(logprobs.detach())
         return MiniBatchPass(policy_loss, critic_loss, tuple(all_logprobs))
-
-    def _drop_gradients(self) -> None:
-        """Forget gradients that no optimizer step has used."""
-        self._optimizer.drop()
-        if self.critic is not None:
-            self._critic_optimizer.drop()
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], passed: MiniBatchPass) -> float:
         """KL(behaviour || proximal) of the batch (k3, nats a token).

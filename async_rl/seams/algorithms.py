@@ -14,7 +14,7 @@ Code = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """How rewards become advantages. Exactly one of the four functions is set.
+    """A rule by which rewards become advantages. Exactly one of the four functions is set.
 
     of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
     of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.

@@ -1,6 +1,6 @@
 """The loss of a micro-batch as a whole: advantages, policy loss, correction, KL term, critic, and their statistics.
 
-    Objective.prepare   what has to be known of a whole batch or minibatch, after the forward passes at step start
+    Objective.prepare   numbers that need all tokens of a batch or minibatch, after the forward passes at step start
     Objective.losses    logprobs, entropy and values of a micro-batch -> losses summed over trained tokens
     Objective.finish    the batch's totals -> metrics, and the KL coefficient of the next batch
 
@@ -39,14 +39,14 @@ from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
-"""How far one batch moves an adaptive KL coefficient: by at most 0.2 * KL_STEP of itself."""
+"""One batch changes an adaptive KL coefficient by at most 0.2 * KL_STEP of itself."""
 KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2_loss": kl_k2, "k3_loss": kl_k3}
 """Values of algorithm.kl.kind that add to the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """How the losses of tokens become the loss of a minibatch: their sum, divided by a normaliser."""
+    """A rule by which losses of tokens become the loss of a minibatch: their sum, divided by a normaliser."""
 
     normaliser: Callable[[Sequence[int], int], int]
     """(counted tokens of each answer, rollout.max_response_tokens) -> what the sum is divided by."""
@@ -67,7 +67,10 @@ def aggregation_of(config: Config) -> Aggregation:
 
 
 def policy_normaliser(config: Config, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
-    """What the summed policy loss of a minibatch, its (group, answer) pairs, is divided by; at least 1.
+    """The number that the summed policy loss of a minibatch is divided by, at least 1.
+
+    Args:
+        pairs: (group, answer) of the minibatch.
 
     Trained tokens count, and those that are only too old to be: masking tokens for their age takes their part of the
     loss away and amplifies no other.
@@ -107,15 +110,15 @@ class Objective:
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
         self.needs_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
-        """Whether the proximal logprobs take a forward pass of their own at step start. Else the gradient's gives them:
-        with one optimizer step a batch, and no dropout in it, they are the same."""
+        """Whether proximal logprobs take a forward pass of their own at step start. Without one they are those of the
+        gradient's pass: with one optimizer step a batch and no dropout they are the same."""
         self.needs_values = takes_several or self._whitens_at_start
-        """The same of the critic's values, where there is a critic."""
+        """Whether values take a forward pass of the critic at step start, where there is a critic."""
         self.needs_reference = algorithm.kl.kind != "none"
         """Whether the reference's logprobs are needed at step start."""
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The minibatches of a batch with what must be known of all their tokens; collective."""
+        """The minibatches of a batch with the numbers that need all their tokens; collective."""
         correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:
             micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
@@ -233,7 +236,7 @@ class Objective:
         """Mean weight of the trained tokens of all ranks, for a rule that doesn't read advantages; collective."""
         weights = []
         for micro in minibatch.micro_batches:
-            log_rho = log_ratios(_at_start(micro), micro.response.behaviour, micro.response.trained)
+            log_rho = _log_rho_at_start(micro)
             found, _ = self._weights(log_rho, torch.zeros_like(log_rho), micro.response)
             weights.append(found[micro.response.trained])
         flat = torch.cat(weights)
@@ -276,6 +279,10 @@ def _at_start(micro: MicroBatch) -> Tensor:
     return torch.where(micro.response.trained, micro.proximal, 0.0)
 
 
+def _log_rho_at_start(micro: MicroBatch) -> Tensor:
+    return log_ratios(_at_start(micro), micro.response.behaviour, micro.response.trained)
+
+
 def _reference(micro: MicroBatch) -> Tensor:
     """The reference's logprobs [N], 0 where not trained."""
     assert micro.reference is not None
@@ -285,12 +292,11 @@ def _reference(micro: MicroBatch) -> Tensor:
 def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
     """The last of the trained tokens of all ranks that M2PO keeps; collective. tau 0: the mask is off."""
     if tau == 0:
-        return math.inf, 0
+        return minibatch.m2po_limit
     squares, places = [], []
     for micro in minibatch.micro_batches:
         trained = micro.response.trained
-        log_rho = log_ratios(_at_start(micro), micro.response.behaviour, trained)
-        squares.append(log_rho[trained].square())
+        squares.append(_log_rho_at_start(micro)[trained].square())
         places.append(micro.response.places[trained])
     return m2po_limit(_gather(squares), _gather(places), tau)
 

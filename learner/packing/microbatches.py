@@ -19,7 +19,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """What a network needs for a forward pass. N counts response tokens, answer after answer."""
+    """Tensors that a network needs for a forward pass. N counts response tokens, answer after answer."""
 
     tokens: Tensor  # [B, S] int64
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all rows are plain causal
@@ -31,7 +31,7 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTokens:
-    """What the loss needs to know about the N response tokens of k answers, before any forward pass."""
+    """The N response tokens of k answers, as the loss needs them; nothing here depends on a network."""
 
     behaviour: Tensor  # [N] float32 behaviour logprobs, 0 where not trained
     trained: Tensor  # [N] bool
@@ -49,8 +49,7 @@ class ResponseTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens of one forward pass on one rank, and what the networks make of them at step start where it is needed
-    before the first optimizer step."""
+    """The tokens of one forward pass on one rank, with logprobs and values of step start where they are needed."""
 
     inputs: ForwardInputs
     response: ResponseTokens
@@ -61,7 +60,7 @@ class MicroBatch:
     reference: Tensor | None = None  # [N] logprobs of the frozen reference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MiniBatch:
     """One rank's part of the tokens of one optimizer step, and numbers that are the same on all ranks."""
 
@@ -72,8 +71,8 @@ class MiniBatch:
     """The policy's summed loss is divided by this."""
     whitening: tuple[float, float] = (0.0, 1.0)
     """(mean, scale) of the batch's advantages: a token's advantage is (A - mean) * scale."""
-    m2po_limit: tuple[float, int] = (math.inf, 0)
-    """The last token that the M2PO mask keeps, see corrections.m2po_limit."""
+    m2po_limit: tuple[float, int] = (math.inf, 2**63 - 1)
+    """The last token that the M2PO mask keeps, see corrections.m2po_limit; by default all are kept."""
     mean_weight: float = 1.0
     """Importance weights are divided by this: their mean where they are batch-normalised."""
 

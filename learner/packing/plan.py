@@ -33,18 +33,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the attention of all networks can do with a row."""
+    """Kinds of rows that the attention of all networks can compute."""
 
     masked: bool
     """It takes a mask, so answers may share a prompt and pieces a row."""
     sparse: bool = False
-    """It skips what is masked, or cuts where positions restart: a micro-batch is one row without padding. Else each
-    token pays for the width of its row, and pieces share rows no wider than the longest piece."""
+    """It skips masked pairs of tokens, or cuts a row where positions restart, so that a micro-batch is one row without
+    padding. Else each token costs as much as its row is wide, and rows are no wider than the longest piece."""
     pair_cost: float = 0.0
     """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
 
     def for_both(self, other: Layout) -> Layout:
-        """What two networks can do with the same rows."""
+        """The layout that suits two networks which see the same rows."""
         return Layout(self.masked and other.masked, self.sparse and other.sparse, max(self.pair_cost, other.pair_cost))
 
 
@@ -148,10 +148,11 @@ def _pack(
 
 
 def _cost(rows: Sequence[Sequence[Piece]], pair_cost: float) -> float:
-    """Of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
+    """Cost of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
     width = max(sum(piece.length for piece in row) for row in rows)
     return len(rows) * width * (1 + pair_cost * width * (1.0 if needs_mask(rows) else 0.5))
 
 
 def needs_mask(rows: Sequence[Sequence[Piece]]) -> bool:
+    """Whether attention needs a mask: some row holds more than one answer."""
     return any(len(row) > 1 or len(row[0].answers) > 1 for row in rows)

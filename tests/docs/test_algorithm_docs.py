@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the configuration does: its names, defaults and presets are those of the code."""
+"""Names, defaults and presets in docs/algorithms.md are those of the code."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_config_key_on_the_page_exists() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_sets_its_keys_an_explicit_key_wins_and_the_result_survives_a_round_trip(
+def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
     preset: str, tmp_path: Path
 ) -> None:
     config = load_config(QUICKSTART, [f"algorithm.preset={preset}"])
@@ -120,7 +120,7 @@ def test_a_preset_sets_its_keys_an_explicit_key_wins_and_the_result_survives_a_r
     assert won.algorithm.advantage == config.algorithm.advantage
 
 
-def test_a_preset_of_the_file_gives_way_to_one_of_the_command_line_and_an_unknown_one_is_refused() -> None:
+def test_a_preset_on_the_command_line_wins_and_an_unknown_one_is_refused() -> None:
     config = load_config(QUICKSTART, ["algorithm.preset=gspo", "algorithm.preset=rloo"])
     assert config.algorithm.advantage == "rloo" and config.algorithm.loss == "ppo_clip"
     with pytest.raises(ConfigError, match=r"algorithm.preset must be one of grpo, .*, got 'grop'"):

@@ -35,13 +35,13 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `rank_main` wrote on each of two ranks."""
+    """Results of `rank_main` on each of two ranks."""
     cases: list[Case] = [*((algorithm, 26, "full") for algorithm in ALGORITHMS), ("token_mean", 26, "hybrid")]
     return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), [*cases, ("token_mean", 24, "full")])
 
 
 def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
-    """What `rank_main` wrote on each rank."""
+    """Results of `rank_main` on each rank."""
     mp.start_processes(
         rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
     )

@@ -1,4 +1,4 @@
-"""The learner's two neighbours, as lists of the calls they got."""
+"""Fakes of the buffer client and of the weight publisher, which record the calls they get."""
 
 from __future__ import annotations
 

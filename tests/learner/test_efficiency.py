@@ -1,4 +1,4 @@
-"""What makes a step cheaper changes none of its numbers: packing, checkpointed blocks, compiled blocks."""
+"""Packing, checkpointed blocks and compiled blocks make a step cheaper and change none of its numbers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_packed_logprobs_are_those_of_transformers_on_each_sequence_alone(
         assert (micro_batches[0].inputs.segments[0] >= 0).all()  # type: ignore[index]
 
 
-def test_rows_parted_by_their_positions_alone_are_what_transformers_takes_without_a_mask(
+def test_rows_without_a_mask_are_separated_by_their_positions(
     tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layout of flash_attention_2, which needs a GPU: sdpa without a mask is parted by positions as well."""

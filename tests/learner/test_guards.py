@@ -189,6 +189,6 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
         ({"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}, "0 with algorithm.proximal interpolate"),
     ],
 )
-def test_limits_that_could_not_act_are_refused(algorithm: dict[str, Any], message: str) -> None:
+def test_kl_limits_that_could_not_act_are_refused(algorithm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AlgorithmConfig(**algorithm)

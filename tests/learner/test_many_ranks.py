@@ -12,7 +12,7 @@ from tests.learner.conftest import run_ranks
 from tests.learner.rank_process import ALGORITHMS, Case, measure, measure_roles
 
 
-def test_one_rank_and_two_ranks_with_four_micro_batches_give_the_same_gradient_and_metrics(
+def test_two_ranks_with_four_micro_batches_give_the_gradient_and_metrics_of_one(
     tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]
 ) -> None:
     results = two_ranks[0]["results"]
@@ -30,7 +30,7 @@ def test_a_save_that_fails_on_the_rank_that_writes_leaves_the_others_in_step(two
 
 
 @pytest.mark.nightly
-def test_four_ranks_on_two_nodes_that_each_hold_a_copy_give_the_gradient_and_weights_of_one(
+def test_four_ranks_on_two_nodes_give_the_gradient_and_weights_of_one_rank(
     tiny_model_path: Path, one_rank: None, tmp_path: Path
 ) -> None:
     cases: list[Case] = [(algorithm, 26, "hybrid") for algorithm in ALGORITHMS]

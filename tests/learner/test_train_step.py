@@ -221,7 +221,7 @@ def test_the_value_clip_holds_to_the_values_of_step_start_over_all_epochs(
     assert losses[1] < 0.25 - 1e-3
 
 
-def test_a_step_without_finite_numbers_is_skipped_and_counted_and_the_third_ends_the_run(
+def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
     tiny_model_path: Path, one_rank: None
 ) -> None:
     updater = Updater(make_config(tiny_model_path), CPU)

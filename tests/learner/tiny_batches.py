@@ -154,4 +154,4 @@ def make_micro(response: ResponseTokens, **at_start: Tensor) -> MicroBatch:
 
 
 def make_minibatch(*micro_batches: MicroBatch) -> MiniBatch:
-    return MiniBatch(micro_batches=micro_batches, num_tokens=1, normaliser=1.0)
+    return MiniBatch(micro_batches, num_tokens=1, normaliser=1.0)

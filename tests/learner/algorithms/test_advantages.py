@@ -122,7 +122,7 @@ def random_rows(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(st.integers(0, 2**16), st.floats(0.5, 1), st.floats(0, 1))
-def test_tokens_that_are_not_trained_leave_the_others_advantages_as_if_they_were_not_there(
+def test_untrained_tokens_do_not_change_the_advantages_of_the_others(
     seed: int, gamma: float, lam: float
 ) -> None:
     rewards, values, log_ratios, mask = random_rows(seed)

@@ -23,6 +23,7 @@ from learner.algorithms.corrections import (
 )
 from learner.algorithms.losses import LossInputs, ppo_clip_loss
 from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
+from tests.learner.tiny_batches import make_minibatch
 
 LOGPROB = st.floats(-30, 0, width=32)
 
@@ -180,7 +181,7 @@ def test_the_geometric_mask_looks_at_the_mean_of_an_answer() -> None:
     assert case.dropped(geometric=(0.99, 1.01)) == [[False] * 3, [True] * 3]
 
 
-def test_masks_add_up() -> None:
+def test_masks_that_are_set_together_all_apply() -> None:
     case = Case([[0.8, 0.0, 0.0], [0.0, 0.0, -9.9]])
     assert case.dropped(token=(0.5, 2.0), veto=1e-4) == [[True, False, False], [True] * 3]
 
@@ -189,6 +190,8 @@ def test_without_masks_nothing_is_dropped_not_even_what_is_not_a_number() -> Non
     assert Case([[20.0, -90.0, 0.0]]).dropped() == [[False] * 3]
     assert Case([[math.nan, 0.0, 0.0]]).dropped(token=(0.5, 2.0), veto=0.1) == [[False] * 3]
     assert dropped_by_m2po(tensor([math.nan, 0.0, 0.0]), 0.1) == [False] * 3
+    off = make_minibatch().m2po_limit
+    assert beyond_m2po(tensor([-math.inf, math.nan, 0.0]), torch.arange(3), off).tolist() == [False] * 3
 
 
 @given(LOGPROB, LOGPROB)

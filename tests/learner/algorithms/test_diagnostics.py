@@ -85,7 +85,7 @@ def test_importance_weight_diagnostics_match_the_reference_vectors(
             assert "mismatch/mean_abs" not in got
 
 
-def test_statistics_by_staleness_are_of_the_tokens_of_that_staleness_and_the_last_holds_the_older(
+def test_statistics_by_staleness_count_their_tokens_and_the_last_all_older_ones(
     one_rank: None,
 ) -> None:
     log_rho = torch.tensor([0.0, 0.2, 0.8, -0.5, 9.0])
@@ -130,7 +130,7 @@ def test_the_truncated_ess_counts_tokens_that_a_mask_drops_with_weight_zero(one_
     assert got["offpolicy/ess"] == pytest.approx(11**2 / (4 * 55))
 
 
-def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_from_the_steps_start(
+def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_of_advantage(
     one_rank: None,
 ) -> None:
     tally = MetricAccumulator()
@@ -158,7 +158,7 @@ def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_and_the_move_is_
     assert {key: got[key] for key in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_explained_variance_is_one_for_the_returns_up_to_a_constant_and_zero_for_a_constant(
+def test_explained_variance_ignores_a_constant_and_is_zero_for_constant_values(
     one_rank: None,
 ) -> None:
     returns = torch.tensor([0.0, 1.0, 3.0, 50.0])

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, on
 
 
 @pytest.mark.parametrize("name", [*RULES, *NOT_THE_GRADIENT_OF_THEIR_VALUE])
-def test_tokens_that_are_not_trained_have_exactly_no_gradient_and_do_not_matter(
+def test_untrained_tokens_have_no_gradient_and_no_influence(
     name: str, tmp_path: Path, one_rank: None
 ) -> None:
     algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
@@ -281,7 +281,7 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
         assert policy_normaliser(config_of(algorithm, tmp_path), batch.groups, pairs) == count
 
 
-def test_sequence_mean_gives_every_answer_the_same_say(tmp_path: Path, one_rank: None) -> None:
+def test_sequence_mean_gives_every_answer_the_same_weight(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
     micro, _, entropy = made(1, masked=0.4)
     proximal, ones = micro.proximal, torch.ones_like(micro.response.advantages)

@@ -93,7 +93,7 @@ def padded_batch(seed: int) -> Tensors:
 
 
 def trl_loss(batch: Tensors, loss_type: str, level: str, low: float, high: float, beta: float, opsm: float) -> Tensor:
-    """What GRPOTrainer computes, its model replaced by the log-probabilities."""
+    """The loss that GRPOTrainer computes when these log-probabilities replace its model."""
     trainer_module = pytest.importorskip("trl.trainer.grpo_trainer", reason=WHY)
     trainer_class = trainer_module.GRPOTrainer
     sums = SimpleNamespace(

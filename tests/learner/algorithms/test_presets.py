@@ -21,7 +21,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def algorithm_of(*overrides: str) -> AlgorithmConfig:
-    """Of a loaded configuration: presets are applied where it is loaded."""
+    """The section of a loaded configuration: presets are applied where it is loaded."""
     return load_config(QUICKSTART, [f"algorithm.{override}" for override in overrides]).algorithm
 
 
@@ -60,7 +60,7 @@ def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_ran
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 @pytest.mark.parametrize("kind", ["k1_reward", "k2_loss", "k3_loss"])
-def test_a_policy_at_its_reference_has_no_divergence_from_it_and_then_some(
+def test_the_divergence_from_the_reference_is_zero_at_first_and_then_grows(
     kind: str, advantage: str, tiny_model_path: Path, one_rank: None
 ) -> None:
     algorithm = algorithm_of(f"advantage={advantage}", f"kl={{kind: {kind}, coef: 0.1, target: 0.01}}")
@@ -74,7 +74,7 @@ def test_a_policy_at_its_reference_has_no_divergence_from_it_and_then_some(
     assert coefficients[:2] == pytest.approx([0.1, 0.098])  # below its target: the coefficient falls
 
 
-def test_interpolated_proximal_logprobs_spare_the_forward_pass(
+def test_interpolated_proximal_logprobs_save_the_forward_pass(
     tiny_model_path: Path, one_rank: None
 ) -> None:
     passes = []

@@ -1,4 +1,4 @@
-"""Credit goes to the tokens the model sampled, whatever stands between them."""
+"""Advantages go to the tokens that the model sampled, whatever tokens are between them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
 
 
-def test_the_reward_of_a_rollout_is_given_at_its_last_assistant_token_and_gae_steps_over_the_rest(
+def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens(
     tmp_path: Path,
 ) -> None:
     batch = multi_turn_batch()

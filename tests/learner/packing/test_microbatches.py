@@ -31,7 +31,7 @@ LAYOUTS = st.sampled_from([DENSE, SPARSE, PLAIN, Layout(masked=False, sparse=Tru
 
 
 @given(st.integers(0, 999), st.integers(20, 60), st.integers(1, 5), LAYOUTS)
-def test_pieces_hold_every_rollout_once_within_budget_and_never_cost_more_than_separate_ones(
+def test_pieces_hold_every_rollout_once_and_never_cost_more_than_separate_ones(
     seed: int, max_tokens: int, max_answers: int, layout: Layout
 ) -> None:
     groups = make_batch(seed).groups
@@ -100,7 +100,7 @@ def test_a_row_of_two_pieces_by_hand() -> None:
     assert micro.answers == ((0, 0), (1, 0))
 
 
-def test_a_token_of_the_learners_version_is_comparable_unless_its_group_kept_older_kv() -> None:
+def test_a_token_of_this_version_is_comparable_unless_its_group_kept_older_kv() -> None:
     rollouts = [make_rollout([1, 2, 3], [-1.0, -2.0, -3.0], 1.0), make_rollout([4, 5], [-4.0, -1.0], 0.0)]
     rollouts[0].versions[:] = [6, 7, 8]
     rollouts[1].versions[:] = [8, 8]  # its prompt's KV may be of version 6, as its group started then

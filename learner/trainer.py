@@ -67,7 +67,7 @@ class Learner:
         self._alarms = Alarms(rules_for(self._weights.dtype))
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
-        self._consumed = TrainedGroupLedger(config.buffer.max_uses)
+        self._trained_groups = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
         self._saved_version = 0
@@ -150,7 +150,7 @@ class Learner:
         """One batch becomes one new version."""
         with self._timeline.span("busy", "update"):
             batch, metrics = check_staleness(batch, self.version, self.config.staleness)
-            self._consumed.add(group.group_id for group in batch.groups)
+            self._trained_groups.add(group.group_id for group in batch.groups)
             metrics += self._updater.update(batch)
         self.version += 1
         self._checkpointer.check()  # a failed write ends the run now, not when the next checkpoint is due
@@ -235,7 +235,7 @@ class Learner:
         self.version = self._saved_version = cut.version
         self.evaluations.resume(cut.version)
         self._updater.objective.kl_coef = cut.kl_coef
-        self._consumed = TrainedGroupLedger(self.config.buffer.max_uses, cut.consumed)
+        self._trained_groups = TrainedGroupLedger(self.config.buffer.max_uses, cut.trained_groups)
 
     def status(self) -> Status:
         """What this rank does now; from any thread."""
@@ -265,7 +265,7 @@ class Learner:
             cut = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
-                consumed=self._consumed.ranges(),
+                trained_groups=self._trained_groups.ranges(),
                 buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
             self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), cut)

@@ -44,7 +44,7 @@ class TrainingState:
     """By name (policy, critic): counts of its optimizer, see learner/optimizer.py."""
     kl_coef: float
     """algorithm.kl's coefficient, which an adaptive controller changes during a run."""
-    consumed: list[list[list[int]]]
+    trained_groups: list[list[list[int]]]
     """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
     buffer: dict[str, Any]
     """The buffer's part, see buffer/checkpoint.py."""

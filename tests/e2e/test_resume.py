@@ -50,7 +50,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
             assert record[key] == pytest.approx(expected[step][key], abs=1e-4), (step, key)
     cut = read_training_state(checkpoint_folder(parted.run_dir, 6))
     assert (cut.lineage, cut.ranks) == (1, 2)
-    assert cut.consumed == [[[0, 6 * parted.learner.prompts_per_step - 1]]]
+    assert cut.trained_groups == [[[0, 6 * parted.learner.prompts_per_step - 1]]]
     with pytest.raises(ConfigError, match=r"run\.steps must be above 6"):
         run(load_config(smoke_yaml, resumed))
 
@@ -77,7 +77,7 @@ def test_an_interrupt_ends_with_a_checkpoint_from_which_the_run_goes_on(
     assert counters["buffer/trained"] == 4 * (version + 2)
     assert counters["buffer/unaccounted"] == 0
     cut = read_training_state(checkpoint_folder(run_dir, version))
-    assert sum(last - first + 1 for first, last in cut.consumed[0]) == 4 * version
+    assert sum(last - first + 1 for first, last in cut.trained_groups[0]) == 4 * version
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:

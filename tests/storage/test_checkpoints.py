@@ -30,7 +30,7 @@ from async_rl.storage.checkpoints import (
 def make_cut(version: int, **changes: Any) -> TrainingState:
     fields: dict[str, Any] = {
         "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
-        "kl_coef": 0.1, "consumed": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
+        "kl_coef": 0.1, "trained_groups": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
     }
     return TrainingState(**fields | changes)
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
     """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
-    fields = {2: ["buffer", "consumed", "kl_coef", "lineage", "networks", "ranks", "version"]}
+    fields = {2: ["buffer", "kl_coef", "lineage", "networks", "ranks", "trained_groups", "version"]}
     assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
 
 

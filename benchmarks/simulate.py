@@ -148,7 +148,7 @@ class _Simulation:
                 self._generate(None)
             self._abort()
             self._generate(workload.handout_s)
-            self._ages += [version - group.start_version for group in batch.groups]
+            self._ages += [version - group.start_version for group in batch]
             train_s = workload.train_s * self._factor(workload.train_cv)
             trained_s += train_s
             self._generate(train_s)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import StalenessError, WireError
@@ -34,14 +33,6 @@ from buffer.store_state import StoreState
 
 EQUAL_BATCHES = 8
 """After so many batches' worth of groups in a row, each with equal rewards, the task has nothing left to teach."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """One batch, as the learner gets it, ordered by group id."""
-
-    version: int
-    groups: tuple[Row, ...]
 
 
 class Store:
@@ -148,8 +139,8 @@ class Store:
         if version != self.state.version:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
-    def take(self, version: int, now_s: float = 0.0) -> Taken | None:
-        """Batch number `version` for the learner, who holds it until `trained`; None while it has to wait.
+    def take(self, version: int, now_s: float = 0.0) -> list[Row] | None:
+        """Batch number `version`, by group id, which the learner holds until `trained`; None while it has to wait.
 
         Raises:
             WireError: see check_version.
@@ -167,7 +158,7 @@ class Store:
                 self.state.put(row, "held")
             if self.rules.late == "drop":  # the other groups with this deadline can only miss it
                 self._drop_late([*self.state.running.values(), *self.state.finished.values()], version + 1, now_s)
-        return Taken(version, tuple(self.state.held[group_id] for group_id in sorted(self.state.held)))
+        return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
     def trained(self, version: int) -> None:
         """The held batch was trained on and yielded `version`; tokens of this version are legal from now on.

@@ -10,6 +10,7 @@ are read-only views of the columns.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -113,12 +114,6 @@ class GroupColumns(NamedTuple):
     newest_version: int
     """Highest version of its tokens."""
 
-    def parts(self) -> Iterator[slice]:
-        """The slice of the arrays that holds each rollout's tokens."""
-        start = 0
-        for length in self.lengths:
-            yield slice(start, start := start + length)
-
     def group(self) -> RolloutGroup:
         """The same as rollouts, whose arrays are views."""
         rollouts = tuple(
@@ -126,16 +121,18 @@ class GroupColumns(NamedTuple):
                 tokens=self.tokens[part], logprobs=self.logprobs[part], versions=self.versions[part],
                 mask=self.mask[part], reward=reward, finish_reason=reason,
             )
-            for part, reward, reason in zip(self.parts(), self.rewards, self.finish_reasons, strict=True)
+            for part, reward, reason in zip(self._parts(), self.rewards, self.finish_reasons, strict=True)
         )
-        return RolloutGroup(
-            group_id=self.group_id, prompt_index=self.prompt_index, start_version=self.start_version,
-            temperature=self.temperature, prompt_tokens=self.prompt_tokens, rollouts=rollouts,
-            duration_s=self.duration_s, worker=self.worker, baseline_reward=self.baseline_reward,
-            keeps_kv=self.keeps_kv,
-        )
+        return RolloutGroup(rollouts=rollouts, **{name: getattr(self, name) for name in _SHARED_FIELDS})
+
+    def _parts(self) -> Iterator[slice]:
+        """The slice of the arrays that holds each rollout's tokens."""
+        start = 0
+        for length in self.lengths:
+            yield slice(start, start := start + length)
 
 
+_SHARED_FIELDS = tuple(field.name for field in dataclasses.fields(RolloutGroup) if field.name != "rollouts")
 _GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version"}
 
 

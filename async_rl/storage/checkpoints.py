@@ -24,7 +24,7 @@ from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
 FORMAT = 2
-"""Of a checkpoint: raise it with each change of `TrainingState`, of the buffer's part of it, or of the tensors."""
+"""The format of checkpoints: raise it with each change of `TrainingState`, of its field `buffer`, or of the tensors."""
 STATE_FILE = "training_state.json"
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")

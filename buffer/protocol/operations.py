@@ -260,7 +260,7 @@ class Operations:
         if parked.request.op == "may_push":
             result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.amount, now_s):
-            batch = batch_frames(taken.version, taken.groups, self.counters(), self.limits)
+            batch = batch_frames(parked.amount, taken, self.counters(), self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):

@@ -21,7 +21,7 @@ from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
 from buffer.journal.journal import Journal, payload_folder, read_arrived
 from buffer.journal.payload_files import Place, read_payload
 from buffer.staleness import Rules
-from buffer.store import Store, Taken
+from buffer.store import Store
 from buffer.store_rows import Row
 from buffer.store_state import StoreState
 from tests.buffer.factories import make_outcome
@@ -42,7 +42,7 @@ class ModelChecker:
         self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
         self.crashes = self.resumes = self.kept = 0
         self.is_draining = False
-        self.batch: Taken | None = None
+        self.batch: list[Row] | None = None
         self.starts: dict[int, int] = {}
         self.workers: dict[int, str] = {}
         self.running: list[int] = []
@@ -127,7 +127,7 @@ class ModelChecker:
     def learn(self) -> None:
         """The learner's next event: train the batch that it holds, or serve if that is due, or ask for a batch."""
         if self.batch:
-            for row in self.batch.groups:
+            for row in self.batch:
                 self.uses.setdefault(row.group_id, []).append(self.version)
             self.version += 1
             self.store.trained(self.version)
@@ -144,13 +144,13 @@ class ModelChecker:
             self.batch = batch
             self.check_batch(batch)
 
-    def check_batch(self, batch: Taken) -> None:
+    def check_batch(self, batch: list[Row]) -> None:
         rules, v = self.rules, self.version
-        ids = [row.group_id for row in batch.groups]
+        ids = [row.group_id for row in batch]
         assert len(ids) == rules.prompts_per_step and ids == sorted(set(ids))
         assert sum(i not in self.uses for i in ids) >= rules.fresh_per_step, "too few fresh groups"
         assert max(len(self.uses.get(i, ())) for i in ids) < rules.max_uses, "used too often"
-        assert all(row.payload == b"%d" % row.group_id for row in batch.groups)
+        assert all(row.payload == b"%d" % row.group_id for row in batch)
         ages = [v + rules.max_staleness - self.last_batch(i) for i in ids]
         assert max(ages) <= rules.max_staleness, "bound"
         self.oldest_trained = max(self.oldest_trained, *ages)

@@ -35,7 +35,7 @@ def train_batches(store: Store, number: int) -> list[int]:
         while (taken := store.take(store.state.version)) is None:
             oldest = store.state.running[min(store.state.running)]
             store.finish(oldest.group_id, b"group", make_outcome(newest_version=oldest.start_version))
-        prompts += [row.prompt_index for row in taken.groups]
+        prompts += [row.prompt_index for row in taken]
         store.trained(store.state.version + 1)
         store.served(store.state.version)
     return prompts
@@ -148,7 +148,7 @@ def exact_ages(store: Store, number: int) -> list[int]:
             store.finish(group_id, b"group", make_outcome(newest_version=row.start_version))
         taken = store.take(store.state.version)
         assert taken
-        (age,) = {store.state.version - row.start_version for row in taken.groups}
+        (age,) = {store.state.version - row.start_version for row in taken}
         ages.append(age)
         store.trained(store.state.version + 1)
         store.served(store.state.version)

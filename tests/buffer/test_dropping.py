@@ -23,7 +23,7 @@ def plain(bound: int, steps: int, seed: int, as_designed: bool) -> tuple[float, 
 
     As designed: batches are taken in the order groups finish, and a group that is too old when its turn comes is
     dropped then: until that it keeps its slot, and its place at the engine until it finishes. Else as in the buffer:
-    the oldest first, and after each hand-out whoever would miss the next one is dropped, running or not.
+    the oldest first, and after each hand-out every group that would miss the next one is dropped, running or not.
     """
     rng = np.random.default_rng(seed)
     sigma = float(np.sqrt(np.log(2.0)))  # cv 1

@@ -127,7 +127,7 @@ def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:
     assert store.take(1) is None
     store.finish(slot.group_id, b"", make_outcome(1))
     batch = store.take(1)
-    assert batch is not None and [(row.group_id, row.start_version) for row in batch.groups] == [(0, 0), (2, 1)]
+    assert batch is not None and [(row.group_id, row.start_version) for row in batch] == [(0, 0), (2, 1)]
     store.trained(2)
     assert store.state.counters()["buffer/used"] == 1  # groups 0 and 1 are over the bound at version 2
     counters = store.state.counters()

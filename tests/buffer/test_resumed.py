@@ -29,7 +29,7 @@ from tests.buffer.test_refusals import ask
 def run_past_its_checkpoint(config: Config) -> Config:
     """Batch 0 is trained; the checkpoint; batch 1 is trained, too; a crash. Groups 0..3 are of version 0, 4 and 5 of 1.
 
-    Returns the config of a run that goes on from that.
+    Returns the config of a run that resumes from it.
     """
     with serving_until_a_crash(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)

@@ -22,7 +22,7 @@ def train(store: Store) -> list[int]:
     batch = store.take(store.state.version)
     assert batch is not None
     store.trained(store.state.version + 1)
-    return [group.slot.group_id for group in batch.groups]
+    return [group.slot.group_id for group in batch]
 
 
 def test_nothing_is_admitted_before_a_version_is_served() -> None:

@@ -122,8 +122,8 @@ def test_versions_may_fall_from_one_rollout_to_the_next() -> None:
 
 
 def test_the_rounding_of_a_certain_token_is_removed_by_its_sender() -> None:
-    rounded, cut = (with_rollout(logprobs=np.array([0, a, -1], F)) for a in (MAX_ROUNDING / 2, 0))
-    assert_same(decode_group(encode_group(make_group(SLOT, **rounded)), LIMITS), make_group(SLOT, **cut))
+    rounded, expected = (with_rollout(logprobs=np.array([0, a, -1], F)) for a in (MAX_ROUNDING / 2, 0))
+    assert_same(decode_group(encode_group(make_group(SLOT, **rounded)), LIMITS), make_group(SLOT, **expected))
 
 
 def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> None:

@@ -1,4 +1,4 @@
-"""Weight pushes as a learner rank makes them: to every server that lives, measured, the first one checked."""
+"""Weight pushes of a learner rank: to every live server, with measurements, and with a check of the first push."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from learner.server_membership import ServerMembership
 from learner.train_step import Updater
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
-"""By compute type. In bfloat16 logits are rounded on both sides, to an eighth where they are near 20: a single token
-says little, their mean tells other weights apart."""
+"""The tolerance by compute type. In bfloat16 both sides round logits, near 20 to an eighth: a single token says little,
+but the mean over tokens shows whether the weights differ."""
 VERIFY_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """One call of `WeightSync.push`."""
+    """The outcome of one call of `WeightSync.push`."""
 
     metrics: list[Metric]
     spans: tuple[Span, ...]
-    """When each server stood still for the push."""
+    """The pause of each server."""
     lost: tuple[tuple[str, str], ...]
-    """(name, URL) of the servers that the push has dropped."""
+    """(name, URL) of the servers that died during the push."""
 
 
 class WeightSync:
-    """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and knows what a push took.
+    """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and has measurements.
 
     Args:
         servers: rollout servers that died or came back; each push applies the changes first.
@@ -46,12 +46,13 @@ class WeightSync:
         self._publisher = publisher
         self._servers = servers
         self.dtype = serving_dtype(config, publisher.device.type)
-        """Of what the servers get."""
+        """The type of the weights that are pushed."""
         self._is_verified = not config.weight_sync.verify
 
     def push(self, version: int) -> PushResult:
-        """Push the policy as `version` to every live server; again without those that die on the way, even without any:
-        the driver brings them back. Collective.
+        """Push the policy as `version` to every live server. Collective.
+
+        If servers die during the push, it is repeated without them, even if none is left: the driver restarts them.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
@@ -76,8 +77,8 @@ class WeightSync:
         return PushResult(metrics, tuple(report.spans), tuple(lost))
 
     def verify_once(self, batch: Batch) -> None:
-        """After the first push that reached a server, compare servers and learner on a prompt of the batch and an
-        answer to it. Collective.
+        """After the first push that reached a server, compare servers and learner on a prompt of the batch and its
+        answer. Collective.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.

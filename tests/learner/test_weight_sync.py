@@ -1,4 +1,4 @@
-"""WeightSync in turn and out of turn, with a publisher that only writes down what it got."""
+"""Weight pushes in turn and out of turn, with a publisher that only records what it was given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.learner.test_trainer import open_learner, pushed_bytes
 
 
 def joining(learner: Learner) -> threading.Thread:
-    """A server that has come back waits for weights."""
+    """Start a thread in which a server that has come back waits for weights."""
     limit = learner.config.timeouts.limit("batch_s")
     thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", limit))
     thread.start()
@@ -26,7 +26,7 @@ def joining(learner: Learner) -> threading.Thread:
     return thread
 
 
-def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
+def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner = open_learner(
@@ -42,7 +42,7 @@ def test_a_push_for_a_server_that_came_back_is_in_the_next_steps_metrics(
     assert "version/rollout/1" in {metric.key for metric in reports[0].metrics}
 
 
-def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
+def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner = open_learner(
@@ -62,7 +62,7 @@ def test_a_server_that_a_push_drops_is_told_to_the_driver_before_the_next_batch(
     assert [report.version for report in (first, second)] == [1, 2]
 
 
-def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admission_for_it(
+def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner = open_learner(
@@ -94,7 +94,7 @@ def test_a_push_out_of_turn_of_a_new_version_waits_as_any_other_and_opens_admiss
     assert {"time/held_by_eval_s", "time/drain_s"} <= values.keys()
 
 
-def test_a_first_push_that_reaches_nobody_leaves_verification_to_the_next(
+def test_a_first_push_without_servers_leaves_verification_to_the_next(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner = open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)))

@@ -104,7 +104,7 @@ class Checkpointer:
         except (dcp.api.CheckpointException, OSError) as error:  # a CheckpointException is a BaseException
             raise AsyncRLError(
                 f"the checkpoint {self._target} can't be written: {_first_reason(error)}. Free some space there or "
-                "mend the disk, then go on from the newest whole checkpoint, if there is one: async-rl train --resume "
+                "repair the disk, then resume from the newest checkpoint, if there is one: async-rl train --resume "
                 f"{run_dir_of(self._target)}"
             ) from None
         self._running = None

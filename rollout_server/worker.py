@@ -4,7 +4,7 @@
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a hand-out without the group
-    report   statistics         a Report           REPORT_INTERVAL_S         the clock
+    report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 """
 
 from __future__ import annotations

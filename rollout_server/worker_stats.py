@@ -18,7 +18,7 @@ class _Wait:
     doing: str
     waits_on: str
     began_s: float
-    """By the monotonic clock."""
+    """Time of the monotonic clock."""
     limit_s: float
 
 

@@ -27,7 +27,7 @@ _KEY = "task.reward"
 
 
 class Verifier(Protocol):
-    """A task, as far as rewards know it."""
+    """The part of a task that rewards use."""
 
     def verify(self, question: Question, response: str) -> float:
         """Return the task's own reward of a response."""

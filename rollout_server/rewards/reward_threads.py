@@ -23,7 +23,7 @@ class _Call:
         self.function = function
         self.future: Future[float] = Future()
         self.reward = asyncio.wrap_future(self.future)
-        """A call is cancelled with it, unless it runs already."""
+        """To cancel it cancels the call, unless a thread has begun it."""
 
 
 class RewardThreads:

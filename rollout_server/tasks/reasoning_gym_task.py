@@ -20,9 +20,9 @@ from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
 _MAX_DRAWS = 50
-"""A training question that is too long or held out is drawn again, so many times before the task is exhausted."""
+"""Draws of one training question, all too long or held out, after which the task counts as exhausted."""
 _FRUITLESS_DRAWS = 20
-"""After so many times the number of held-out questions, drawn without a new one, there are no others."""
+"""Draws without a new held-out question, per question found, after which there are no others."""
 _EVAL_CHUNK = 1000
 """Held-out questions generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1

@@ -1,16 +1,15 @@
-"""Rollout groups a second through the buffer on loopback, as a share of what bare ZMQ moves.
+"""Rollout groups per second through the buffer on loopback, beside plain ZMQ.
 
     python -m benchmarks.buffer                            # prints the table
     python -m benchmarks.buffer --out benchmarks/results/buffer.md
-    python -m benchmarks.buffer --profile                  # where the buffer's process spends its time
 
-Each row is measured `--rounds` times in turn, medians count. Nothing is generated or trained. CPU is that of all
-processes of the row together, and tells more than the rate on a machine that others use, too.
-    bare        PUSH to PULL, the same bytes, producer and consumer in a process each
-    forwarded   the same, with a process between that does nothing but pass the frames on: the bytes cross two sockets,
-                as they do through a buffer, which can't be faster
-    buffer      a producer of made groups, buffer and consumer in a process each: slots, checks, acknowledgements
-    journal     the same, journal on
+The rows are measured in turn, `--rounds` times, and medians count. Nothing is generated or trained. CPU is that of all
+processes of a row together; on a machine that has other work it says more than the rate.
+    plain       PUSH to PULL, the same bytes, producer and consumer in a process each
+    forwarded   the same, with a process between that only passes the frames on. The bytes cross two sockets, as they do
+                in a buffer, so a buffer can't be faster
+    buffer      a producer of encoded groups, buffer and consumer in a process each: slots, checks, acknowledgements
+    journal     the same, with the journal
     clients     as `buffer`, with the clients of a run: every group is encoded, sent from asyncio, and decoded again
 """
 
@@ -18,18 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import dataclasses
-import io
 import multiprocessing
-import pstats
 import statistics
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -54,21 +49,21 @@ from async_rl.config import (
 from async_rl.errors import WaitTimeoutError
 from async_rl.messages.codec import encode_group
 from async_rl.types import Rollout, RolloutGroup, Slot
-from benchmarks.machine import describe_machine
+from benchmarks.machine import machine_text
+from benchmarks.tables import Table
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
 from buffer.protocol.wire import pack_request, read_reply, read_slots
 from buffer.server import BufferServer
 
 Figures = tuple[float, ...]
-"""Groups a second; CPU microseconds a group of the producer, of what is between, and of the consumer."""
+"""Groups per second; CPU microseconds per group of the producer, of the process between, and of the consumer."""
 WAIT_S = 30.0
-"""Of every single wait in here."""
+"""Limit for every single wait."""
 WARMUP_STEPS = 5
 WORKER = "rollout/0"
-FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
-SIZED = Slot(group_id=2**32 - 1, prompt_index=2**32 - 1, start_version=0)
-"""Its ids take four bytes each, as many as any other's of a benchmark."""
+SLOT = Slot(group_id=2**32 - 1, prompt_index=2**32 - 1, start_version=0)
+"""A slot whose ids take four bytes each when they are encoded, so that others can be written over them."""
 
 
 def make_group(config: Config, slot: Slot) -> RolloutGroup:
@@ -88,46 +83,41 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
     )
 
 
-class MadeGroups:
-    """Encoded groups without the encoding: one for each start version, into which the ids of the slot are written."""
+class EncodedGroups:
+    """Encodes one group for each start version and writes the ids of a slot into it, which costs hardly any time."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._made: dict[int, bytearray] = {}
+        self._encoded: dict[int, bytearray] = {}
 
     def encoded(self, slot: Slot) -> bytearray:
-        """Good until the next call."""
-        data = self._made.get(slot.start_version)
+        """The bytes of a group for this slot, valid until the next call."""
+        data = self._encoded.get(slot.start_version)
         if data is None:
-            like = dataclasses.replace(SIZED, start_version=slot.start_version)
-            data = self._made[slot.start_version] = bytearray(encode_group(make_group(self._config, like)))
+            like = dataclasses.replace(SLOT, start_version=slot.start_version)
+            data = self._encoded[slot.start_version] = bytearray(encode_group(make_group(self._config, like)))
             self._offsets = [data.index(name) + len(name) + 1 for name in (b"group_id", b"prompt_index")]
         for offset, value in zip(self._offsets, (slot.group_id, slot.prompt_index), strict=True):
             struct.pack_into(">I", data, offset, value)
         return data
 
 
-def run_buffer(config: Config, pipe: Connection, profile: bool) -> None:
+def run_buffer(config: Config, pipe: Connection) -> None:
+    """Process: sends the buffer's address through the pipe and serves until the pipe has something to read."""
     server = BufferServer(config)
     pipe.send(server.address)
     stop = threading.Event()
-    profiler = cProfile.Profile()
-    serve = partial(profiler.runcall, server.serve, stop) if profile else partial(server.serve, stop)
-    serving = threading.Thread(target=serve)
+    serving = threading.Thread(target=server.serve, args=(stop,))
     serving.start()
     pipe.poll(None)
     stop.set()
     serving.join(WAIT_S)
     server.close()
-    text = io.StringIO()
-    if profile:
-        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(22)
-    pipe.send(text.getvalue())
 
 
-def run_made_producer(config: Config, address: str) -> None:
-    """Sends groups for all slots it gets, and asks for more, whatever is acknowledged."""
-    groups = MadeGroups(config)
+def run_encoded_producer(config: Config, address: str) -> None:
+    """Process: sends a group for every slot it is granted and asks for more without waiting for acknowledgements."""
+    groups = EncodedGroups(config)
     ids = iter(range(1, 2**40))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -149,7 +139,7 @@ def run_made_producer(config: Config, address: str) -> None:
 
 
 def run_client_producer(config: Config, address: str) -> None:
-    """Does what a rollout worker does with a finished group."""
+    """Process: puts groups through the client of a rollout worker."""
 
     async def run() -> None:
         client = WorkerClient(address, WORKER, config.timeouts)
@@ -163,12 +153,12 @@ def run_client_producer(config: Config, address: str) -> None:
 
 
 def through_buffer(
-    config: Config, steps: int, producer: Callable[[Config, str], None], decode: bool, profile: bool = False
-) -> tuple[Figures, str]:
-    """After the warm-up; with the profile of the buffer's process."""
+    config: Config, steps: int, producer: Callable[[Config, str], None] = run_encoded_producer, decode: bool = False
+) -> Figures:
+    """Groups through the buffer, counted after the warm-up; `decode`: the consumer decodes them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    buffer = context.Process(target=run_buffer, args=(config, theirs, profile), daemon=True)
+    buffer = context.Process(target=run_buffer, args=(config, theirs), daemon=True)
     buffer.start()
     address = received(ours, "the buffer's address")
     producing = context.Process(target=producer, args=(config, address), daemon=True)
@@ -180,10 +170,8 @@ def through_buffer(
     for version in range(WARMUP_STEPS + steps):
         if version == WARMUP_STEPS:
             start_s, cpu_s = time.monotonic(), used_s(processes)
-        if decode:
-            learner.take(version)
-        else:
-            learner.take_raw(version)
+        take = learner.take if decode else learner.take_raw
+        take(version)
         learner.trained(version + 1)
         learner.served(version + 1)
     figures = per_group(steps * config.learner.prompts_per_step, start_s, used_s(processes), cpu_s)
@@ -191,9 +179,8 @@ def through_buffer(
     producing.terminate()
     producing.join(WAIT_S)
     ours.send("stop")
-    text = received(ours, "the buffer's end")
     buffer.join(WAIT_S)
-    return figures, text
+    return figures
 
 
 def used_s(processes: list[psutil.Process]) -> list[float]:
@@ -223,9 +210,9 @@ def run_forwarder(target: str, pipe: Connection, number: int) -> None:
             back.send(front.recv(copy=False), copy=False)
 
 
-def bare(config: Config, steps: int, forwarded: bool = False) -> Figures:
-    """From PUSH to PULL, after the warm-up."""
-    data = encode_group(make_group(config, FIRST))
+def plain(config: Config, steps: int, forwarded: bool = False) -> Figures:
+    """The same bytes from PUSH to PULL, counted after the warm-up; `forwarded`: through a process between."""
+    data = encode_group(make_group(config, SLOT))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
     spawned = multiprocessing.get_context("spawn")
@@ -265,46 +252,46 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
-    """Medians of each way."""
-    rates: dict[str, list[Figures]] = {"bare": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
+    """Medians of every row."""
+    figures: dict[str, list[Figures]] = {"plain": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
-            rates["bare"].append(bare(config, 4 * steps))
-            rates["forwarded"].append(bare(config, 2 * steps, forwarded=True))
-            rates["buffer"].append(through_buffer(config, steps, run_made_producer, decode=False)[0])
-            journalled = with_journal(config, folder, number)
-            rates["journal"].append(through_buffer(journalled, steps, run_made_producer, decode=False)[0])
-            rates["clients"].append(through_buffer(config, steps, run_client_producer, decode=True)[0])
-    return {way: tuple(map(statistics.median, zip(*figures, strict=True))) for way, figures in rates.items()}
+            figures["plain"].append(plain(config, 4 * steps))
+            figures["forwarded"].append(plain(config, 2 * steps, forwarded=True))
+            figures["buffer"].append(through_buffer(config, steps))
+            figures["journal"].append(through_buffer(with_journal(config, folder, number), steps))
+            figures["clients"].append(through_buffer(config, steps, run_client_producer, decode=True))
+    return {row: tuple(map(statistics.median, zip(*rounds, strict=True))) for row, rounds in figures.items()}
 
 
-def table(figures: dict[str, Figures], size: int) -> Iterator[str]:
-    yield "| way | groups/s | MB/s | of bare | CPU, us a group | producer + between + consumer | bare's CPU of it |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    bare_rate, *bare_cpu = figures["bare"]
-    for way, (rate, *cpu) in figures.items():
-        speed = f"{rate:,.0f} | {rate * size / 1e6:,.0f} | {rate / bare_rate:.2f}"
-        parts = " + ".join(f"{part:.0f}" for part in cpu)
-        yield f"| {way} | {speed} | {sum(cpu):.0f} | {parts} | {sum(bare_cpu) / sum(cpu):.2f} |"
-
-
-def profiles(config: Config, steps: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for way, of_way in (("buffer", config), ("journal", with_journal(config, folder, 0))):
-            (rate, *_), text = through_buffer(of_way, steps, run_made_producer, decode=False, profile=True)
-            print(f"{way}: {rate:.0f} groups/s under the profiler\n{text}")
+def table(figures: dict[str, Figures], size: int) -> Table:
+    """
+    Args:
+        size: bytes of a group.
+    """
+    header = (
+        "row", "groups/s", "MB/s", "of plain", "CPU, us a group", "producer + between + consumer", "plain's CPU of it"
+    )  # fmt: skip
+    plain_rate, *plain_cpu = figures["plain"]
+    lines = [
+        [
+            row, f"{rate:,.0f}", f"{rate * size / 1e6:,.0f}", f"{rate / plain_rate:.2f}", f"{sum(cpu):.0f}",
+            " + ".join(f"{part:.0f}" for part in cpu), f"{sum(plain_cpu) / sum(cpu):.2f}",
+        ]
+        for row, (rate, *cpu) in figures.items()
+    ]  # fmt: skip
+    return Table(header, lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512, help="of every response")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of every response")
     parser.add_argument("--prompts-per-step", type=int, default=64)
     parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the table there, too")
-    parser.add_argument("--profile", action="store_true", help="show where the buffer's process spends its time")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     config = Config(
         model=ModelConfig(path="none"),
@@ -315,15 +302,10 @@ def main() -> None:
         buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=arguments.prompts_per_step, max_tokens_per_microbatch=2**20),
     )
-    if arguments.profile:
-        profiles(config, arguments.steps)
-        return
-    size = len(encode_group(make_group(config, FIRST)))
-    lines = [*table(measured(config, arguments.steps, arguments.rounds), size)]
+    size = len(encode_group(make_group(config, SLOT)))
+    rows = table(measured(config, arguments.steps, arguments.rounds), size)
     title = f"Groups of {arguments.group_size} x {arguments.tokens} tokens, {size} bytes, {arguments.rounds} rounds"
-    machine = describe_machine()
-    where = ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
-    text = "\n".join([f"{title}. {where}.", "", *lines]) + "\n"
+    text = f"{title}. {machine_text()}.\n\n{rows.markdown()}"
     print(text, end="")
     if arguments.out:
         arguments.out.write_text(text)

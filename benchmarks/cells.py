@@ -1,4 +1,4 @@
-"""The cells of a sweep: what is varied, and where each run of it lies."""
+"""The cells of a sweep: one training run for each combination of settings and seed, and the record of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
-"""Of the config: where a cell runs, which is no setting of it."""
+"""Config keys that say where a cell runs; cells may differ in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One thing that is varied: label of each level, and the config keys that make it."""
+    """One setting that a sweep varies: the label of each level, and the overrides `key=value` that set it."""
 
     name: str
     levels: dict[str, tuple[str, ...]]
@@ -43,7 +43,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. `labels` names its level on every axis, the seed among them."""
+    """One run of a sweep. `labels` has its level on every axis, the seed included."""
 
     labels: dict[str, str]
     overrides: tuple[str, ...]
@@ -55,7 +55,7 @@ class Cell:
 
 
 def key_axis(text: str) -> Axis:
-    """`learner.lr=1e-4,3e-4`: any key of the config. Raises ConfigError."""
+    """An axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError."""
     key, equals, values = text.partition("=")
     levels = [value for value in values.split(",") if value]
     if not equals or not key or not levels:
@@ -75,7 +75,7 @@ def seed_axis(count: int, first: int) -> Axis:
 
 
 def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
-    """Levels by their names, comma separated. Raises ConfigError for one that isn't known."""
+    """An axis from comma-separated names of known levels. Raises ConfigError for an unknown name."""
     labels = text.split(",")
     for label in labels:
         if label not in known:
@@ -84,7 +84,7 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers from 0 on, comma separated, ascending and each once. Raises ConfigError."""
+    """Parse comma-separated whole numbers into an ascending list without repeats. Raises ConfigError."""
     parts = text.split(",")
     if not all(re.fullmatch(r"\d+", part) for part in parts):
         raise ConfigError(f"{option} must be whole numbers, e.g. 0,1,2,4; got {text!r}")
@@ -92,7 +92,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
-    """Every combination of levels. The seed varies slowest: a sweep cut short is a whole one with fewer seeds."""
+    """Every combination of levels. The seed varies slowest, so a sweep that is cut short has whole seeds."""
     ordered = sorted(axes, key=lambda axis: axis.name != SEED)
     cells = []
     for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
@@ -108,61 +108,54 @@ def _file_name(text: str) -> str:
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    """The config of a cell's run, checked. Raises ConfigError."""
+    """Load and check the config of a cell's run. Raises ConfigError."""
     place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
     return load_config(path, [*overrides, *cell.overrides, *place])
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a sweep remembers of a cell, in `cell.json` of its folder."""
+    """The contents of `cell.json`, which a sweep writes into the folder of a finished cell."""
 
     labels: dict[str, str]
     config: str
+    """The resolved config, as YAML."""
     seconds: float
-    """Of the whole run, start-up included."""
+    """Duration of the whole run, start-up included."""
     command: str
-    commit: str = ""
-    """Of the program that ran it."""
-    varied: Sequence[str] = ()
-    """Config keys that its axes set."""
+    commit: str
+    """Commit of the program that ran the cell."""
+    varied: Sequence[str]
+    """Config keys that the axes set."""
 
 
-def common_settings(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Of each cell's config, by dotted key, what no axis varies: cells that are compared have it in common."""
-    records = list(records)
-    left_out = {*PLACE_KEYS, *(key for record in records for key in record.varied)}
-    if "algorithm.preset" in left_out:  # it sets others of its section
-        left_out.add("algorithm")
-    beginnings = tuple(f"{key}." for key in left_out)  # an axis may vary a whole section
-    return [
-        {key: value for key, value in leaves.items() if not f"{key}.".startswith(beginnings)}
-        for leaves in (_leaves(yaml.safe_load(record.config)) for record in records)
-    ]
+def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
+    """Check that cells, given with their folders, have the same config but for what their axes vary.
 
-
-def check_comparable(records: Mapping[Path, Record]) -> None:
-    """Keys that the config of another version of the program does not have are left out, and so are cells of one that
-    did not write down what it varied.
+    A key that is missing in one config is not compared: another version of the program may not have it.
 
     Raises:
-        ConfigError: cells, by folder, differ in more than what their axes set.
+        ConfigError: two cells differ in another key.
     """
-    records = {cell: record for cell, record in records.items() if record.varied}
+    records = list(records)
+    varied = {*PLACE_KEYS, *(key for _, record in records for key in record.varied)}
+    if "algorithm.preset" in varied:  # a preset sets other keys of its section
+        varied.add("algorithm")
+    prefixes = tuple(f"{key}." for key in varied)  # an axis may vary a whole section
     seen: dict[str, tuple[Any, Path]] = {}
-    for cell, settings in zip(records, common_settings(records.values()), strict=True):
-        for key, value in settings.items():
+    for cell, record in records:
+        for key, value in _leaves(yaml.safe_load(record.config)).items():
             other, elsewhere = seen.setdefault(key, (value, cell))
-            if value != other:
+            if value != other and not f"{key}.".startswith(prefixes):
                 raise ConfigError(
                     f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
-                    f"in {cell}. Move those of one kind away, and give the next sweep another --name, or vary the key: "
+                    f"in {cell}. Give this sweep another --name, move the other cells away, or vary the key: "
                     f"--axis {key}=..."
                 )
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys down to the values that are no sections."""
+    """Values by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -173,18 +166,16 @@ def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record | None:
-    """None until the cell is finished."""
+    """Read `cell.json`; None if the cell is not finished."""
     file = folder / "cell.json"
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Of the sweeps in `folder`; with `axes` of those over these and no other ones."""
+    """Records of the finished cells in a sweep's folder; with `axes`, of those that vary exactly these."""
     records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
-    if axes is None:
-        return records
-    names = set(axes)
-    return {cell: record for cell, record in records.items() if record.labels.keys() == names}
+    names = None if axes is None else set(axes)
+    return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}
 
 
 def make_record(cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "") -> Record:
@@ -198,20 +189,3 @@ def write_record(cell: Cell, record: Record) -> None:
     partial = cell.folder / "cell.json.part"
     partial.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
     partial.rename(cell.folder / "cell.json")
-
-
-def finished(cell: Cell, config: Config) -> Record | None:
-    """The record of a finished cell.
-
-    Raises:
-        ConfigError: it was run with another config.
-    """
-    record = read_record(cell.folder)
-    if record is not None and record.config != dump_config(config):
-        old, new = record.config.splitlines(), dump_config(config).splitlines()
-        changed = next(((a, b) for a, b in itertools.zip_longest(old, new, fillvalue="") if a != b), ("", ""))
-        raise ConfigError(
-            f"{cell.folder} was run with another config ({changed[0].strip()!r}, now {changed[1].strip()!r}). "
-            "Give this sweep another --name, or move the old one away"
-        )
-    return record

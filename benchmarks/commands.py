@@ -1,9 +1,8 @@
-"""The commands `async-rl sweep`, `report` and `plan`. Each imports what it needs when it runs."""
+"""Command-line options of `async-rl sweep`, `report` and `plan`. Each command imports its modules when it runs."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,33 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
     add_config(sweep)
     sweep.add_argument("--staleness", default="0,1,2,3,5,8,10", help="values of staleness.max (default: %(default)s)")
     sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
-    sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first one (default: %(default)s)")
+    sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")
     sweep.add_argument("--mode", choices=["bounded", "exact", "both"], help="staleness.mode (default: the config's)")
-    sweep.add_argument("--correction", help="of none, coupled, decoupled_tis, comma separated (default: the config's)")
+    sweep.add_argument("--correction", help="comma-separated: none,coupled,decoupled_tis (default: the config's)")
     sweep.add_argument("--axis", action="append", default=[], metavar="KEY=V,V", help="e.g. learner.lr=1e-4,3e-4")
-    sweep.add_argument("--seconds", type=float, default=0.0, help="equal time for every cell instead of equal steps")
+    sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
     sweep.add_argument("--name", default="", help="folder under run.dir (default: <run.name>-sweep)")
-    sweep.add_argument("--max-cells", type=int, default=0, help="stop after so many; the same command continues")
-    sweep.add_argument("--cold", action="store_true", help="start a server for every cell; else one is taken over")
+    sweep.add_argument("--max-cells", type=int, default=0, help="stop after so many cells; the same command goes on")
+    sweep.add_argument("--cold", action="store_true", help="start a new server for every cell instead of sharing one")
     sweep.set_defaults(run=_sweep)
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="predict each bound's utilisation; sizes before any run")
-    plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="a run or sweep whose durations to take")
+    plan = commands.add_parser("plan", help="predict utilisation at each staleness bound, and memory, before any run")
+    plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
     plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
-    seconds = plan.add_argument_group("durations in seconds, instead of or over the measured ones")
-    seconds.add_argument("--train-s", type=float, help="of the learner for a batch")
-    seconds.add_argument("--rollout-s", type=float, help="of a batch's groups together on a full engine")
-    seconds.add_argument("--sync-s", type=float, help="of a weight push")
-    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="of a rollout group alone at the engine")
-    seconds.add_argument("--load-s", type=float, help="added for every further group in flight")
-    seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's duration / mean")
-    seconds.add_argument("--concurrency", type=int, help="groups in flight at most")
+    seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")
+    seconds.add_argument("--train-s", type=float, help="training time of a batch")
+    seconds.add_argument("--rollout-s", type=float, help="time to generate a batch on a fully loaded engine")
+    seconds.add_argument("--sync-s", type=float, help="time of a weight push")
+    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a rollout group that runs alone")
+    seconds.add_argument("--load-s", type=float, help="time that each further group in flight adds to a group")
+    seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
+    seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
     seconds.add_argument("--prompts-per-step", type=int)
-    plan.add_argument("--devices", type=int, help="to split between learner and rollout")
-    plan.add_argument("--now", default="1,1", help="learner,rollout devices of the durations (default: %(default)s)")
-    plan.add_argument("--params", type=float, help="of the policy, e.g. 70e9: memory and transfer time")
+    plan.add_argument("--devices", type=int, help="number of devices to split between learner and rollout")
+    plan.add_argument("--now", default="1,1", help="learner,rollout devices that the durations are for (%(default)s)")
+    plan.add_argument("--params", type=float, help="parameters of the policy, e.g. 70e9, for memory and transfer time")
     plan.add_argument("--method", choices=["ppo", "grpo"], default="grpo")
     plan.add_argument("--device-gb", type=float, default=80.0)
     plan.add_argument("--link-gbps", type=float, default=400.0)
@@ -63,8 +62,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
     from benchmarks.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
-    from benchmarks.report import write_report
-    from benchmarks.sweep import Sweep, run_sweep
+    from benchmarks.sweep import Sweep, run_and_report
 
     check(args.max_cells >= 0, "--max-cells", args.max_cells, "0 (all) or more")
     run = load_config(args.config, args.overrides).run
@@ -75,18 +73,10 @@ def _sweep(args: argparse.Namespace) -> int:
         axes.append(named_axis("correction", args.correction, CORRECTIONS))
     axes += [key_axis(text) for text in args.axis]
     folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
-    sweep = Sweep(
+    return run_and_report(Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, cold=args.cold,
-    )
-    progress = run_sweep(sweep)
-    for name, error in progress.failed.items():
-        print(f"failed: {name}: {error}", file=sys.stderr)
-    if progress.seconds:
-        print(f"{write_report(folder)}\n\n{folder}/report.html", flush=True)
-    if left := len(progress.pending):
-        print(f"{left} of {len(progress.cells)} cells are left: the same command continues")
-    return 1 if progress.failed else 0
+    ))  # fmt: skip
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -1,12 +1,11 @@
-"""Every `gpu` test and benchmark that fits a time, the most telling first; scripts/gpu_suite.sh is how it is called.
+"""Run the `gpu` tests and benchmarks that fit a given time, the most informative first. See scripts/gpu_suite.sh.
 
-    python -m benchmarks.gpu_suite 25 OUT                  # in 25 minutes; results in OUT
-    python -m benchmarks.gpu_suite 25 OUT --after RESULTS  # goes on where these results of another machine end
-    python -m benchmarks.gpu_suite 25 OUT --list           # what would run; starts nothing
+    python -m benchmarks.gpu_suite 25 OUT           # in 25 minutes; results in OUT
+    python -m benchmarks.gpu_suite 25 OUT --list    # print what would run; starts nothing
 
-What succeeded is kept in runs/gpu-suite: the same command goes on with the rest. After every step OUT gets suite.json
-(everything measured, what ran, what was left out and why), suite.log, plots and the sweep's cells. No process outlives
-the call.
+Outcomes and results are kept in runs/gpu-suite, so the same command continues with the steps that have not succeeded.
+After every step OUT is written: suite.json (everything measured, which steps ran, which did not and why), suite.log
+(the end of every log), and the sweep's plots and cells. No process outlives the call.
 """
 
 from __future__ import annotations
@@ -16,42 +15,46 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
-import subprocess
 import sys
+import tarfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.gpu_results import take_up, write_results
-from benchmarks.gpu_steps import SERVER_ARGS, STEPS, Step
+from async_rl.errors import WaitTimeoutError
+from benchmarks.gpu_steps import SERVER_ARGS, STEPS, SWEEP, Step
+from benchmarks.machine import describe_machine
+from benchmarks.marked_command import MarkedCommand
 
 STATE = Path("runs/gpu-suite")
-MARK = "ASYNC_RL_GPU_SUITE"
-"""In the environment of every process of a call: they are found by it, whoever their parents are."""
 GRACE_S = 15.0
 RESERVE_S = 20.0
-"""Of the given time, to write results."""
+"""Part of the given time that is kept for writing results."""
+PLOTS = ("trade_off", "utilisation", "accuracy_by_time", "staleness")
+CELL_FILES = ("cell.json", "config.yaml", "summary.json", "metrics.jsonl", "logs/*.log")
+"""Files of a cell that are kept: what a report needs and the logs, but no weights and answers."""
+LOG_BYTES = 200_000
+"""Bytes that are kept from the end of each log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     step: str
     state: str
-    """done | part | failed | timeout | skipped"""
+    """done | failed | timeout | skipped"""
     seconds: float = 0.0
     command: str = ""
     why: str = ""
 
 
 class Suite:
-    """
+    """Runs steps one after the other within a time limit.
+
     Args:
         folder: keeps outcomes and results from call to call.
     """
@@ -60,7 +63,6 @@ class Suite:
         self.steps = steps
         self.folder = folder
         self.end_s = time.monotonic() + 60 * minutes - RESERVE_S
-        self.mark = uuid.uuid4().hex
         self.outcomes: dict[str, Outcome] = {}
         if (file := folder / "outcomes.json").is_file():
             self.outcomes = {o["step"]: Outcome(**o) for o in json.loads(file.read_text())}
@@ -69,23 +71,21 @@ class Suite:
         return self.end_s - time.monotonic()
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            after_step: called after each that ran.
-        """
+        """Run every step that has not succeeded and can start; `after_step` is called after each that ran."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in self.steps:
-            if self.is_done(step.name):
+            if self.is_done(step.name) and not step.continues:
                 print(f"{step.name}: done before", flush=True)
                 continue
             if why := self.obstacle(step):
+                print(f"{step.name}: skipped: {why}", flush=True)
                 self._keep(Outcome(step=step.name, state="skipped", why=why))
             else:
                 self._keep(self._run(step))
                 after_step()
 
     def obstacle(self, step: Step) -> str:
-        """Why a step can't be begun; empty if it can."""
+        """Why a step can't start; empty if it can."""
         if step.minutes * 60 > self.left_s():
             return f"needs {step.minutes:g} min, {max(0.0, self.left_s()) / 60:.1f} are left"
         if step.name.startswith("sglang-") and self.is_done("server"):
@@ -100,82 +100,84 @@ class Suite:
         return ""
 
     def server_args(self) -> dict[str, Any]:
-        """Those with which SGLang started."""
+        """The server arguments with which SGLang started."""
         return next((args for i, (args, _) in enumerate(SERVER_ARGS) if self.is_done(f"sglang-{i}")), {})
 
     def is_done(self, name: str) -> bool:
         if name == "server":
             return any(self.is_done(f"sglang-{number}") for number in range(len(SERVER_ARGS)))
-        outcome = self.outcomes.get(name)
-        lacks = any(step.name == name and step.product and not step.product.exists() for step in self.steps)
-        return outcome is not None and outcome.state == "done" and not lacks
+        return name in self.outcomes and self.outcomes[name].state == "done"
 
     def _run(self, step: Step) -> Outcome:
-        limit_s = self.left_s() if step.stretches else min(self.left_s(), 180 * step.minutes)
+        limit_s = self.left_s() if step.continues else min(self.left_s(), 180 * step.minutes)
         command = step.command(self.folder, self.server_args(), self.left_s() / 60)
         words = shlex.join(["python" if word == sys.executable else word for word in command])
         print(f"{step.name}: {words}", flush=True)
-        environment = os.environ | {
-            MARK: self.mark, "ASYNC_RL_GPU_RESULTS": str(self.folder), "PYTHONUNBUFFERED": "1",
+        environment = {
+            "ASYNC_RL_GPU_RESULTS": str(self.folder.absolute()), "PYTHONUNBUFFERED": "1",
             "ASYNC_RL_GPU_SERVER_ARGS": json.dumps(self.server_args()),
         }  # fmt: skip
-        log_file = self.folder / f"{step.name}.log"
         start_s = time.monotonic()
         state = "timeout"
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(limit_s)
-                    state = "failed" if code else "done" if step.is_whole() else "part"
-            finally:
-                end_marked(self.mark)
-        tail = log_file.read_text(errors="replace").splitlines()[-8:]
+        running = MarkedCommand(command, self.folder / f"{step.name}.log", program=(), environment=environment)
+        try:
+            with suppress(WaitTimeoutError):
+                state = "failed" if running.wait(limit_s) else "done"
+        finally:
+            running.kill(GRACE_S)
+        end = running.text().splitlines()[-8:]
         seconds = time.monotonic() - start_s
-        print(f"{step.name}: {state} after {seconds:.0f} s" + "".join(f"\n    {line}" for line in tail), flush=True)
-        why = "" if state in ("done", "part") else "\n".join(tail)
+        print(f"{step.name}: {state} after {seconds:.0f} s" + "".join(f"\n    {line}" for line in end), flush=True)
+        why = "" if state == "done" else "\n".join(end)
         return Outcome(step=step.name, state=state, seconds=seconds, command=words, why=why)
 
     def _keep(self, outcome: Outcome) -> None:
-        if outcome.state == "skipped":
-            print(f"{outcome.step}: skipped: {outcome.why}", flush=True)
         self.outcomes[outcome.step] = outcome
         text = json.dumps([asdict(kept) for kept in self.outcomes.values()], indent=1)
         (self.folder / "outcomes.json").write_text(text + "\n")
 
 
 def _is_installed(need: str) -> bool:
-    """A package, or a file of one, which is not imported for that."""
+    """Whether a package, or a file of a package, is installed; it is not imported."""
     package, _, file = need.partition("/")
     spec = importlib.util.find_spec(package)
-    places = (spec.submodule_search_locations or []) if spec else []
-    return spec is not None and (not file or any(list(Path(place).glob(f"{file}*")) for place in places))
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return spec is not None and (not file or any(list(Path(folder).glob(f"{file}*")) for folder in folders))
 
 
-def end_marked(mark: str) -> None:
-    """End every process that carries the mark but this one: in order at first, then by force."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        processes = [p for p in psutil.process_iter() if p.pid != os.getpid() and _carries(p, mark)]
-        for process in processes:
-            with suppress(psutil.Error):
-                process.send_signal(number)
-        psutil.wait_procs(processes, GRACE_S)
-
-
-def _carries(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return False
+def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> None:
+    """Write suite.json, suite.log, the sweep's plots and sweep-cells.tar.gz into `out`, at most seven files."""
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": describe_machine(), "steps": outcomes}
+    for file in sorted(folder.glob("*.json")):
+        if file.stem != "outcomes":
+            with suppress(ValueError):  # the step was ended while it wrote
+                found[file.stem] = json.loads(file.read_text())
+    if (file := folder / "measured.jsonl").is_file():
+        found["logprobs"] = [json.loads(line) for line in file.read_text().splitlines()]
+    if (file := SWEEP / "table.md").is_file():
+        found["sweep"] = file.read_text()
+    (out / "suite.json").write_text(json.dumps(found, indent=1) + "\n")
+    with (out / "suite.log").open("wb") as log:
+        for file in sorted(folder.rglob("*.log")):  # logs of the steps, and of the servers that they started
+            if not file.resolve().is_relative_to(out.resolve()):
+                name = file.relative_to(folder).with_suffix("")
+                log.write(f"==== {name}\n".encode() + file.read_bytes()[-LOG_BYTES:] + b"\n")
+    for plot in PLOTS:
+        if (file := SWEEP / "plots" / f"{plot}.png").is_file():
+            shutil.copy(file, out / f"sweep-{plot}.png")
+    if (SWEEP / "cells").is_dir():
+        with tarfile.open(out / "sweep-cells.tar.gz", "w:gz") as archive:
+            for pattern in ("sweep.json", "logs/*.log", *(f"cells/*/{name}" for name in CELL_FILES)):
+                for file in sorted(SWEEP.glob(pattern)):
+                    archive.add(file, file.relative_to(SWEEP))
 
 
 def plan(suite: Suite) -> str:
-    """The steps that are not done yet, with the time at which each would end."""
+    """The steps that are not done yet, with the minute in which each would end."""
     lines, spent = [], 0.0
     for step in suite.steps:
-        if suite.is_done(step.name):
+        if suite.is_done(step.name) and not step.continues:
             lines.append(f"{step.name:14} done before")
             continue
         fits = (spent + step.minutes) * 60 <= suite.left_s()
@@ -190,13 +192,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("minutes", type=float)
     parser.add_argument("out", type=Path, nargs="?", default=Path(os.environ.get("OUT") or STATE / "out"))
-    parser.add_argument("--after", type=Path, metavar="RESULTS", help="folder with suite.json, from another machine")
-    parser.add_argument("--list", action="store_true", help="say what would run, and start nothing")
+    parser.add_argument("--list", action="store_true", help="print what would run, and start nothing")
     arguments = parser.parse_args()
-    if arguments.after and not (arguments.after / "suite.json").is_file():
-        parser.error(f"--after must be a folder with suite.json, got {arguments.after}")
-    if arguments.after and not (STATE / "outcomes.json").exists():  # else this machine's own are newer
-        take_up(arguments.after, STATE)
     suite = Suite(STEPS, STATE, arguments.minutes)
     if arguments.list:
         print(plan(suite))
@@ -204,7 +201,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("gpu_suite: torch sees no GPU here; --list says what would run", file=sys.stderr)
+        print("gpu_suite: torch finds no GPU on this machine; --list prints what would run", file=sys.stderr)
         return 2
 
     def write() -> None:
@@ -214,7 +211,6 @@ def main() -> int:
     try:
         suite.run(after_step=write)
     finally:
-        end_marked(suite.mark)
         write()
         print(f"results in {arguments.out}", flush=True)
     return 1 if any(outcome.state in ("failed", "timeout") for outcome in suite.outcomes.values()) else 0

@@ -1,23 +1,24 @@
-"""SIGKILL to each kind of process at a random moment of a run, and what came of it.
+"""Kill one process of a run at a random moment, check how the run recovers or ends, and tabulate the outcomes.
 
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
-server   SGLang's scheduler (with rollout.engine=sglang)       the run goes on, the server comes back
-worker   a rollout process: worker and hf engine, or worker    the run goes on, it comes back
-         and SGLang server
-silent   a rollout process by SIGSTOP: it is there, and says   the same, after timeouts.silent_s (here 10)
-         nothing
-buffer   the buffer                                            the run goes on, another one from its journal
-learner  a learner rank                                        the run ends with one error that names it; --resume
-driver   `async-rl train` itself                               everything ends; --resume
+server   SGLang's scheduler, with rollout.engine=sglang           the run goes on, and the server comes back
+worker   a rollout process, with its engine                       the run goes on, and the process comes back
+silent   a rollout process, by SIGSTOP: it lives and does not     as for worker, after timeouts.silent_s (10 s here)
+         answer
+buffer   the buffer                                               the run goes on with a new one, from the journal
+learner  a learner rank                                           the run ends with an error that names it; --resume
+driver   `async-rl train` itself                                  every process ends; --resume
 
-Each run is checked: how it ended, that every admitted group is accounted for, that no token was older than the bound,
-and that no process is left. A run that goes on is ended by Ctrl-C some steps later, one that ended is resumed.
+All others are killed by SIGKILL. Every run has checkpoint.every_steps=2. It is checked how it ended, that every
+admitted group is accounted for, that no token was older than the bound, and that no process is left. A run that goes on
+is ended by Ctrl-C a few steps later; a run that ended is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -31,10 +32,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from async_rl.config.loading import load_config
+from benchmarks.machine import describe_machine, machine_text
 from benchmarks.marked_command import MarkedCommand, wait_until
+from benchmarks.tables import Table, write_page
 
-RESULTS = Path(__file__).parent / "results" / "kill_matrix.json"
+RESULTS = Path(__file__).parent / "results" / "kill_matrix"
 VICTIMS = {
     "server": "sglang::scheduler", "worker": "ray::RolloutActor", "learner": "ray::LearnerActor",
     "silent": "ray::RolloutActor", "buffer": "ray::BufferActor",
@@ -46,7 +49,7 @@ SILENT_S = 10.0
 FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
 BACK_TIMEOUT_S = 300.0
-"""An SGLang server takes a minute to start where others work, too."""
+"""An SGLang server takes a minute to start on a busy machine."""
 END_TIMEOUT_S = 120.0
 MORE_STEPS = 3
 
@@ -55,28 +58,28 @@ MORE_STEPS = 3
 class Outcome:
     kind: str
     after_s: float
-    """From the second logged step to the kill."""
+    """Seconds from the second logged step to the kill."""
     exit_code: int
     """130 after the Ctrl-C that ends a run which went on."""
     recovered_s: float
-    """From the kill until the server served the current version again, or until the next buffer's second batch was
-    trained on; of a run that ended, from `--resume` until the next step was trained."""
+    """Server, worker: seconds from the kill until the process serves the current version again. Buffer: until the
+    second batch of the new one was trained. Learner, driver: from `--resume` until the next step was trained."""
     ended_s: float
-    """From the kill until no process of the run was left; 0 where it went on."""
+    """Seconds from the kill until no process of the run was left; 0 where the run went on."""
     error: str
-    """Its first line, of a run that ended."""
+    """First line of the error with which the run ended."""
     names_all: bool
-    """The error gives the learner rank, its host and the last lines of its log."""
+    """Whether the error gives the learner rank, its host and the last lines of its log."""
     counts_add_up: bool
     staleness_max: float
     orphans: int
 
 
 def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
-    """One run with one SIGKILL.
+    """Start a run, kill one of its processes, and follow it to its end.
 
     Raises:
-        WaitTimeoutError: it does not start, or neither goes on nor ends.
+        WaitTimeoutError: the run does not start, or neither goes on nor ends.
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
@@ -89,13 +92,13 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
         time.sleep(after_s)
         _kill_one(command, kind, rng)
         if kind in FATAL:
-            code, ended_s, orphans = _see_it_end(command)
+            code, ended_s, orphans = _wait_for_end(command)
             again = MarkedCommand(["train", "--resume", str(run_dir)], folder / f"{kind}-resumed.log")
             steps = _steps(run_dir)
             recovered_s = wait_until(lambda: _steps(run_dir) > steps, START_TIMEOUT_S, "the resumed run's first step")
             orphans += _stop(again, run_dir)[1]
         else:
-            recovered_s, ended_s = _see_it_recover(command, kind, run_dir), 0.0
+            recovered_s, ended_s = _wait_for_recovery(command, kind, run_dir), 0.0
             code, orphans = _stop(command, run_dir)
         return _outcome(kind, after_s, code, recovered_s, ended_s, orphans, command.text(), run_dir)
     finally:
@@ -114,12 +117,12 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 
-def _see_it_recover(command: MarkedCommand, kind: str, run_dir: Path) -> float:
+def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> float:
     def is_over() -> bool:
         return command.process.poll() is not None
 
     seconds = wait_until(lambda: BACK[kind] in command.text() or is_over(), BACK_TIMEOUT_S, f"the {kind} to come back")
-    if kind == "buffer":  # the batch being trained was handed out by the one that died
+    if kind == "buffer":  # the batch that is being trained came from the buffer that died
         before = _steps(run_dir)
         seconds += wait_until(lambda: _steps(run_dir) > before + 1 or is_over(), END_TIMEOUT_S, "two more steps")
     if is_over():
@@ -127,8 +130,8 @@ def _see_it_recover(command: MarkedCommand, kind: str, run_dir: Path) -> float:
     return seconds
 
 
-def _see_it_end(command: MarkedCommand) -> tuple[int, float, int]:
-    """(exit code, seconds until the last process had ended, processes left)"""
+def _wait_for_end(command: MarkedCommand) -> tuple[int, float, int]:
+    """Returns (exit code, seconds until the last process had ended, number of processes left)."""
     start_s = time.monotonic()
     code = command.wait(END_TIMEOUT_S)
     orphans = len(command.orphans())
@@ -136,7 +139,7 @@ def _see_it_end(command: MarkedCommand) -> tuple[int, float, int]:
 
 
 def _stop(command: MarkedCommand, run_dir: Path) -> tuple[int, int]:
-    """Ctrl-C after some more steps; (exit code, processes left)"""
+    """Send Ctrl-C after a few more steps; returns (exit code, number of processes left)."""
     enough = _steps(run_dir) + MORE_STEPS
     wait_until(lambda: _steps(run_dir) >= enough or command.process.poll() is not None, END_TIMEOUT_S, "more steps")
     if command.process.poll() is None:
@@ -162,7 +165,7 @@ def _outcome(
 
 
 def _add_up(counters: dict[str, float]) -> bool:
-    """After a run's end nothing runs and nothing waits: admitted = trained + dropped."""
+    """Whether admitted = trained + dropped, as it must be when nothing runs any more."""
     reasons = [key for key in counters if key.startswith("buffer/dropped_") and key.count("/") == 1]
     dropped = sum(counters[key] for key in reasons)
     return bool(counters) and counters["buffer/admitted"] == counters["buffer/trained"] + dropped
@@ -173,41 +176,28 @@ def _steps(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def format_table(outcomes: Sequence[dict[str, Any]], machine: dict[str, str], config: str) -> str:
-    """Markdown: a row for each kind of process, with one column for each thing that was checked."""
-    lines = [
-        f"SIGKILL (silent: SIGSTOP) to one process of a run at a random moment. {machine['processor']}, "
-        f"{machine['cores']} cores, {machine['system']}, {', '.join(dict.fromkeys(o['commit'] for o in outcomes))}; "
-        "load average, other programs' included, "
-        f"{min(o['load'] for o in outcomes):.0f} to {max(o['load'] for o in outcomes):.0f}.", "",
-        "| killed | engine | servers, ranks | runs | outcome | recovered after, s | ended after, s | counts add up | "
-        "bound kept | orphans |", "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for kind in KINDS:
-        for engine in ("hf", "sglang"):
-            rows = [o for o in outcomes if (o["kind"], o["engine"]) == (kind, engine)]
-            if rows:
-                what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")
-                expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
-                good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
-                cells = [
-                    kind, engine, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
-                    _range([o["recovered_s"] for o in rows]),
-                    _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
-                    sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
-                    sum(o["orphans"] for o in rows),
-                ]
-                lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
-        "", "Seconds are median (least to most). A server or worker has recovered when it serves the learner's current "
-        "version again, a buffer when the second batch after its return is trained on; learner and driver: from "
-        "`--resume` to the next step. Ended: no process is left.", "",
-        f"Every run had checkpoint.every_steps=2, and where silence is to be noticed timeouts.silent_s={SILENT_S:.0f}, "
-        "which is part of the time.", "",
-        f"`python -m benchmarks.kill_matrix {config} --kinds KIND rollout.engine=ENGINE placement.rollout.servers=S "
-        "placement.learner.ranks=R eval.size=0`", "",
-    ]
-    return "\n".join(lines)
+def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
+    """A row for each kind of process and engine, with a column for everything that was checked."""
+    header = (
+        "killed", "engine", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
+        "counts add up", "bound kept", "orphans",
+    )  # fmt: skip
+    lines = []
+    for kind, engine in itertools.product(KINDS, ("hf", "sglang")):
+        rows = [o for o in outcomes if (o["kind"], o["engine"]) == (kind, engine)]
+        if rows:
+            what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")
+            expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
+            good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
+            cells = [
+                kind, engine, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
+                _range([o["recovered_s"] for o in rows]),
+                _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
+                sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
+                sum(o["orphans"] for o in rows),
+            ]  # fmt: skip
+            lines.append([str(cell) for cell in cells])
+    return Table(header, lines)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -220,27 +210,24 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="is added to; a table goes beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="adds to OUT.json and writes OUT.md")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    from async_rl.config.loading import load_config
-
     config = load_config(arguments.config, arguments.overrides)
-    rng, machine = random.Random(arguments.seed), describe_machine()
-    known = json.loads(arguments.out.read_text())["outcomes"] if arguments.out.exists() else []
-    for kind in arguments.kinds.split(","):
-        for _ in range(arguments.times):
-            with tempfile.TemporaryDirectory() as folder:
-                outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
-            print(outcome, flush=True)
-            placement = f"{config.placement.rollout.servers}, {config.placement.learner.ranks}"
-            known.append(asdict(outcome) | {
-                "engine": config.rollout.engine, "bound": config.staleness.max, "placement": placement,
-                "load": round(os.getloadavg()[0], 1), "commit": machine["commit"],
-            })
-            arguments.out.parent.mkdir(exist_ok=True)
-            arguments.out.write_text(json.dumps({"machine": machine, "outcomes": known}, indent=1) + "\n")
-            arguments.out.with_suffix(".md").write_text(format_table(known, machine, arguments.config))
+    rng, known_file = random.Random(arguments.seed), arguments.out.with_name(f"{arguments.out.name}.json")
+    outcomes = json.loads(known_file.read_text())["outcomes"] if known_file.exists() else []
+    for kind in arguments.kinds.split(",") * arguments.times:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
+        outcomes.append(asdict(outcome) | {
+            "engine": config.rollout.engine, "bound": config.staleness.max, "load": round(os.getloadavg()[0], 1),
+            "placement": f"{config.placement.rollout.servers}, {config.placement.learner.ranks}",
+            "commit": describe_machine()["commit"],
+        })  # fmt: skip
+        loads = [o["load"] for o in outcomes]
+        page = f"{machine_text()}, load average {min(loads):.0f} to {max(loads):.0f}. Seconds: median (least to most)."
+        page += f"\n\n{outcome_table(outcomes).markdown()}\n```\n{__doc__}```\n"
+        write_page(arguments.out, page, {"machine": describe_machine(), "outcomes": outcomes})
 
 
 if __name__ == "__main__":

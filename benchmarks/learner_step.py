@@ -1,19 +1,17 @@
-"""A whole learner step against a plain FSDP forward and backward pass on the same packed batch.
+"""Speed and memory of a whole learner step beside a plain FSDP forward and backward pass on the same batch.
 
-    python -m benchmarks.learner_step                      # CPU: one thread, a model of 3 M parameters made from config
+    python -m benchmarks.learner_step                      # CPU: one thread, a random model of 3 M parameters
     python -m benchmarks.learner_step --size 1b --groups 64 --answers 8 --mean 256 --longest 1024 --max-tokens 32768
 
 step          Updater.update: plan, pack, forward, loss with correction and diagnostics, backward, clipping, AdamW
-plain         the same micro-batches through a plain fully_shard'ed transformers model: lm(...).logits,
-              -advantage * log-probability, backward; nothing else
+plain         the same micro-batches through a plain fully_shard'ed transformers model: lm(...).logits, cross-entropy,
+              backward; nothing else
 lean          plain, but logits at the response's positions alone
-plain, rows   the same answers one a row, prompt repeated, padded to the longest: what packing is compared with
 checkpointed  the step with learner.gradient_checkpointing
 
-MFU is 6 * parameters * tokens that are not padding (attention not counted) / seconds / --ceiling-tflops, on GPUs.
-
-All take turns in one process, in a new order each round; on CPU seconds are processor seconds. Memory is the peak above
-what the process holds at the start of the step: activations, gradients, logits.
+All take turns in one process, in a new order each round. On a CPU, seconds are processor seconds. Peak memory is above
+what the process holds at the start of the step. On a GPU there is MFU: 6 * parameters * tokens that are not padding
+(attention not counted) / seconds, over the FLOP/s of a large bfloat16 matrix product measured in the same process.
 """
 
 from __future__ import annotations
@@ -22,12 +20,8 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import json
-import os
-import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,20 +39,22 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.types import Batch, Rollout, RolloutGroup
+from benchmarks.machine import describe_machine, machine_text
 from benchmarks.random_model import SIZES, save_random_model
+from benchmarks.tables import Table, write_page
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models import token_scores as scoring
 from learner.models.policy import shard
 from learner.packing.attention_mask import attention_mask
-from learner.packing.microbatches import MicroBatch, collate
-from learner.packing.plan import Layout, make_pieces
+from learner.packing.microbatches import MicroBatch
 from learner.train_step import Updater
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "learner_step"
+MATRIX_SIZE = 8192
 
 
 def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, vocab: int) -> Batch:
-    """Lognormal answer lengths of coefficient of variation 1; tokens and rewards at random."""
+    """A batch of random tokens and rewards, with lognormal answer lengths of coefficient of variation 1."""
     rng = np.random.default_rng(0)
     sigma = np.log(2) ** 0.5
     made = []
@@ -85,7 +81,7 @@ def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, 
 
 
 class Plain(nn.Module):
-    """What a trainer without further thought does with a micro-batch."""
+    """A sharded transformers model with a cross-entropy loss and nothing else."""
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -99,15 +95,16 @@ class Plain(nn.Module):
         shard(self, self.lm, mesh, dtype, LearnerConfig())
 
     def forward(self, micro: MicroBatch, is_lean: bool) -> torch.Tensor:
-        """Summed loss."""
-        mask = None if micro.inputs.segments is None else attention_mask(micro.inputs.segments, self.dtype)
-        inputs = {"attention_mask": mask, "position_ids": micro.inputs.positions, "use_cache": False}
+        """Returns the loss, summed over the tokens of a micro-batch."""
+        fed = micro.inputs
+        mask = None if fed.segments is None else attention_mask(fed.segments, self.dtype)
+        inputs = {"attention_mask": mask, "position_ids": fed.positions, "use_cache": False}
         if is_lean:
-            states = self.lm.base_model(micro.inputs.tokens, **inputs).last_hidden_state
-            logits = self.lm.lm_head(states.flatten(0, 1)[micro.inputs.where])
+            states = self.lm.base_model(fed.tokens, **inputs).last_hidden_state
+            logits = self.lm.lm_head(states.flatten(0, 1)[fed.where])
         else:
-            logits = self.lm(micro.inputs.tokens, **inputs).logits.flatten(0, 1)[micro.inputs.where]
-        return functional.cross_entropy(logits.float(), micro.inputs.targets, reduction="sum")
+            logits = self.lm(fed.tokens, **inputs).logits.flatten(0, 1)[fed.where]
+        return functional.cross_entropy(logits.float(), fed.targets, reduction="sum")
 
     def step(self, micro_batches: list[MicroBatch], is_lean: bool = False) -> None:
         for micro in micro_batches:
@@ -115,21 +112,8 @@ class Plain(nn.Module):
         self.zero_grad(set_to_none=True)
 
 
-def one_a_row(config: Config, batch: Batch, device: torch.device) -> list[MicroBatch]:
-    """Answers in the order they came, prompt repeated, as many rows as the budget allows at the longest's width."""
-    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
-    budget, layout = config.learner.max_tokens_per_microbatch, Layout(masked=False)
-    pieces = make_pieces(batch.groups, pairs, budget, 1, layout)
-    width = max(piece.length for piece in pieces)
-    advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    size = max(1, budget // width)
-    cuts = [pieces[i : i + size] for i in range(0, len(pieces), size)]
-    share = cuts[dist.get_rank() :: dist.get_world_size()]
-    return [collate(batch, [[piece] for piece in cut], advantages, device) for cut in share]
-
-
 class Memory:
-    """Peak above what is held at the start, in bytes."""
+    """Peak memory in bytes above what is held at `start`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -155,20 +139,19 @@ def _status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def measure(config: Config, batch: Batch, rounds: int, device: torch.device, profile: Path | None) -> dict[str, Any]:
-    """Seconds of every round and peak bytes of every side."""
+def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Seconds of every round, and peak bytes, of every side; size and padding of the micro-batches."""
     updater = Updater(config, device)
     plain = Plain(config, device, updater.policy.compute_dtype)
     checkpointed = Updater(
         dataclasses.replace(config, learner=dataclasses.replace(config.learner, gradient_checkpointing=True)), device
     )
     (minibatch,) = updater.pack(batch, batch_advantages(config, batch))
-    packed, rows = list(minibatch.micro_batches), one_a_row(config, batch, device)
+    packed = list(minibatch.micro_batches)
     sides: dict[str, Callable[[], Any]] = {
         "step": lambda: updater.update(batch),
         "plain": lambda: plain.step(packed),
         "lean": lambda: plain.step(packed, is_lean=True),
-        "plain, rows": lambda: plain.step(rows),
         "checkpointed": lambda: checkpointed.update(batch),
     }
     memory = Memory(device)
@@ -186,114 +169,82 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device, pro
                 seconds[side].append(elapsed_s)
             elif number == 1:
                 peaks[side] = memory.peak()
-    if profile:
-        write_profile(sides["step"], device, profile)
-    layouts = {"packed": packed, "rows": rows}
-    counts = {layout: len(micros) for layout, micros in layouts.items()}
-    tokens = {layout: sum(m.inputs.tokens.numel() for m in micros) for layout, micros in layouts.items()}
-    fill = {layout: sum(map(_real_tokens, micros)) / tokens[layout] for layout, micros in layouts.items()}
+    fed = [micro.inputs for micro in packed]
+    real = sum(int((m.tokens != 0 if m.segments is None else m.segments[0] >= 0).sum()) for m in fed)
     return {
-        "seconds": seconds, "peak_bytes": peaks, "fill": fill, "micro_batches": counts, "fed_tokens": tokens,
-        "trained_tokens": minibatch.num_tokens,
+        "seconds": seconds, "peak_bytes": peaks, "micro_batches": len(packed),
+        "fed_tokens": sum(m.tokens.numel() for m in fed),
+        "real_tokens": real, "trained_tokens": minibatch.num_tokens,
     }  # fmt: skip
 
 
-def write_profile(step: Callable[[], Any], device: torch.device, target: Path) -> None:
-    """Where one more step spends its time, by operation."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        _clock(device)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=30) + "\n")
+def matmul_flops(device: torch.device) -> float:
+    """FLOP/s of a large bfloat16 matrix product. Random values: zeros need less power and run faster."""
+    left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).bfloat16() for _ in range(2))
+    seconds = []
+    for _ in range(13):
+        start_s = _clock(device)
+        left @ right
+        seconds.append(_clock(device) - start_s)
+    return 2 * MATRIX_SIZE**3 / statistics.median(seconds[3:])
 
 
 def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
-    """Model FLOP/s of each side over the ceiling; recomputed activations don't count."""
-    shares = {}
-    for side, seconds in found["seconds"].items():
-        layout = "rows" if side == "plain, rows" else "packed"
-        flops = 6 * parameters * found["fill"][layout] * found["fed_tokens"][layout]
-        shares[side] = flops / statistics.median(seconds) / ceiling_flops
-    return shares
-
-
-def _real_tokens(micro: MicroBatch) -> int:
-    """Fed tokens that aren't padding."""
-    segments = micro.inputs.segments
-    return int((micro.inputs.tokens != 0 if segments is None else segments[0] >= 0).sum())
+    """MFU: model FLOP/s of each side over `ceiling_flops`. Recomputed activations do not count."""
+    flops = 6 * parameters * found["real_tokens"]
+    return {side: flops / statistics.median(times) / ceiling_flops for side, times in found["seconds"].items()}
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds; on CPU those in which a thread of this process ran, which other processes hardly disturb."""
+    """Seconds; on a CPU those in which this process ran, so that other processes hardly disturb them."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
     return time.process_time()
 
 
-def report(found: dict[str, Any], header: dict[str, Any]) -> str:
-    """The Markdown page."""
+def report(found: dict[str, Any], header: str) -> str:
+    """The result as a Markdown page. Adds the ratios of the step's speed to `found`."""
     seconds, tokens = found["seconds"], found["trained_tokens"]
-    rates = {side: tokens / statistics.median(times) for side, times in seconds.items()}
-    ratios = {
-        side: sorted(p / s for p, s in zip(seconds[side], seconds["step"], strict=True)) for side in ("plain", "lean")
-    }
-    found["ratio"] = {side: statistics.median(values) for side, values in ratios.items()}
-    lines = [
-        "# Learner step against plain FSDP forward + backward", "",
-        f"Command: `{header['command']}`, commit {header['commit']}, {header['machine']}.", "",
-        f"{header['model']}; {header['batch']}; {tokens} trained tokens a step. Packed: "
-        f"{found['micro_batches']['packed']} micro-batches of together {found['fed_tokens']['packed']} tokens, "
-        f"{found['fill']['packed']:.0%} not padding. One answer a row: {found['micro_batches']['rows']} of "
-        f"{found['fed_tokens']['rows']}, {found['fill']['rows']:.0%}.", "",
-        f"Trained tokens/s of the whole step, medians of {len(seconds['step'])} alternating rounds and their range:",
-        *(
-            f"**{found['ratio'][side]:.2f}** ({values[0]:.2f} to {values[-1]:.2f}) of the {side} pass on the same batch"
-            for side, values in ratios.items()
-        ),
-        "(aim: 0.9).", "",
-        "| side | trained tokens/s | seconds a step (median, min-max) | peak memory above start |",
-        "| --- | --- | --- | --- |",
-    ]  # fmt: skip
+    found["ratio"], lines = {}, []
     for side, times in seconds.items():
-        lines.append(
-            f"| {side} | {rates[side]:.0f} | {statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f}) | "
-            f"{found['peak_bytes'][side] / 2**20:.0f} MiB |"
-        )
-    if "mfu" in found:
-        lines += ["", "MFU: " + ", ".join(f"{side} {share:.1%}" for side, share in found["mfu"].items())]
-    sides = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n\n", "\n```\n\n")
-    return "\n".join([*lines, "", "```", sides, ""])
-
-
-def save(out: Path, page: str, found: dict[str, Any]) -> None:
-    """As out.md and out.json; a dot in the name, as in 0.1b, begins no suffix."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".md", page), (".json", json.dumps(found, indent=2) + "\n")):
-        out.with_name(out.name + suffix).write_text(text)
+        ratios = [plain / step for plain, step in zip(times, seconds["step"], strict=True)]
+        found["ratio"][side] = statistics.median(ratios)
+        lines.append([
+            side, f"{tokens / statistics.median(times):.0f}",
+            f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})",
+            f"{found['peak_bytes'][side] / 2**20:.0f} MiB",
+            f"{found['ratio'][side]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{found['mfu'][side]:.1%}" if "mfu" in found else "-",
+        ])  # fmt: skip
+    columns = (
+        "side", "trained tokens/s", "seconds a step (range)", "peak memory above start", "speed of the step over it",
+        "MFU",
+    )  # fmt: skip
+    table = Table(columns, lines).markdown()
+    return (
+        f"{header} {tokens} trained tokens a step, in {found['micro_batches']} micro-batches of together "
+        f"{found['fed_tokens']} tokens, {found['real_tokens'] / found['fed_tokens']:.0%} not padding.\n\n{table}\n"
+        f"```\n{__doc__}```\n"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="Hugging Face folder; empty: made from config")
-    parser.add_argument("--size", choices=list(SIZES), default="3m", help="of the model made from config")
-    parser.add_argument("--ceiling-tflops", type=float, default=790.0, help="bf16 matrix product of an H200, measured")
+    parser.add_argument("--model", default="", help="Hugging Face folder (default: a random model)")
+    parser.add_argument("--size", choices=list(SIZES), default="3m", help="size of the random model")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="longest prompt; the shortest is half")
-    parser.add_argument("--mean", type=int, default=48, help="mean answer")
-    parser.add_argument("--longest", type=int, default=256, help="longest answer")
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--mean", type=int, default=48, help="mean tokens of an answer")
+    parser.add_argument("--longest", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="learner.max_tokens_per_microbatch")
     parser.add_argument("--logits-mib", type=float, default=256, help="learner.models.token_scores.LOGITS_BYTES")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="on CPU; one is least disturbed by other processes")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU; one is disturbed least by other processes")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a table of the operations of one step")
-    parser.add_argument("--out", type=Path, default=RESULTS / "learner_step")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="writes OUT.md and OUT.json")
     return parser.parse_args()
 
 
@@ -303,9 +254,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     scoring.LOGITS_BYTES = int(arguments.logits_mib * 2**20)
     with tempfile.TemporaryDirectory() as folder:
+        path = arguments.model or folder
         if not arguments.model:
-            save_random_model(arguments.size, Path(folder) / "model")
-        path = arguments.model or str(Path(folder) / "model")
+            save_random_model(arguments.size, Path(folder))
         config = Config(
             model=ModelConfig(path=path, dtype=arguments.dtype, attn_implementation=arguments.attention),
             task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=arguments.prompt),
@@ -319,31 +270,20 @@ def main() -> None:
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
         lm = AutoModelForCausalLM.from_pretrained(path)
-        parameters, vocab, kind = sum(p.numel() for p in lm.parameters()), lm.config.vocab_size, type(lm).__name__
+        parameters, vocab = sum(p.numel() for p in lm.parameters()), lm.config.vocab_size
         del lm
         batch = make_batch(
             arguments.groups, arguments.answers, arguments.prompt, arguments.mean, arguments.longest, vocab
         )
-        found = measure(config, batch, arguments.rounds, device, arguments.profile)
+        found = measure(config, batch, arguments.rounds, device)
         if device.type == "cuda":
-            found["mfu"] = utilisation(found, parameters, 1e12 * arguments.ceiling_tflops)
+            found["matmul_tflops"] = matmul_flops(device) / 1e12
+            found["mfu"] = utilisation(found, parameters, 1e12 * found["matmul_tflops"])
         dist.destroy_process_group()
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    header = {
-        "command": shlex.join(["python", "-m", "benchmarks.learner_step", *sys.argv[1:]]),
-        "commit": commit or "unknown",
-        "machine": f"{gpu or platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}",
-        "model": f"{kind} of {parameters / 1e6:.0f} M parameters, vocabulary {vocab}, compute type "
-        f"{config.model.dtype}, {arguments.attention}",
-        "batch": f"{arguments.groups} groups of {arguments.answers} answers, prompts to {arguments.prompt}, answers of "
-        f"mean {arguments.mean} to {arguments.longest} tokens, budget {arguments.max_tokens}, float32 logits to "
-        f"{arguments.logits_mib:g} MiB",
-    }
-    text = report(found, header)
-    save(arguments.out, text, {**header, **found})
-    print(text)
+    command = shlex.join(["python", "-m", "benchmarks.learner_step", *sys.argv[1:]])
+    header = f"`{command}`, {machine_text()}. {parameters / 1e6:.0f} M parameters;"
+    found = {"command": command, "machine": describe_machine(), **found}
+    write_page(arguments.out, report(found, header), found)
 
 
 if __name__ == "__main__":

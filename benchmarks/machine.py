@@ -1,4 +1,4 @@
-"""What the numbers of a benchmark depend on besides its command."""
+"""Description of the machine, the installed versions and the commit that a benchmark ran with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "sglang", "transformers", "ray")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, memory, GPUs, versions and the commit of this checkout."""
+    """Processor, cores, memory, GPUs, system, versions of the main packages, and the commit of this checkout."""
     found = {
         "processor": _processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
@@ -28,6 +28,12 @@ def describe_machine() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def machine_text() -> str:
+    """Processor, system, commit and cores, for a line in a result."""
+    machine = describe_machine()
+    return ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
 
 
 def _processor() -> str:

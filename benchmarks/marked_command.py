@@ -1,4 +1,4 @@
-"""`async-rl ...` as a person starts it, all its processes findable, whoever their parent is by then."""
+"""A command whose processes can all be found and ended, also those that outlive their parents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,32 +17,38 @@ from async_rl.errors import WaitTimeoutError
 
 ROOT = Path(__file__).parents[1]
 MARK = "ASYNC_RL_MARK"
-"""Environment variable that every process of a command inherits."""
+"""Environment variable with a unique value, which every process of a command inherits."""
+ASYNC_RL = (sys.executable, "-m", "async_rl.cli")
 END_TIMEOUT_S = 10.0
 
 
 class MarkedCommand:
-    """Started in a process group of its own.
+    """A running command in a process group of its own.
 
     Args:
-        log: file for what it prints.
+        log: file that receives its output.
+        program: words before the arguments (default: `async-rl`).
+        environment: variables to set besides those of this process.
     """
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, program: Sequence[str] = ASYNC_RL,
+        environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_rl.cli", *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark}, start_new_session=True,
+                [*program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {}), MARK: self.mark}, start_new_session=True,
             )
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Send SIGINT to the process group, as Ctrl-C does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code.
+        """Wait for the command to end; returns its exit code.
 
         Raises:
             WaitTimeoutError: with the end of the log.
@@ -52,36 +59,41 @@ class MarkedCommand:
             raise WaitTimeoutError(f"still running after {timeout_s:.0f} s; log:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
-        """What it printed so far."""
-        return self.log.read_text()
+        """Output so far."""
+        return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live, zombies aside."""
+        """Living processes of the command, without zombies."""
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
         return found
 
     def orphans(self) -> list[psutil.Process]:
-        """What still lives 10 s after the command itself has ended."""
+        """Processes that still live END_TIMEOUT_S after the command itself has ended."""
         deadline = time.monotonic() + END_TIMEOUT_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
-    def kill(self) -> None:
-        """Every process of it."""
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End every process of the command: by SIGKILL, or by SIGTERM first if `grace_s` is given."""
+        if grace_s:
+            processes = self.processes()
+            for process in processes:
+                with suppress(psutil.Error):
+                    process.terminate()
+            psutil.wait_procs(processes, grace_s)
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.Error):
+                process.kill()
         self.process.wait(END_TIMEOUT_S)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Returns the seconds it took.
+    """Wait for a condition; returns the seconds it took.
 
     Raises:
         WaitTimeoutError: names `what`.

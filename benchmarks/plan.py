@@ -1,4 +1,4 @@
-"""`async-rl plan`: what each bound would bring, which bound and which split of the devices to take, what will fit."""
+"""`async-rl plan`: predicted utilisation at each staleness bound, the split of devices over the pools, and memory."""
 
 from __future__ import annotations
 
@@ -12,61 +12,68 @@ from pathlib import Path
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
 from benchmarks.cells import numbers
-from benchmarks.prediction import Forecast, closed_form, first_series, rules_of, simulated, stages, workload_of
+from benchmarks.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from benchmarks.results import read_runs, rows_of
-from benchmarks.simulate import Workload
-from benchmarks.sizing import Method, learner_memory, overlap_gain, transfer_seconds
+from benchmarks.simulate import Result, Workload, simulate
+from benchmarks.tables import Table
 
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""
-
-
+SPLIT_STEPS = 40
+"""Simulated steps for each split of the devices."""
 ABOVE_0 = {
     "train_s": "--train-s", "rollout_s": "--rollout-s", "group_mean_s": "--group-s", "concurrency": "--concurrency",
     "prompts_per_step": "--prompts-per-step", "params": "--params", "device_gb": "--device-gb",
     "link_gbps": "--link-gbps",
 }  # fmt: skip
 FROM_0 = {"sync_s": "--sync-s", "load_s": "--load-s", "group_cv": "--cv"}
+TRAINED_BYTES = 2 + 2 + 12
+"""Bytes of a trained parameter: bf16 weight and gradient, float32 master weight and two Adam moments."""
+FROZEN_BYTES = 2
+ROLES = {
+    "ppo": {
+        "policy": TRAINED_BYTES, "critic": TRAINED_BYTES, "reference": FROZEN_BYTES, "reward model": FROZEN_BYTES
+    },
+    "grpo": {"policy": TRAINED_BYTES, "reference": FROZEN_BYTES},
+}  # fmt: skip
+"""Bytes per parameter of every network that a method holds, all of the policy's size. GRPO has a verifiable reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Simulated results at each bound."""
+
     workload: Workload
     bounds: tuple[int, ...]
-    closed: tuple[Forecast | None, ...]
-    """None where the closed form does not cover the workload's rules."""
-    simulated: tuple[Forecast, ...]
+    results: tuple[Result, ...]
 
     @property
     def best(self) -> int:
-        """The smallest bound after which the simulated step gets hardly shorter."""
-        shortest_s = min(forecast.step_s for forecast in self.simulated)
-        enough = [forecast.step_s <= (1 + WORTHWHILE) * shortest_s for forecast in self.simulated]
+        """The smallest bound after which the step gets hardly shorter."""
+        shortest_s = min(result.step_s for result in self.results)
+        enough = [result.step_s <= (1 + WORTHWHILE) * shortest_s for result in self.results]
         return self.bounds[enough.index(True)]
 
 
 def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
-    """Bounds at which the learner would wait for ever are left out. Raises ConfigError if these are all."""
+    """Simulate each bound at which the learner would not wait for ever. Raises ConfigError if there is none."""
     possible = tuple(bound for bound in bounds if bound >= workload.smallest_bound)
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
         f"{workload.smallest_bound} or more with {rules_text(workload)}",
     )
-    return Plan(
-        workload, possible, tuple(closed_form(workload, bound) for bound in possible),
-        tuple(simulated(workload, bound) for bound in possible),
-    )
+    return Plan(workload, possible, tuple(simulate(workload, bound, SIMULATED_STEPS) for bound in possible))
 
 
 def measured_workload(folder: Path) -> Workload:
-    """From a run directory, or all bounds of a sweep's first series.
+    """The workload of a run directory, or of all bounds of a sweep's first series.
 
     Raises:
-        ConfigError: no durations are there, or the runs had rules that are not simulated.
+        ConfigError: durations were not measured, or the simulator does not cover the runs' rules.
     """
     runs = [run for row in first_series(rows_of(read_runs(folder))) for run in row.runs]
     if not runs:
-        raise ConfigError(f"{folder} holds runs of staleness.mode=exact alone, which is not simulated")
+        raise ConfigError(f"all runs in {folder} have staleness.mode=exact, which is not simulated")
     workload = workload_of([stages(run) for run in runs], rules_of(runs[0]))
     if math.isnan(workload.group_mean_s):
         raise ConfigError(f"{folder} holds no durations of rollout groups (rollout/group_s): was it too short a run?")
@@ -74,7 +81,7 @@ def measured_workload(folder: Path) -> Workload:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """What the options of `async-rl plan` ask for. Raises ConfigError."""
+    """The text that `async-rl plan` prints for its options. Raises ConfigError."""
     _check_values(args)
     workload = planned_workload(args)
     parts = []
@@ -99,10 +106,10 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def planned_workload(args: argparse.Namespace) -> Workload | None:
-    """RUN_DIR's, with what the options give in its place; None if they give neither.
+    """The workload of RUN_DIR with the durations that options replace; None if neither is given.
 
     Raises:
-        ConfigError: the options do not make one.
+        ConfigError: the options are not enough for a workload, or contradict each other.
     """
     given = {
         field.name: value
@@ -138,6 +145,7 @@ def _check_values(args: argparse.Namespace) -> None:
 
 
 def devices_now(now: str) -> tuple[int, int]:
+    """Parse the devices of learner and rollout. Raises ConfigError."""
     learner, comma, rollout = now.partition(",")
     if not (comma and learner.isdecimal() and rollout.isdecimal() and int(learner) and int(rollout)):
         raise ConfigError(f"--now must be learner,rollout devices, e.g. 4,4; got {now!r}")
@@ -145,6 +153,7 @@ def devices_now(now: str) -> tuple[int, int]:
 
 
 def describe_plan(plan: Plan) -> str:
+    """Durations, a table of the bounds, and the recommended bound."""
     w = plan.workload
     lines = [
         f"Learner: {w.train_s:.3g} s to train a batch of {w.prompts_per_step} groups, {w.sync_s:.3g} s to push, "
@@ -154,37 +163,32 @@ def describe_plan(plan: Plan) -> str:
     ]
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
-    lines += [
-        "",
-        "                  closed form                             simulation",
-        "staleness.max  step, s  learner  rollout  staleness    step, s  learner  rollout  staleness  in flight",
+    header = ("staleness.max", "step, s", "learner", "rollout", "staleness, mean", "groups in flight / concurrency")
+    rows = [
+        [str(bound), *_shares(r), f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]
+        for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
-    for bound, closed, found in zip(plan.bounds, plan.closed, plan.simulated, strict=True):
-        lines.append(f"{bound:13}  {_columns(closed)}    {_columns(found)}  {found.in_flight:9.1%}")
-    best = plan.simulated[plan.bounds.index(plan.best)]
+    lines += ["", Table(header, rows).markdown()]
+    if w.smallest_bound:
+        lines.append(f"Left out: staleness.max below {w.smallest_bound}, where the learner would wait for ever.")
     larger = (
         "larger bounds were not tried" if plan.best == plan.bounds[-1]
         else f"a larger bound, up to {plan.bounds[-1]}, gains less than {WORTHWHILE:.0%} more"
     )  # fmt: skip
-    lines += ["", "In flight: rollout groups in flight over the concurrency."]
-    if w.smallest_bound:
-        lines.append(f"Left out: staleness.max below {w.smallest_bound}, where the learner would wait for ever.")
-    lines += [
-        f"Take staleness.max = {plan.best}: {plan.simulated[0].step_s / best.step_s:.2f} times the steps per hour of "
-        f"staleness {plan.bounds[0]}, and {larger}.",
-    ]
+    gain = plan.results[0].step_s / plan.results[plan.bounds.index(plan.best)].step_s
+    lines.append(
+        f"Take staleness.max = {plan.best}: {gain:.2f} times the steps per hour of staleness {plan.bounds[0]}, "
+        f"and {larger}."
+    )
     return "\n".join(lines)
 
 
-def _columns(forecast: Forecast | None) -> str:
-    if forecast is None:
-        return f"{'-':>7}  {'-':>7}  {'-':>7}  {'-':>9}"
-    f = forecast
-    return f"{f.step_s:7.3g}  {f.learner:7.1%}  {f.rollout:7.1%}  {f.staleness:9.2f}"
+def _shares(result: Result) -> list[str]:
+    return [f"{result.step_s:.3g}", f"{result.utilisation:.1%}", f"{result.rollout:.1%}"]
 
 
 def rules_text(workload: Workload) -> str:
-    """The settings that are none of the default ones, for a sentence."""
+    """The rules that are not the default ones, for a sentence."""
     w, default = workload, Workload()
     settings = {
         "staleness.late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
@@ -194,67 +198,57 @@ def rules_text(workload: Workload) -> str:
     return ", ".join(f"{key}={value}" for key, (value, usual) in settings.items() if value != usual)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    learner_devices: int
-    rollout_devices: int
-    forecast: Forecast
+def split_devices(
+    workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int
+) -> dict[tuple[int, int], Result]:
+    """Results of every split (learner devices, rollout devices), with speeds in proportion to the devices.
 
-
-def split_devices(workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int) -> list[Split]:
-    """Every split of `devices`, shortest step first, each pool's speed in proportion to its devices: the learner's
-    time shrinks, the rollout pool's slots grow and the load spreads over them.
+    The learner's time shrinks; the rollout pool's slots grow, and its load spreads over them.
 
     Args:
         learner_now, rollout_now: the devices that the workload's durations were measured with.
     """
-    splits = []
+    results = {}
     for learner_devices in range(1, devices):
-        rollout_devices = devices - learner_devices
-        share = rollout_devices / rollout_now
+        share = (devices - learner_devices) / rollout_now
         scaled = dataclasses.replace(
             workload, train_s=workload.train_s * learner_now / learner_devices, load_s=workload.load_s / share,
             concurrency=max(1, int(workload.concurrency * share)),
         )
-        forecast = closed_form(scaled, bound) or simulated(scaled, bound)
-        splits.append(Split(learner_devices, rollout_devices, forecast))
-    return sorted(splits, key=lambda split: split.forecast.step_s)
+        results[learner_devices, devices - learner_devices] = simulate(scaled, bound, SPLIT_STEPS)
+    return results
 
 
-def describe_splits(splits: Sequence[Split], bound: int) -> str:
-    best = splits[0]
-    lines = ["learner devices  rollout devices  step, s  learner  rollout"]
-    for split in sorted(splits, key=lambda split: split.learner_devices):
-        f, devices = split.forecast, f"{split.learner_devices:15}  {split.rollout_devices:15}"
-        mark = "  best" if split is best else ""
-        lines.append(f"{devices}  {f.step_s:7.3g}  {f.learner:7.1%}  {f.rollout:7.1%}{mark}")
-    lines.append(
-        f"At staleness.max = {bound} take {best.learner_devices} for the learner, {best.rollout_devices} for rollout."
-    )
-    return "\n".join(lines)
+def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
+    """A table of the splits, and the one with the shortest step."""
+    best = min(splits, key=lambda split: splits[split].step_s)
+    rows = [[str(learner), str(rollout), *_shares(result)] for (learner, rollout), result in splits.items()]
+    header = ("learner devices", "rollout devices", "step, s", "learner", "rollout")
+    table = Table(header, rows, best=list(splits).index(best)).markdown()
+    return f"{table}\nAt staleness.max = {bound} take {best[0]} for the learner, {best[1]} for rollout."
 
 
-def describe_memory(parameters: float, method: Method, device_gb: float, link_gbps: float) -> str:
-    """Memory of the learner by role, the fewest devices, and the time of one weight transfer."""
-    memory = learner_memory(parameters, method, device_gb * 1e9)
+def describe_memory(parameters: float, method: str, device_gb: float, link_gbps: float) -> str:
+    """Memory of the learner by network, the fewest devices that hold it, and the time of one weight transfer."""
+    sizes_gb = {role: parameters * role_bytes / 1e9 for role, role_bytes in ROLES[method].items()}
+    total_gb = math.fsum(sizes_gb.values())
     lines = [f"Learner memory, {parameters / 1e9:g} billion parameters, {method}, Adam in mixed precision (bf16):"]
-    lines += [f"    {role:<14} {size / 1e9:9,.1f} GB" for role, size in memory.by_role.items()]
-    lines.append(
-        f"    {'together':<14} {memory.total_bytes / 1e9:9,.1f} GB: at least {memory.devices} x {device_gb:g} GB, "
-        "activations and the rollout servers' copies not counted"
-    )
-    size = 2 * parameters
-    lines.append(
-        f"A push of {size / 1e9:,.3g} GB of bf16 weights over {link_gbps:g} Gb/s takes "
-        f"{transfer_seconds(size, link_gbps * 1e9):.3g} s."
-    )
+    lines += [f"    {role:<14} {size:9,.1f} GB" for role, size in sizes_gb.items()]
+    weights_gb = FROZEN_BYTES * parameters / 1e9
+    lines += [
+        f"    {'together':<14} {total_gb:9,.1f} GB: at least {math.ceil(total_gb / device_gb)} x {device_gb:g} GB, "
+        "activations and the rollout servers' copies not counted",
+        f"A push of {weights_gb:,.3g} GB of bf16 weights over {link_gbps:g} Gb/s takes "
+        f"{8 * weights_gb / link_gbps:.3g} s.",
+    ]
     return "\n".join(lines)
 
 
 def describe_overlap(rollout_s: float, train_s: float) -> str:
-    gain = overlap_gain(rollout_s, train_s)
+    """Learner utilisation and speed-up if a step takes the longer of two times instead of their sum."""
+    together_s, longer_s = rollout_s + train_s, max(rollout_s, train_s)
     return (
         f"Rollout {rollout_s:.4g} s and learning {train_s:.4g} s a step: in turn the learner works "
-        f"{gain.learner_in_turn:.0%} of the time, with full overlap {gain.learner_overlapped:.0%}, "
-        f"{gain.speedup:.2f} times the steps."
+        f"{train_s / together_s:.0%} of the time, with full overlap {train_s / longer_s:.0%}, "
+        f"{together_s / longer_s:.2f} times the steps."
     )

@@ -1,4 +1,4 @@
-"""The pictures of a report. Colours: cividis for the ordered staleness, Okabe-Ito for the rest."""
+"""Plots of a report. Colours: cividis for staleness, which is ordered, and Okabe-Ito for the rest."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
 from benchmarks.results import Row
-from buffer.store_rows import DROP_REASONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.prediction import Forecast
+    from benchmarks.simulate import Result
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -26,11 +25,17 @@ STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
 
-def draw_all(rows: Sequence[Row], folder: Path, forecasts: dict[int, Forecast]) -> list[Path]:
-    """Every picture there are data for, as PNG files; `forecasts` by staleness."""
+def draw_all(rows: Sequence[Row], folder: Path, predicted: dict[int, Result]) -> list[Path]:
+    """Draw every plot there is data for as a PNG file; returns their paths.
+
+    Args:
+        predicted: simulated results by staleness.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
     pictures: list[tuple[str, Callable[[], Any]]] = [
@@ -39,18 +44,15 @@ def draw_all(rows: Sequence[Row], folder: Path, forecasts: dict[int, Forecast]) 
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
         ("reward_by_step", lambda: _reward_curves(rows, 0, STEP)),
         ("reward_by_time", lambda: _reward_curves(bounded, 1, SECONDS)),
-        ("utilisation", lambda: _utilisation(bounded, forecasts)),
+        ("utilisation", lambda: _utilisation(bounded, predicted)),
         ("offpolicy", lambda: _offpolicy(rows)),
         ("staleness", lambda: _staleness_histogram(rows)),
-        ("drops", lambda: _drop_bias(rows)),
     ]
     paths = []
     for name, draw in pictures:
         figure = draw()
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=130)
-            import matplotlib.pyplot as plt
-
             plt.close(figure)
             paths.append(folder / f"{name}.png")
     return paths
@@ -64,7 +66,7 @@ def by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
 
 
 def series_name(series: Series, others: Sequence[Series] = ()) -> str:
-    """Without what all `others`, if there are any, have in common with it."""
+    """Text of a series' labels, without those that all `others` have, too."""
     return ", ".join(
         f"{key} {label}" for key, label in series if not others or any((key, label) not in other for other in others)
     )
@@ -89,7 +91,7 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any)
 
 
 def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
-    """One line a series, means with standard errors over seeds, at evenly spaced bounds."""
+    """Draw a line for each series: means with standard errors over seeds, at evenly spaced bounds."""
     bounds = sorted({row.staleness for row in rows})
     all_series = by_series(rows)
     for number, (series, of_series) in enumerate(all_series.items()):
@@ -106,15 +108,16 @@ def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) ->
     axes.set_title(label, fontsize=10)
 
 
-def _legend(figure: Any, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if any(labels):
-        columns = min(len(labels), int(figure.get_figwidth() // 2.2))
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
+def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper center", **options: Any) -> None:
+    """Draw one legend for all panels."""
+    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if any(handles):
+        columns = 1 if "right" in place else min(len(handles), int(figure.get_figwidth() // 2.2))
+        figure.legend(handles.values(), handles.keys(), loc=place, ncols=columns, frameon=False, **options)
 
 
 def _trade_off(rows: Sequence[Row]) -> Any:
-    """What a step teaches; and, but in exact mode, where times say nothing, how busy the learner is and the trade."""
+    """Improvement per step; without exact mode also the learner's utilisation and the improvement per minute."""
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
     bounded = [row for row in rows if not row.exact]
     figure, panels = _panels(3 if bounded else 1)
@@ -125,17 +128,17 @@ def _trade_off(rows: Sequence[Row]) -> Any:
         _against_staleness(panels[2], bounded, "per_minute", f"{what} gained per minute, measured")
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    _legend(figure, panels[0])
+    _legend(figure, panels)
     return figure
 
 
 def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Held-out accuracy, a marker for each evaluation; mean and standard error over seeds."""
+    """Held-out accuracy with a marker for each evaluation; mean and standard error over seeds."""
     if any(len(run.evals) < 3 for row in rows for run in row.runs):
         return None
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
-        # The k-th evaluation of every seed: beside training they do not fall on the very same step.
+        # The k-th evaluations of all seeds are averaged: they do not fall on exactly the same step.
         count = min(len(run.evals) for run in row.runs)
         points = np.array([run.evals[: count - 1] + run.evals[-1:] for run in row.runs])  # [seeds, count, 3]
         means, errors = _mean_and_error(points[:, :, 2])
@@ -145,7 +148,7 @@ def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 
 
 def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Mean reward of the batches, smoothed; mean and standard error over seeds on the span that all of them reach."""
+    """Smoothed mean reward of the batches; mean and standard error over seeds on the span that all of them reach."""
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
         curves = []
@@ -164,7 +167,7 @@ def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 def _curves(
     rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
 ) -> Any:
-    """A panel for each series, a line for each bound."""
+    """Draw a panel for each series with a line for each bound."""
     if not rows:
         return None
     from matplotlib import colormaps
@@ -182,28 +185,24 @@ def _curves(
         axes.set_title(series_name(name), fontsize=10)
         axes.set_xlabel(x_label)
     panels[0].set_ylabel(y_label)
-    drawn = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = sorted(drawn, key=int)
-    handles = [drawn[label] for label in labels]
-    figure.legend(handles, labels, title="staleness.max", loc="outside right upper", frameon=False)
+    _legend(figure, panels, "outside right upper", title="staleness.max")
     return figure
 
 
 def _mean_and_error(lines: Any) -> tuple[Any, Any]:
-    """Of [seeds, points] over the seeds: (mean [points], standard error [points], 0 for a single seed)."""
+    """Mean and standard error [points] of `lines` [seeds, points] over the seeds; the error of a single seed is 0."""
     if len(lines) == 1:
         return lines[0], np.zeros_like(lines[0])
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
-def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
-    """Shares of time by state, stacked; predicted busy share, occupancy and what NVML says as marks. First series only,
-    by name.
-    """
+def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
+    """Share of time in each state, stacked, for the first series; marks for prediction, occupancy and NVML."""
     if not rows:
         return None
     series, rows = next(iter(by_series(rows).items()))
     figure, panels = _panels(2, width=5.6, height=4.2, sharey=True)
+    places = range(len(rows))
     for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
         bottom = np.zeros(len(rows))
         for state in STATES:
@@ -211,32 +210,26 @@ def _utilisation(rows: Sequence[Row], forecasts: dict[int, Forecast]) -> Any:
             heights = np.array([np.mean([run.summary.get(key, 0.0) for run in row.runs]) for row in rows])
             if heights.any():
                 axes.bar(
-                    range(len(rows)), heights, bottom=bottom, color=STATE_COLORS[state], label=state.replace("_", " "),
+                    places, heights, bottom=bottom, color=STATE_COLORS[state], label=state.replace("_", " "),
                     width=0.7, edgecolor="white", linewidth=0.5,
                 )
             bottom += heights
-        predicted = [(x, forecasts[row.staleness]) for x, row in enumerate(rows) if row.staleness in forecasts]
-        if predicted:
-            axes.plot(
-                [x for x, _ in predicted], [getattr(forecast, kind) for _, forecast in predicted], linestyle="none",
-                marker="D", markersize=7, markerfacecolor="white", markeredgecolor="black", label="busy, predicted",
-            )
+        results = [predicted.get(row.staleness) for row in rows]
+        shares = [(r.utilisation if kind == "learner" else r.rollout) if r else math.nan for r in results]
+        if any(results):
+            axes.plot(places, shares, "kD", markersize=7, markerfacecolor="white", label="busy, predicted")
         if kind == "rollout":
             occupancy = [row.estimate("occupancy").mean for row in rows]
-            axes.plot(range(len(rows)), occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
+            axes.plot(places, occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
         if any(row.has(f"gpu_{kind}") for row in rows):
-            of_gpu = [row.estimate(f"gpu_{kind}").mean for row in rows]
-            axes.plot(range(len(rows)), of_gpu, "kx", markersize=7, label="GPU, by NVML")
-        axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
+            by_nvml = [row.estimate(f"gpu_{kind}").mean for row in rows]
+            axes.plot(places, by_nvml, "kx", markersize=7, label="GPU, by NVML")
+        axes.set_xticks(places, [str(row.staleness) for row in rows])
         axes.set_xlabel("staleness.max, versions")
         axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)
     panels[0].set_ylabel("share of time")
     panels[0].set_ylim(0, 1.02)
-    handles: dict[str, Any] = {}
-    for axes in panels:
-        found, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, found, strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, frameon=False)
+    _legend(figure, panels)
     return figure
 
 
@@ -249,13 +242,15 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
     panels[0].set_ylim(bottom=0)
     panels[2].set_ylim(bottom=0)
     panels[1].set_ylim(top=min(1.02, max(1.005, panels[1].get_ylim()[1])))
-    _legend(figure, panels[0])
+    _legend(figure, panels)
     return figure
 
 
 def _staleness_histogram(rows: Sequence[Row]) -> Any:
-    """Share of the trained rollouts at each staleness, a panel for each bound; all series together, but for exact mode,
-    which is drawn where there is nothing else."""
+    """Share of the trained rollouts at each staleness, with a panel for each bound and all series together.
+
+    Exact mode is drawn only if there is nothing else.
+    """
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
     largest = max(bounds)
@@ -274,36 +269,4 @@ def _staleness_histogram(rows: Sequence[Row]) -> Any:
         axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
     figure.supxlabel("staleness of a trained rollout, versions (dashed: the bound)", fontsize=10)
     figure.supylabel("share of rollouts", fontsize=10)
-    return figure
-
-
-def _drop_bias(rows: Sequence[Row]) -> Any:
-    """Means of the groups that were trained on against those dropped, by reason. First series only, by name."""
-    kinds = (
-        ("response_tokens", "response tokens of a group"), ("reward", "mean reward of a group"),
-        ("duration_s", "seconds a group took"),
-    )
-    series, rows = next(iter(by_series(rows).items()))
-    fates = [
-        fate for fate in ("trained", *(f"dropped_{reason}" for reason in DROP_REASONS))
-        if any(f"buffer/{fate}/duration_s" in run.summary["buffer"] for row in rows for run in row.runs)
-    ]
-    if len(fates) < 2:
-        return None
-    figure, panels = _panels(len(kinds), width=4.2)
-    for axes, (kind, label) in zip(panels, kinds, strict=True):
-        for number, fate in enumerate(fates):
-            key = f"buffer/{fate}/{kind}"
-            of_rows = [[run.summary["buffer"][key] for run in row.runs if key in run.summary["buffer"]] for row in rows]
-            heights = [float(np.mean(values)) if values else 0.0 for values in of_rows]
-            axes.bar(
-                np.arange(len(rows)) + 0.8 * ((number + 0.5) / len(fates) - 0.5), heights, width=0.8 / len(fates),
-                label=fate.replace("_", ", ", 1).replace("_", " "), hatch="" if fate == "trained" else "//",
-                color=OKABE_ITO[number], edgecolor="white",
-            )
-        axes.set_xticks(range(len(rows)), [str(row.staleness) for row in rows])
-        axes.set_xlabel("staleness.max, versions")
-        axes.set_title(label, fontsize=10)
-    figure.suptitle(series_name(series), fontsize=10)
-    _legend(figure, panels[0])
     return figure

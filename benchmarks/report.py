@@ -1,4 +1,4 @@
-"""`async-rl report`: table, plots and one page that opens offline, from the files of a run or a sweep alone."""
+"""`async-rl report`: tables, plots and one page that opens offline, from the files of a run or a sweep alone."""
 
 from __future__ import annotations
 
@@ -7,188 +7,182 @@ import csv
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import SEED, STALENESS, finished_cells
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
-from benchmarks.results import Row, Run, read_runs, rows_of
-from benchmarks.verdicts import corrections_compared, ended_early, ranked, recommendation, time_to_accuracy
+from benchmarks.results import Row, read_runs, rows_of
+from benchmarks.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
+from benchmarks.tables import Table
+from buffer.store_rows import DROP_REASONS
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("is_variance", "IS-weight variance", "{:.3g}"),
-    ("kl", "KL, nats a token", "{:.2g}"),
-    ("per_100_steps", "improvement per 100 steps", "{:+.3f}"),
-    ("learner", "utilisation, learner", "{:.1%}"),
-    ("wall_clock", "wall-clock improvement", "{:+.3f}"),
-    ("per_minute", "improvement per minute, measured", "{:+.3f}"),
-    ("rollout", "utilisation, rollout", "{:.1%}"),
-    ("occupancy", "occupancy of slots", "{:.1%}"),
-    ("gpu_learner", "GPU of the learner, NVML", "{:.1%}"),
-    ("gpu_rollout", "GPU of rollout, NVML", "{:.1%}"),
-    ("ess", "ESS / tokens", "{:.3f}"),
-    ("staleness_mean", "staleness, mean", "{:.2f}"),
-    ("staleness_max", "staleness, max", "{:.0f}"),
-    ("steps_per_minute", "steps per minute", "{:.1f}"),
-    ("train_s", "training, s", "{:.3f}"),
-    ("push_s", "push, s", "{:.3f}"),
-)
-OF_GPUS = ("gpu_learner", "gpu_rollout")
-"""Columns of the table where there were GPUs to ask."""
+TRADE_OFF: dict[str, tuple[str, str]] = {
+    "is_variance": ("IS-weight variance", "{:.3g}"),
+    "kl": ("KL, nats per token", "{:.2g}"),
+    "per_100_steps": ("improvement per 100 steps", "{:+.3f}"),
+    "learner": ("utilisation, learner", "{:.1%}"),
+    "wall_clock": ("wall-clock improvement", "{:+.3f}"),
+    "per_minute": ("improvement per minute, measured", "{:+.3f}"),
+    "rollout": ("utilisation, rollout", "{:.1%}"),
+    "occupancy": ("occupancy of slots", "{:.1%}"),
+    "gpu_learner": ("GPU of the learner, NVML", "{:.1%}"),
+    "gpu_rollout": ("GPU of rollout, NVML", "{:.1%}"),
+    "ess": ("ESS / tokens", "{:.3f}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"),
+    "staleness_max": ("staleness, max", "{:.0f}"),
+    "steps_per_minute": ("steps per minute", "{:.1f}"),
+    "train_s": ("training, s", "{:.3f}"),
+    "push_s": ("push, s", "{:.3f}"),
+}
+"""Heading and number format of each value. Columns that no run measured are left out of the tables."""
+LEARNING: dict[str, tuple[str, str]] = {
+    "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
+    "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
+    "reward_mean": ("reward, mean over the run", "{:.3f}"),
+    "truncated": ("truncated IS weights", "{:.2%}"),
+    "entropy_end": ("entropy, end", "{:.3f}"),
+}
 NOTES = (
-    "Mean ± standard error over seeds; the best row by measured improvement per minute is bold.",
-    "Improvement: held-out accuracy at the end minus at the start (mean reward, last tenth of the steps minus the "
-    "first, where nothing was evaluated). Wall-clock improvement: improvement per 100 steps times the learner's "
-    "utilisation over that at the smallest staleness.",
-    "Utilisation: the learner computes an update; at least one rollout group is in flight and no push holds it up. "
-    "Occupancy: the server's running requests over its slots. NVML, where there are GPUs: the share of time in which "
-    "any kernel ran; pools that share a GPU have the same. Start-up and the first step are left out.",
-    "In flight: rollout groups between their grant and the buffer's acknowledgement, over rollout.concurrency, mean "
-    "over all time. A prediction, by simulation with the measured durations and the run's rules, is - where these are "
-    "not simulated.",
-    "Possible, the work-conserving bound: both pools' utilisations if neither waited without need, in turn at 0 and "
-    "the slower of the two above, from the same run's stage times.",
-    "The bound takes the times as they are: a push and a training step that last longer because both pools share the "
-    "machine count as work (columns training and push).",
-    "KL: of the behaviour from the proximal policy, k3 estimate. IS weights: proximal over behaviour, not truncated; "
-    "their variance is the median over the steps, as single steps with huge weights make up nearly all of a mean.",
-    "Exact staleness shows what staleness does to an algorithm. A push then waits for the groups of its batch, so "
-    "times and utilisation say nothing and are left out.",
+    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
+    "with the largest measured improvement per minute is bold.",
+    "Improvement is held-out accuracy at the end minus at the start. Where nothing was evaluated, it is the mean "
+    "reward of the last tenth of the steps minus that of the first tenth. Wall-clock improvement is computed: "
+    "improvement per 100 steps, times the learner's utilisation over its utilisation at the smallest staleness.",
+    "The learner is utilised while it computes an update. The rollout pool is utilised while at least one rollout "
+    "group is in flight and no push pauses it. Occupancy is the number of running requests over the server's slots. "
+    "The NVML columns are the share of time in which any kernel ran; pools that share a GPU have the same value.",
+    "KL is the KL divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the "
+    "probability ratios of the proximal over the behaviour policy before truncation. Their variance is the median over "
+    "the steps, because a few steps with very large weights would dominate a mean.",
+    "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
+    "where the simulator does not cover these rules. Groups in flight are rollout groups that were granted a slot and "
+    "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
+    "The work-conserving bound is the sum of both utilisations if neither pool ever waited without need: the stages "
+    "one after the other at staleness 0, and the slower pool without pause above. It takes training and push as long "
+    "as they were measured, also where they last longer because both pools share the machine.",
+    "Groups that were trained on stand beside groups that were dropped. A difference in length or reward is the bias "
+    "that dropping brings. Groups that were dropped while they ran have a duration only.",
+    "With staleness.mode=exact a push waits for the groups of its batch. Times and utilisation are left out there.",
 )
 CAPTIONS = {
-    "trade_off": "What staleness costs and, where times count, what it buys, and the trade. Bars: standard error.",
-    "accuracy_by_step": "Held-out accuracy by learner steps. Bars: standard error over seeds.",
-    "accuracy_by_time": "Held-out accuracy by wall-clock. Bars: standard error over seeds.",
-    "reward_by_step": "Training reward by learner steps, smoothed. Bands: standard error over seeds.",
-    "reward_by_time": "Training reward by wall-clock, smoothed, on the span all seeds reach. Bands: standard error.",
-    "utilisation": "Every second of a pool is one state. Diamonds: predicted from the measured durations.",
-    "offpolicy": "How far the data is from the policy that trains on it. Bars: standard error.",
-    "staleness": "Staleness of the rollouts that were trained on (oldest token).",
-    "drops": "Groups that were trained on against those that were dropped, by reason: what dropping favours. A group "
-    "that was dropped while it ran has a duration only.",
+    "trade_off": "What a step teaches, how busy the learner is, and what a minute brings. Bars: standard error.",
+    "accuracy_by_step": "Held-out accuracy by learner step. Bars: standard error over seeds.",
+    "accuracy_by_time": "Held-out accuracy by wall-clock time. Bars: standard error over seeds.",
+    "reward_by_step": "Training reward by learner step, smoothed. Bands: standard error over seeds.",
+    "reward_by_time": "Training reward by wall-clock time, smoothed. Bands: standard error over seeds.",
+    "utilisation": "Share of time that each pool spent in each state. Diamonds: busy share predicted by the simulator.",
+    "offpolicy": "How far the policy that is trained is from the policies that sampled its data. Bars: standard error.",
+    "staleness": "Staleness of the oldest token of each rollout that was trained on.",
 }
 
 
 def write_report(folder: Path) -> str:
-    """Writes table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; returns what to print.
+    """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; returns the text to print.
 
     Raises:
-        ConfigError: no finished run in it.
+        ConfigError: the folder holds no finished run.
     """
     rows = rows_of(read_runs(folder))
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
-    said = (recommendation(rows), time_to_accuracy(rows), corrections_compared(rows), ended_early(rows))
-    sentences = [text for text in said if text]
-    tables = markdown(rows) + ("\n" + prediction_table(measured) if measured else "")
-    (folder / "table.md").write_text(tables + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
-    _write_csv(rows, folder / "table.csv")
-    runs = [run for row in rows for run in row.runs]
-    _write_runs(runs, folder / "runs.csv")
-    _write_evals(runs, folder / "evals.csv")
-    (folder / "report.html").write_text(_page(folder, rows, measured, pictures, sentences))
-    return tables + "\n" + "\n".join(sentences)
+    found = (
+        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), bounds_compared(rows),
+        *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
+    )  # fmt: skip
+    tables = [table for table in found if table]
+    sentences = [text for text in (best_row(rows), ended_early(rows)) if text]
+    text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
+    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
+    _write_csvs(rows, folder)
+    (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
+    return text + "\n" + "\n".join(sentences)
 
 
-def columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    return [column for column in COLUMNS if column[0] not in OF_GPUS or any(row.has(column[0]) for row in rows)]
+def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title: str) -> Table | None:
+    """A row for each combination of settings; None if no run measured any of the columns.
 
-
-def header(rows: Sequence[Row]) -> list[str]:
-    return ["staleness", *(key for key, _ in rows[0].series), *(label for _, label, _ in columns(rows)), "seeds"]
-
-
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's texts; what no run measured is `-`."""
+    A `-` is a value that the runs of this row did not measure.
+    """
+    columns = {key: column for key, column in columns.items() if any(row.has(key) for row in rows)}
+    header = ["staleness", *(key for key, _ in rows[0].series), *(label for label, _ in columns.values()), "seeds"]
     lines = []
     for row in rows:
-        values = [_text(row, key, form) for key, _, form in columns(rows)]
-        lines.append([str(row.staleness), *(label for _, label in row.series), *values, str(len(row.runs))])
-    return lines
+        estimates = [(row.estimate(key), form) for key, (_, form) in columns.items()]
+        texts = ["-" if math.isnan(value.mean) else value.text(form) for value, form in estimates]
+        lines.append([str(row.staleness), *(label for _, label in row.series), *texts, str(len(row.runs))])
+    order = ranked(rows)
+    return Table(header, lines, title, best=rows.index(order[0]) if order else None) if columns else None
 
 
-def _text(row: Row, key: str, form: str) -> str:
-    estimate = row.estimate(key)
-    return "-" if math.isnan(estimate.mean) else estimate.text(form)
+def prediction(measured: Sequence[Measured]) -> Table | None:
+    """Measured utilisation and staleness of each bound beside the simulator's; None where nothing was measured."""
+    header = (
+        "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
+        "predicted", "in flight, measured", "predicted", "both pools, measured", "work-conserving bound",
+        "share of the bound",
+    )  # fmt: skip
 
-
-def markdown(rows: Sequence[Row]) -> str:
-    best = ranked(rows)[:1]
-    lines = ["| " + " | ".join(header(rows)) + " |", "| " + "---: | " * len(header(rows))]
-    for row, texts in zip(rows, cells(rows), strict=True):
-        marked = [f"**{text}**" for text in texts] if row in best else texts
-        lines.append("| " + " | ".join(marked) + " |" + (" best" if row in best else ""))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-PREDICTION_HEADER = (
-    "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
-    "predicted", "in flight, measured", "predicted", "both, measured", "work-conserving bound", "share of the bound",
-)  # fmt: skip
-
-
-def prediction_cells(measured: Sequence[Measured]) -> list[list[str]]:
     def percent(value: float | None) -> str:
         return "-" if value is None or math.isnan(value) else f"{value:.1%}"
 
     lines = []
     for m in measured:
-        f = m.predicted
         learner, rollout, staleness, in_flight = (
-            (f.learner, f.rollout, f.staleness, f.in_flight) if f else (None,) * 4
+            getattr(m.predicted, name, None) for name in ("utilisation", "rollout", "mean_staleness", "in_flight")
         )
-        lines.append(
-            [
-                str(m.staleness), percent(m.learner), percent(learner), percent(m.rollout), percent(rollout),
-                f"{m.staleness_mean:.2f}", "-" if staleness is None else f"{staleness:.2f}",
-                percent(m.in_flight), percent(in_flight), percent(m.learner + m.rollout), percent(m.bound),
-                percent((m.learner + m.rollout) / m.bound),
-            ]
-        )
-    return lines
+        lines.append([
+            str(m.staleness), percent(m.learner), percent(learner), percent(m.rollout), percent(rollout),
+            f"{m.staleness_mean:.2f}", "-" if staleness is None else f"{staleness:.2f}", percent(m.in_flight),
+            percent(in_flight), percent(m.learner + m.rollout), percent(m.bound),
+            percent((m.learner + m.rollout) / m.bound),
+        ])  # fmt: skip
+    return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
 
 
-def prediction_table(measured: Sequence[Measured]) -> str:
-    lines = ["| " + " | ".join(PREDICTION_HEADER) + " |", "| " + "---: | " * len(PREDICTION_HEADER)]
-    lines += ["| " + " | ".join(texts) + " |" for texts in prediction_cells(measured)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+def dropped_groups(rows: Sequence[Row]) -> Table | None:
+    """Means of the trained and of the dropped groups, by reason; None if nothing was dropped."""
+    lines = []
+    for row in rows:
+        for outcome in ("trained", *(f"dropped_{reason}" for reason in DROP_REASONS)):
+            values = []
+            for name in ("response_tokens", "reward", "duration_s"):
+                key = f"buffer/{outcome}/{name}"
+                found = [run.summary["buffer"][key] for run in row.runs if key in run.summary["buffer"]]
+                values.append(f"{sum(found) / len(found):.3g}" if found else "-")
+            if values != ["-"] * 3:
+                lines.append([row.name, outcome.replace("dropped_", "dropped: ").replace("_", " "), *values])
+    header = ("setting", "groups", "response tokens, mean", "reward, mean", "seconds, mean")
+    return Table(header, lines, "Dropped groups") if any(line[1] != "trained" for line in lines) else None
 
 
-def _write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Numbers, mean and standard error in columns of their own."""
+def _write_csvs(rows: Sequence[Row], folder: Path) -> None:
+    """table.csv: means and standard errors; runs.csv: every run; evals.csv: every held-out evaluation."""
+    runs = [run for row in rows for run in row.runs]
+    settings = [STALENESS, *(key for key, _ in rows[0].series)]
+    keys = [*TRADE_OFF, *LEARNING]
+    names = [name for key in keys for name in (key, f"{key}_error")]
+    means = []
+    for row in rows:
+        estimates = [row.estimate(key) for key in keys]
+        numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
+        means.append([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
+    _write_csv(folder / "table.csv", [*settings, *names, "seeds"], means)
+    axes = [*settings, SEED]
+    values = [[*(run.labels[axis] for axis in axes), *(f"{v:.6g}" for v in run.values().values())] for run in runs]
+    _write_csv(folder / "runs.csv", [*axes, *runs[0].values()], values)
+    evals = [
+        [*(run.labels[axis] for axis in axes), f"{version:g}", f"{seconds:.3f}", accuracy]
+        for run in runs for version, seconds, accuracy in run.evals
+    ]
+    _write_csv(folder / "evals.csv", [*axes, "version", "seconds", "accuracy"], evals)
+
+
+def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        keys = [key for key, _, _ in COLUMNS]
-        names = [name for key in keys for name in (key, f"{key}_error")]
-        writer.writerow(["staleness", *(key for key, _ in rows[0].series), *names, "seeds"])
-        for row in rows:
-            estimates = [row.estimate(key) for key in keys]
-            numbers = [f"{number:.6g}" for e in estimates for number in (e.mean, e.error)]
-            writer.writerow([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
-
-
-def _write_runs(runs: Sequence[Run], path: Path) -> None:
-    """Every run for itself, so that whoever doubts a mean or a test can take it again."""
-    axes = [STALENESS, *(key for key, _ in runs[0].series), SEED]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*axes, *runs[0].values()])
-        writer.writeheader()
-        writer.writerows(
-            {**run.labels, **{key: f"{value:.6g}" for key, value in run.values().items()}} for run in runs
-        )
-
-
-def _write_evals(runs: Sequence[Run], path: Path) -> None:
-    """Every held-out evaluation, so that the times to an accuracy can be taken again, too."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        axes = [STALENESS, *(key for key, _ in runs[0].series), SEED]
-        writer.writerow([*axes, "version", "seconds", "accuracy"])
-        for run in runs:
-            for version, seconds, accuracy in run.evals:
-                writer.writerow([*(run.labels[axis] for axis in axes), f"{version:g}", f"{seconds:.3f}", accuracy])
+        csv.writer(file).writerows([header, *lines])
 
 
 STYLE = """
@@ -201,18 +195,11 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 """
 
 
-def _page(
-    folder: Path, rows: Sequence[Row], measured: Sequence[Measured], pictures: Sequence[Path], sentences: Sequence[str]
-) -> str:
-    best = ranked(rows)[:1]
-    marks = ["best" if row in best else "" for row in rows]
-    parts = [f"<h1>{html.escape(folder.resolve().name)}</h1>"]
-    parts += [f'<p class="lead">{html.escape(text)}</p>' for text in sentences]
-    parts += ["<h2>Trade-off</h2>", _table(header(rows), cells(rows), marks)]
+def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Sequence[Path]) -> str:
+    name = html.escape(folder.resolve().name)
+    parts = [f"<h1>{name}</h1>", *(f'<p class="lead">{html.escape(text)}</p>' for text in sentences)]
+    parts += [table.html() for table in tables]
     parts += [f'<p class="note">{html.escape(note)}</p>' for note in NOTES]
-    if measured:
-        parts += ["<h2>Utilisation: measured, predicted, possible</h2>"]
-        parts += [_table(PREDICTION_HEADER, prediction_cells(measured), [""] * len(measured))]
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         caption = html.escape(CAPTIONS[picture.stem])
@@ -220,27 +207,19 @@ def _page(
         parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     parts += ["<h2>How it was made</h2>", _origin(folder)]
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(folder.resolve().name)}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
         f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    titles = "".join(f"<th>{html.escape(text)}</th>" for text in head)
-    body = "".join(
-        f'<tr class="{mark}">' + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
-        for line, mark in zip(lines, marks, strict=True)
-    )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-
-
 def _origin(folder: Path) -> str:
-    """Command, machine and config of the sweep, as far as they are there."""
+    """Command, machine and commits of the sweep, and the config of its first run, as far as they are known."""
     plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
-    commits = {record.commit for record in finished_cells(folder).values()}
-    commit = ", ".join(sorted(commits - {""}))  # a sweep may have gone on with another program
-    facts = {"command": plan.get("command", ""), **plan.get("machine", {}), **({"commit": commit} if commit else {})}
+    commits = {record.commit for record in finished_cells(folder).values()} - {""}
+    facts = {"command": plan.get("command", ""), **plan.get("machine", {})}
+    if commits:
+        facts["commit"] = ", ".join(sorted(commits))  # cells of one sweep may come from several commits
     lines = [f"{key}: {value}" for key, value in facts.items() if value]
     config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
     return (

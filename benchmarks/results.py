@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to: values of each run, gathered over seeds, and the recommendation."""
+"""Finished runs read from their folders, the values of each run, and rows that gather the seeds of one setting."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, 
 from benchmarks.statistics import Estimate, estimate
 
 Step = dict[str, float | None]
-OF_THE_SYSTEM = (
+SYSTEM_VALUES = (
     "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "per_minute", "train_s",
     "push_s",
 )  # fmt: skip
-"""Values that say nothing in exact mode, where a push waits for the groups of a batch."""
+"""Values that are left out in exact mode, where a push waits for the groups of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Run:
     summary: dict[str, Any]
     steps: list[Step]
     evals: list[tuple[float, float, float]]
-    """(version, seconds since the end of the first step, held-out accuracy); where weights changed while answers were
-    sampled, the newest version of them"""
+    """(version, seconds since the end of the first step, held-out accuracy) of every evaluation. If weights changed
+    while answers were sampled, the version is the newest one that answered."""
     folder: Path
     exact: bool = False
-    """staleness.mode exact: made to study an algorithm apart from the system."""
+    """The run had staleness.mode=exact: it studies an algorithm apart from the system."""
 
     @property
     def staleness(self) -> int:
@@ -45,36 +45,37 @@ class Run:
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
-        """Everything but the seed."""
+        """Labels on every axis but the seed."""
         return tuple((key, label) for key, label in self.labels.items() if key != SEED)
 
     @property
     def series(self) -> tuple[tuple[str, str], ...]:
-        """Everything but seed and staleness: what one line of a plot has in common."""
+        """Labels on every axis but seed and staleness: one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
     def mean(self, key: str) -> float:
-        """Over the steps after the first; nan if it was never measured."""
-        values = [value for step in self.steps[1:] if (value := step.get(key)) is not None]
+        """Mean of a metric over the steps after the first; nan if it was never measured."""
+        values = [value for _, _, value in self.points(key, first=1)]
         return sum(values) / len(values) if values else math.nan
 
     def median(self, key: str) -> float:
-        """Over the steps after the first; nan if it was never measured."""
-        values = [value for step in self.steps[1:] if (value := step.get(key)) is not None]
+        """Median of a metric over the steps after the first; nan if it was never measured."""
+        values = [value for _, _, value in self.points(key, first=1)]
         return statistics.median(values) if values else math.nan
 
-    def points(self, key: str) -> list[tuple[float, float, float]]:
-        """(step, seconds since the end of the first step, value) of every step that measured it."""
+    def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
+        """(step, seconds since the end of the first step, value) of every step that measured a metric."""
         return [
             (step["step"] or 0.0, step.get("time/since_first_step_s") or 0.0, value)
-            for step in self.steps
+            for step in self.steps[first:]
             if (value := step.get(key)) is not None
         ]
 
     @property
     def improvement(self) -> float:
-        """Gain of held-out accuracy from start to end; without evaluations that of the mean reward, last tenth of
-        the steps against the first.
+        """Held-out accuracy at the end minus at the start.
+
+        Without evaluations, the mean reward of the last tenth of the steps minus that of the first tenth.
         """
         if len(self.evals) >= 2:
             return self.evals[-1][2] - self.evals[0][2]
@@ -83,7 +84,7 @@ class Run:
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
 
     def values(self) -> dict[str, float]:
-        """What the table is made of."""
+        """The values in the tables of a report, nan where the run did not measure one."""
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
         values = {
             "is_variance": self.median("offpolicy/is_weight_var"),
@@ -101,22 +102,27 @@ class Run:
             "staleness_max": float(summary["staleness_max"] or 0.0),
             "train_s": self.mean("time/train_s"),
             "push_s": self.mean("time/push_s"),
+            "accuracy_start": self.evals[0][2] if self.evals else math.nan,
+            "accuracy_end": self.evals[-1][2] if self.evals else math.nan,
+            "reward_mean": self.mean("reward/mean"),
+            "truncated": self.mean("offpolicy/truncated_fraction"),
+            "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }
-        return values | (dict.fromkeys(OF_THE_SYSTEM, math.nan) if self.exact else {})
+        return values | (dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {})
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """The finished cells of a sweep, or the one run of a run directory, ordered by staleness.
+    """Read the finished cells of a sweep, or the one run of a run directory, ordered by staleness.
 
-    Cells of an earlier sweep in the same folder, over other axes than the last one, are left out.
+    Cells of an earlier sweep over other axes in the same folder are left out.
 
     Raises:
-        ConfigError: it holds neither, or cells that differ in more than the axes.
+        ConfigError: there is no finished run, or cells differ in more than the axes of the sweep.
     """
     if (folder / "cells").is_dir():
         plan = folder / "sweep.json"
         found = finished_cells(folder, json.loads(plan.read_text())["axes"] if plan.is_file() else None)
-        check_comparable(found)
+        check_comparable(found.items())
         runs = [_read_run(cell) for cell in found]
     else:
         runs = [_read_run(folder)] if (folder / "summary.json").is_file() else []
@@ -165,23 +171,25 @@ class Row:
 
     @property
     def name(self) -> str:
-        """For a sentence."""
+        """Name of the row in sentences and tables."""
         others = ", ".join(f"{key} {label}" for key, label in self.series)
         return f"staleness {self.staleness}" + (f" ({others})" if others else "")
 
     def has(self, key: str) -> bool:
-        """Did any seed measure it?"""
+        """Whether any seed measured the value."""
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Over the seeds; of the maximum it is the maximum."""
+        """Mean over the seeds with its standard error; of staleness_max, the maximum over the seeds."""
         values = self.values[key]
-        return Estimate(max(values), math.nan, len(values)) if key == "staleness_max" else estimate(values)
+        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def rows_of(runs: Iterable[Run]) -> list[Row]:
-    """A row for each combination of settings, with the wall-clock improvement: improvement per step times the
-    learner's utilisation over its utilisation at staleness 0 of the same series (the smallest staleness there is).
+    """A row for each combination of settings.
+
+    Adds the wall-clock improvement: improvement per 100 steps, times the learner's utilisation over its utilisation at
+    the smallest staleness of the same series.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -200,5 +208,5 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
 
 
 def baseline(rows: Sequence[Row], row: Row) -> Row:
-    """Of the same series: staleness 0, or the smallest."""
+    """The row of the same series with the smallest staleness."""
     return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

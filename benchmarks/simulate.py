@@ -1,13 +1,11 @@
-"""Utilisation of both pools against `staleness.max`, by discrete events through the buffer's own state machine.
+"""Simulate the utilisation of both pools against `staleness.max`, event by event.
 
     python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0
 
-Rollout groups take lognormal times, longer the more of them are in flight; the learner takes `train_s` a batch, then
-`sync_s` to push, during which generation pauses in place for `pause_s`. Nothing but time is simulated: admission,
-hand-out, release and, with `drain`, the wait before a push are buffer.store's. So with `late: drop` a group is aborted
-at the hand-out after which it can only miss its deadline, a training earlier than in the figures of the design: at
-bound 1 and cv 1 the learner is busy .76 of the time instead of .71 (tests/buffer/test_dropping.py has both, by a
-simulation of its own).
+Rollout groups take lognormal times, longer the more of them are in flight. The learner takes `train_s` for a batch,
+then `sync_s` for a push, in which generation pauses for `pause_s`. Only time is simulated: admission, hand-out, release
+and, with `drain`, the wait before a push are those of buffer.store. With `late: drop` a group is therefore aborted at
+the hand-out after which it can only miss its deadline.
 """
 
 from __future__ import annotations
@@ -41,28 +39,24 @@ class Workload:
     train_cv: float = 0.0
     sync_s: float = 0.5
     pause_s: float | None = None
-    """Standstill of generation in a push, at most sync_s; None: all of it."""
+    """Pause of generation in a push, at most sync_s; None: all of sync_s."""
     handout_s: float = 0.0
-    """What the learner takes to receive a batch that is ready."""
+    """Time in which the learner receives a batch that is ready."""
     group_mean_s: float = 8.0
-    """Of a group that is alone at the engine."""
+    """Mean duration of a group that runs alone."""
     group_cv: float = 1.0
     """Standard deviation of a group's duration over its mean."""
     load_s: float = 0.0
-    """What every further group in flight adds to the duration of each: 0 on hardware with room, and on a full
-    engine group_mean_s, where the throughput no longer grows.
-    """
+    """Time that each further group in flight adds to a group. 0: the engine has room. group_mean_s: it is full, and
+    its throughput no longer grows."""
     failed: float = 0.0
     """Share of the groups that are dropped when they finish (no reward, or no variance)."""
     every_steps: int = 1
     late: Literal["wait", "drop"] = "wait"
-    """staleness.late; `mask` trains on parts of groups, which are not simulated."""
     max_uses: int = 1
-    """buffer.max_uses."""
     fresh_fraction: float = 1.0
-    """buffer.fresh_fraction."""
     drain: bool = False
-    """weight_sync.on_update: drain. A push waits for the groups in flight, while no other starts."""
+    """weight_sync.on_update=drain: a push waits for the groups in flight, and no other starts meanwhile."""
 
     @property
     def standstill_s(self) -> float:
@@ -74,35 +68,33 @@ class Workload:
 
     @property
     def smallest_bound(self) -> int:
-        """With a smaller staleness.max the learner would wait for ever: async_rl/config/cross_section.py refuses it."""
+        """With a smaller staleness.max the learner would wait for ever; loading such a config is an error."""
         between_pushes = math.ceil(self.every_steps * self.prompts_per_step / self.fresh_per_step) - 1
         return max(between_pushes, int(self.max_uses > 1))
 
     def group_s(self, in_flight: float) -> float:
-        """Mean duration of a group with so many in flight, itself among them."""
+        """Mean duration of a group while `in_flight` groups run, itself included."""
         return self.group_mean_s + self.load_s * max(0.0, in_flight - 1)
 
 
 @dataclass(frozen=True)
 class Result:
     utilisation: float
-    """Share of time the learner trains."""
+    """Share of time in which the learner trains."""
     mean_staleness: float
-    """Versions between the start of a group and the batch that holds it."""
+    """Versions between the start of a group and the batch with it."""
     max_staleness: int
     rollout: float
-    """Share of time with at least one group in flight and no push."""
+    """Share of time in which at least one group is in flight and no push pauses it."""
     in_flight: float
-    """Groups in flight over `concurrency`, mean over all time. Not a run's occupancy, which counts the requests that
-    the engine runs.
-    """
+    """Groups in flight over `concurrency`, mean over time. The metric occupancy/rollout counts requests instead."""
     step_s: float
     dropped: float
-    """Share of the groups that were late, of those trained or late."""
+    """Late groups over late and trained groups."""
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
-    """`steps` learner steps from an empty buffer.
+    """Simulate `steps` learner steps from an empty buffer.
 
     Raises:
         ConfigError: the learner would wait for ever.
@@ -116,9 +108,7 @@ def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) 
 
 
 class _Simulation:
-    """Groups progress on a clock of their own, `_work_s`: it runs as fast as the engine works on each of them, and
-    stands still in a push.
-    """
+    """Groups progress on a clock of their own, `_work_s`, which is as fast as the engine, and stops in a push."""
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
@@ -131,7 +121,6 @@ class _Simulation:
         )
         self._store.served(0)
         self._rng = np.random.default_rng(seed)
-        self._sigma = float(np.sqrt(np.log1p(workload.group_cv**2)))
         self._now_s = 0.0
         self._work_s = 0.0
         self._ends: list[tuple[float, int]] = []  # (on the groups' clock, group id) of every group in flight
@@ -170,7 +159,7 @@ class _Simulation:
         )
 
     def _generate(self, seconds: float | None) -> None:
-        """Time passes for generation: `seconds`, or until the next group finishes."""
+        """Let groups run for `seconds`, or (None) until the next one finishes."""
         left_s = np.inf if seconds is None else seconds
         while self._ends:
             pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s
@@ -197,7 +186,7 @@ class _Simulation:
         self._admit()
 
     def _abort(self) -> None:
-        """What the hand-out dropped stops running; its slots are free."""
+        """Stop the groups that the hand-out dropped; their slots are free."""
         if late := set(self._store.aborts(WORKER)):
             self._store.acknowledge_aborts(WORKER, late)
             self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
@@ -205,15 +194,13 @@ class _Simulation:
         self._admit()
 
     def _admit(self) -> None:
-        """As the worker does: as many as there are slots and places at the engine."""
+        """Start as many groups as there are slots and places at the engine, as a rollout worker does."""
         for slot in self._store.admit(WORKER, self._workload.concurrency - len(self._ends), self._now_s):
-            heapq.heappush(self._ends, (self._work_s + self._duration_s(), slot.group_id))
-
-    def _duration_s(self) -> float:
-        return self._workload.group_mean_s * float(self._rng.lognormal(-(self._sigma**2) / 2, self._sigma))
+            duration_s = self._workload.group_mean_s * self._factor(self._workload.group_cv)
+            heapq.heappush(self._ends, (self._work_s + duration_s, slot.group_id))
 
     def _factor(self, cv: float) -> float:
-        """Lognormal with mean 1."""
+        """A lognormal factor of mean 1."""
         sigma = float(np.sqrt(np.log1p(cv**2)))
         return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
 
@@ -235,19 +222,14 @@ def main() -> None:
     parser.add_argument("--late", choices=("wait", "drop"), default=default.late)
     options = vars(parser.parse_args())
     bounds, steps, seed = options.pop("staleness"), options.pop("steps"), options.pop("seed")
-    workload = Workload(**options)
-    try:
-        _print_table(workload, [int(bound) for bound in bounds.split(",")], steps, seed)
-    except ConfigError as error:
-        parser.error(str(error))
-
-
-def _print_table(workload: Workload, bounds: list[int], steps: int, seed: int) -> None:
     print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max  late")
-    for bound in bounds:
-        result = simulate(workload, bound, steps, seed)
+    for bound in bounds.split(","):
+        try:
+            result = simulate(Workload(**options), int(bound), steps, seed)
+        except ConfigError as error:
+            parser.error(str(error))
         print(
-            f"{bound:13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "
+            f"{bound:>13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "
             f"{result.max_staleness:13}  {result.dropped:4.0%}"
         )
 

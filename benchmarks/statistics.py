@@ -1,25 +1,24 @@
-"""Means over seeds with their uncertainty. Student's t throughout: seeds are few."""
+"""Means over seeds with standard errors, t tests, and confidence intervals of ratios."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
-SIGNIFICANT = 1 - CONFIDENCE
-"""Largest p-value of a difference that is called one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over seeds. `error` is its standard error, nan for a single seed."""
+    """A mean over seeds and its standard error, which is nan for a single seed."""
 
     mean: float
     error: float
-    count: int
 
     def text(self, form: str = "{:.3g}") -> str:
         mean = form.format(self.mean)
@@ -30,62 +29,41 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Raises ValueError without values."""
     if not values:
         raise ValueError("a mean needs at least one value, got none")
-    n = len(values)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Estimate(mean, math.nan, 1)
-    return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n), n)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Estimate(math.fsum(values) / len(values), error)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Welch's t test of mean(a) - mean(b): two-sided, unequal variances."""
-
-    difference: float
-    p_value: float
-    """nan if one side has a single value."""
-
-    @property
-    def is_significant(self) -> bool:
-        return self.p_value < SIGNIFICANT
+def p_value(a: Sequence[float], b: Sequence[float]) -> float:
+    """Two-sided p-value of mean(a) = mean(b) by Welch's t test; nan where the spread of either is not known."""
+    if min(len(a), len(b)) < 2:
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns of equal values, for which the test is right
+        return float(stats.ttest_ind(a, b, equal_var=False).pvalue)
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Source: Welch 1947, "The generalization of 'Student's' problem when several different population variances are
-    involved".
-    """
-    first, second = estimate(a), estimate(b)
-    difference = first.mean - second.mean
-    error, df = _welch_error(first.error, first.count, second.error, second.count)
-    if math.isnan(error):
-        return Comparison(difference, math.nan)
-    if error == 0:
-        return Comparison(difference, 0.0 if difference else 1.0)
-    return Comparison(difference, float(2 * stats.t.sf(abs(difference / error), df)))
-
-
-def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Comparison:
-    """As `welch`, of the mean difference over strata (a, b), each counting the same.
+def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
+    """Mean of mean(a) - mean(b) over strata (a, b) of equal weight, and its p-value: Welch's test for several strata.
 
     Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
     """
-    differences = [estimate(a).mean - estimate(b).mean for a, b in pairs]
-    difference = math.fsum(differences) / len(pairs)
-    terms = [(each.error**2 / len(pairs) ** 2, each.count - 1) for a, b in pairs for each in (estimate(a), estimate(b))]
-    variance = math.fsum(square for square, _ in terms)
-    if math.isnan(variance):
-        return Comparison(difference, math.nan)
-    if variance == 0:
-        return Comparison(difference, 0.0 if difference else 1.0)
-    df = variance**2 / math.fsum(square**2 / free for square, free in terms)
-    return Comparison(difference, float(2 * stats.t.sf(abs(difference) / math.sqrt(variance), df)))
+    difference = float(np.mean([np.mean(a) - np.mean(b) for a, b in pairs]))
+    sides = [side for pair in pairs for side in pair]
+    if min(len(side) for side in sides) < 2:
+        return difference, math.nan
+    variances = [float(np.var(side, ddof=1)) / len(side) / len(pairs) ** 2 for side in sides]
+    total = math.fsum(variances)
+    if total == 0:
+        return difference, math.nan
+    df = total**2 / math.fsum(v**2 / (len(side) - 1) for v, side in zip(variances, sides, strict=True))
+    return difference, float(2 * stats.t.sf(abs(difference) / math.sqrt(total), df))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value corrected for how many there are, so that the chance of a single false alarm stays 5 %.
+    """Correct p-values for their number, so that the chance of a single false alarm stays 5 %.
 
-    The k-th smallest of n times n - k + 1, and no less than those before it. nan stays nan and does not count.
-    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    The k-th smallest of n is multiplied by n - k + 1 and is no less than those before it. A nan stays nan and does
+    not count. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
     adjusted, least = list(p_values), 0.0
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
@@ -93,6 +71,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(order) - rank) * p_values[i]))
         adjusted[i] = least
     return adjusted
+
+
+def ratio_text(a: Sequence[float], b: Sequence[float]) -> str:
+    """mean(a) / mean(b) with its confidence interval; `-` where mean(b) is not above 0."""
+    if not np.mean(b) > 0:
+        return "-"
+    low, high = ratio_interval(a, b)
+    interval = f"{low:.2f} to {high:.2f}" if math.isfinite(low) else "not bounded by these seeds"
+    return f"{np.mean(a) / np.mean(b):.2f} ({interval})"
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -104,23 +91,14 @@ def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float
     top, bottom = estimate(a), estimate(b)
     if math.isnan(top.error) or math.isnan(bottom.error) or bottom.mean == 0:
         return -math.inf, math.inf
-    scale = abs(top.mean / bottom.mean)
-    error, df = _welch_error(top.error, top.count, bottom.error * scale, bottom.count)
-    t = float(stats.t.ppf((1 + CONFIDENCE) / 2, df)) if error else 0.0
+    t = 0.0
+    if top.error or bottom.error:
+        scaled = [value * top.mean / bottom.mean for value in b]
+        t = float(stats.t.ppf((1 + CONFIDENCE) / 2, stats.ttest_ind(a, scaled, equal_var=False).df))
     square = bottom.mean**2 - (t * bottom.error) ** 2
     half_linear = top.mean * bottom.mean
-    constant = top.mean**2 - (t * top.error) ** 2
-    under_root = half_linear**2 - square * constant
+    under_root = half_linear**2 - square * (top.mean**2 - (t * top.error) ** 2)
     if square <= 0 or under_root < 0:
         return -math.inf, math.inf
     root = math.sqrt(under_root)
     return (half_linear - root) / square, (half_linear + root) / square
-
-
-def _welch_error(error_a: float, count_a: int, error_b: float, count_b: int) -> tuple[float, float]:
-    """(standard error, degrees of freedom) of a difference of two means."""
-    squares = error_a**2, error_b**2
-    total = sum(squares)
-    if math.isnan(total) or total == 0:
-        return math.sqrt(total), 1.0
-    return math.sqrt(total), total**2 / (squares[0] ** 2 / (count_a - 1) + squares[1] ** 2 / (count_b - 1))

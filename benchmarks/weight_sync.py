@@ -1,19 +1,27 @@
-"""How fast weights get into a rollout server, against a bare broadcast of the same bytes.
+"""Time of a weight push into a rollout server, beside a plain transfer of the same bytes.
 
     python -m benchmarks.weight_sync --sizes 1,16,128,1024 --rounds 5
+    python -m benchmarks.weight_sync --sglang 1b --transports cuda_ipc,disk --rounds 5
 
-bare      one torch.distributed broadcast of all the bytes at once, from memory, to one other process: nothing else
-gloo      a whole push: pause, buckets announced over HTTP and broadcast, loading, resume (nccl where there are GPUs)
-background  the same, but the server goes on while buckets arrive and pauses to load them (weight_sync.background)
-disk      a whole push through files in a temporary folder
+A push is pause, buckets, loading and resume. Pause is the time for which the server stands still. Push and plain
+transfer take turns; the medians over the rounds after the first count.
 
-The server is benchmarks/weight_receiver.py: the hf engine's weight endpoints around a bag of float32 tensors of 1 MB
-and more. Bare and push take turns. Pause is what the server stands still. Results: benchmarks/results/weight_sync.md
+gloo        buckets are announced over HTTP and broadcast with torch.distributed
+background  the same, but the server pauses only to load the weights (weight_sync.background)
+disk        files in a temporary folder
+cuda_ipc    the server maps the learner's GPU memory; on a CPU, shared host memory
+
+Without --sglang the server is benchmarks/weight_receiver.py, which holds float32 tensors of at least 1 MB behind the hf
+engine's weight endpoints, and the plain transfer is one broadcast of all bytes to another process. With --sglang it is
+an SGLang server with a random model of the given size, and the plain transfer is one copy within the device's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
+import json
 import os
 import statistics
 import subprocess
@@ -28,37 +36,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
 from async_rl.driver.actors import use_huge_pages
 from async_rl.errors import WaitTimeoutError
 from async_rl.weights import open_publisher
-from benchmarks.machine import describe_machine
+from async_rl.weights.base import serving_dtype
+from benchmarks.machine import describe_machine, machine_text
+from benchmarks.random_model import SIZES, save_random_model
+from benchmarks.tables import Table, write_page
 from benchmarks.weight_receiver import ReceiverProcess, end
+from rollout_server.engines.base import open_engine
 
-RESULTS = Path(__file__).parent / "results" / "weight_sync.md"
+RESULTS = Path(__file__).parent / "results" / "weight_sync"
 WAIT_S = 120.0
-"""Of the bare broadcast's two processes for each other."""
+"""Limit for the two processes of the plain broadcast to wait for each other."""
 MB = 2**20
 MAX_TENSORS = 64
 
+Transfer = Callable[[], float]
+"""Moves the bytes once and returns the seconds it took."""
 
-class BareBroadcast:
-    """Rank 0 of a group of two; rank 1 is a process of its own."""
+
+class PlainBroadcast:
+    """Rank 0 of a gloo group of two; rank 1 is a process of its own."""
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = [sys.executable, "-m", "benchmarks.weight_sync", "--bare-receiver", f"{store.port}:{num_bytes}"]
+        command = [sys.executable, "-m", "benchmarks.weight_sync", "--plain-receiver", f"{store.port}:{num_bytes}"]
         self.process = subprocess.Popen(command)
         self.data = torch.ones(num_bytes, dtype=torch.uint8)
         try:
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=WAIT_S))
             self()
         except RuntimeError as error:
-            raise WaitTimeoutError(f"the benchmark lost its bare receiver, or waited {WAIT_S:.0f} s for it") from error
+            raise WaitTimeoutError(
+                f"the receiver of the plain broadcast died, or did not answer for {WAIT_S:.0f} s"
+            ) from error
 
     def __call__(self) -> float:
-        """Seconds until the other process has everything."""
+        """Returns the seconds until the other process has everything."""
         start_s = time.monotonic()
         dist.broadcast(self.data, 0)
         dist.barrier()
@@ -69,96 +88,148 @@ class BareBroadcast:
         end(self.process)
 
 
-def receive_bare(where: str) -> None:
+def receive_plain(where: str) -> None:
+    """Take part in broadcasts until the sender ends; `where` is PORT:BYTES."""
     port, num_bytes = map(int, where.split(":"))
     timeout = timedelta(seconds=WAIT_S)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timeout)
     data = torch.zeros(num_bytes, dtype=torch.uint8)
-    with suppress(RuntimeError):  # the sender is done
+    with suppress(RuntimeError):  # the sender has ended
         while True:
             dist.broadcast(data, 0)
             dist.barrier()
     sys.exit(0)
 
 
+def device_copy(num_bytes: int, device: torch.device) -> Transfer:
+    """A copy of so many bytes within the device's memory."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> float:
+        start_s = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    return copy
+
+
 def measure(
-    transport: str, num_bytes: int, bucket_bytes: int, rounds: int, bare: Callable[[], float]
+    config: Config, url: str, tensors: dict[str, Tensor], device: torch.device, rounds: int, plain: Transfer
 ) -> dict[str, Any]:
-    """Medians over rounds of push and bare broadcast in turn."""
-    num_tensors = min(MAX_TENSORS, max(1, num_bytes // MB))
-    num_elements = num_bytes // num_tensors // 4
-    background = transport == "background"
-    weight_sync = WeightSyncConfig(
-        transport="gloo" if background else transport,  # type: ignore[arg-type]
-        background=background, bucket_bytes=bucket_bytes,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            model=ModelConfig(path=folder), task=TaskConfig(name="reasoning_gym/chain_sum"), run=RunConfig(dir=folder),
-            rollout=RolloutConfig(engine="hf"), weight_sync=weight_sync,
-        )
-        with ReceiverProcess(num_tensors, config, num_elements) as receiver:
-            publisher = open_publisher(config, [receiver.url], 0, torch.device("cpu"))
-            publisher.connect()
-            tensors = {name: torch.full((num_elements // 512, 512), 0.5) for name in receiver.names}
-            pushes, bares = [], []
-            for version in range(1, rounds + 2):
-                bares.append(bare())
-                pushes.append(publisher.push(tensors.items(), version))
-            assert receiver.version() == rounds + 1
-            publisher.close()
-    warm_pushes, warm_bares = pushes[1:], bares[1:]
-    seconds = statistics.median(p.seconds for p in warm_pushes)
-    bare_s = statistics.median(warm_bares)
+    """Medians of `rounds` pushes and plain transfers in turn, after one of each to warm up."""
+    publisher = open_publisher(config, [url], 0, device)
+    publisher.connect()
+    pushes, plain_s = [], []
+    for version in range(1, rounds + 2):
+        plain_s.append(plain())
+        pushes.append(publisher.push(tensors.items(), version))
+    publisher.close()
+    num_bytes = pushes[0].num_bytes
+    seconds = statistics.median(push.seconds for push in pushes[1:])
+    pause_s = statistics.median(push.pause_s for push in pushes[1:])
+    transfer_s = statistics.median(plain_s[1:])
     return {
-        "transport": transport, "megabytes": num_bytes / MB, "bucket_megabytes": bucket_bytes / MB,
-        "gb_per_s": num_bytes / seconds / 1e9, "bare_gb_per_s": num_bytes / bare_s / 1e9, "of_bare": bare_s / seconds,
-        "pause_ms": 1e3 * statistics.median(p.pause_s for p in warm_pushes),
-        "pause_of_push": statistics.median(p.pause_s / p.seconds for p in warm_pushes),
-        "pause_of_bare": statistics.median(p.pause_s for p in warm_pushes) / bare_s,
-    }
+        "transport": "background" if config.weight_sync.background else config.weight_sync.transport,
+        "megabytes": num_bytes / MB, "gb_per_s": num_bytes / seconds / 1e9,
+        "plain_gb_per_s": num_bytes / transfer_s / 1e9,
+        "of_plain": transfer_s / seconds, "pause_ms": 1e3 * pause_s, "pause_of_plain": pause_s / transfer_s,
+    }  # fmt: skip
+
+
+def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
+    """The config with one of the transports of this benchmark."""
+    background = transport == "background"
+    sync = WeightSyncConfig(
+        transport="gloo" if background else transport,  # type: ignore[arg-type]
+        background=background, bucket_bytes=bucket_mb * MB,
+    )  # fmt: skip
+    return dataclasses.replace(config, weight_sync=sync)
+
+
+def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each size and transport, with tensors of equal size in benchmarks/weight_receiver.py."""
+    rows = []
+    for megabytes in map(int, arguments.sizes.split(",")):
+        num_tensors = min(MAX_TENSORS, megabytes)
+        num_elements = megabytes * MB // num_tensors // 4
+        plain = PlainBroadcast(megabytes * MB)
+        for transport in (arguments.transports or "gloo,background,disk").split(","):
+            config = with_transport(base, transport, arguments.bucket_mb)
+            with ReceiverProcess(num_tensors, config, num_elements) as receiver:
+                tensors = {name: torch.full((num_elements // 512, 512), 0.5) for name in receiver.names}
+                rows.append(measure(config, receiver.url, tensors, torch.device("cpu"), arguments.rounds, plain))
+                assert receiver.version() == arguments.rounds + 1
+        plain.close()
+    return rows
+
+
+async def sglang_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each transport into one SGLang server."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(base.model.path, dtype=serving_dtype(base, device.type))
+    model.to(device)  # type: ignore[arg-type]
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    plain = device_copy(sum(tensor.nbytes for tensor in tensors.values()), device)
+    engine = open_engine(base, 0, arguments.out.with_name(f"{arguments.out.name}-server"))
+    try:
+        await engine.start()
+        rows = []
+        for transport in (arguments.transports or "cuda_ipc,disk").split(","):
+            config = with_transport(base, transport, arguments.bucket_mb)
+            rows.append(
+                await asyncio.to_thread(measure, config, engine.url, tensors, device, arguments.rounds, plain)
+            )
+        return rows
+    finally:
+        await engine.aclose()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="1,16,128,1024", help="MB (2**20 bytes) to push without --sglang")
+    parser.add_argument("--sglang", choices=list(SIZES), help="push a random model of this size to an SGLang server")
+    parser.add_argument("--server-args", type=json.loads, default={}, help="JSON, as rollout.server_args")
+    parser.add_argument("--transports", help="default: gloo,background,disk; with --sglang: cuda_ipc,disk")
+    parser.add_argument("--bucket-mb", type=int, default=WeightSyncConfig().bucket_bytes // MB)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="writes OUT.md and OUT.json")
+    parser.add_argument("--plain-receiver", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="1,16,128,1024", help="MB (2**20 bytes), one after the other")
-    parser.add_argument("--transports", default="gloo,background,disk")
-    parser.add_argument("--bucket-mb", type=int, default=WeightSyncConfig().bucket_bytes // MB)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--bare-receiver", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse_arguments()
     use_huge_pages()
-    torch.set_num_threads(1)
-    if arguments.bare_receiver:
-        receive_bare(arguments.bare_receiver)
-    rows: list[dict[str, Any]] = []
-    for megabytes in map(int, arguments.sizes.split(",")):
-        bare = BareBroadcast(megabytes * MB)
-        for transport in arguments.transports.split(","):
-            row = measure(transport, megabytes * MB, arguments.bucket_mb * MB, arguments.rounds, bare)
-            rows.append(row)
-            print("  ".join(f"{key} {v if isinstance(v, str) else f'{v:.3g}'}" for key, v in row.items()), flush=True)
-        bare.close()
-    arguments.out.write_text(table(rows, f"python -m benchmarks.weight_sync {' '.join(sys.argv[1:])}"))
-
-
-def table(rows: list[dict[str, Any]], command: str) -> str:
-    machine = describe_machine()
+    if arguments.plain_receiver:
+        torch.set_num_threads(1)
+        receive_plain(arguments.plain_receiver)
+    with tempfile.TemporaryDirectory() as folder:
+        base = Config(
+            model=ModelConfig(path=folder), run=RunConfig(dir=folder), task=TaskConfig(name="reasoning_gym/chain_sum"),
+            rollout=RolloutConfig(
+                engine="sglang" if arguments.sglang else "hf", mem_fraction=0.3, server_args=arguments.server_args
+            ),
+        )  # fmt: skip
+        if arguments.sglang:
+            save_random_model(arguments.sglang, Path(folder))
+            rows = asyncio.run(sglang_rows(base, arguments))
+        else:
+            torch.set_num_threads(1)
+            rows = receiver_rows(base, arguments)
+    header = ("transport", "MB", "GB/s", "plain GB/s", "of plain", "pause, ms", "pause / plain transfer")
     lines = [
-        "| transport | MB | GB/s | bare GB/s | of bare | pause, ms | pause / bare transfer |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {row['transport']} | {row['megabytes']:.0f} | {row['gb_per_s']:.2f} | {row['bare_gb_per_s']:.2f} "
-        f"| {row['of_bare']:.2f} | {row['pause_ms']:.0f} | {row['pause_of_bare']:.2f} |"
+        [row["transport"], f"{row['megabytes']:.0f}", f"{row['gb_per_s']:.2f}", f"{row['plain_gb_per_s']:.2f}",
+         f"{row['of_plain']:.2f}", f"{row['pause_ms']:.0f}", f"{row['pause_of_plain']:.2f}"]
         for row in rows
-    ]
-    where = ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
+    ]  # fmt: skip
+    command = f"`python -m benchmarks.weight_sync {' '.join(sys.argv[1:])}`"
     load = f"load average {os.getloadavg()[0]:.1f} at the end"
-    head = f"`{command}`, {where}, {load}. Medians of the rounds after the first."
-    return "\n".join([head, "", *lines, ""])
+    page = f"{command}, {machine_text()}, {load}. Medians of the rounds after the first.\n\n"
+    write_page(arguments.out, page + Table(header, lines).markdown(), {"machine": describe_machine(), "rows": rows})
 
 
 if __name__ == "__main__":

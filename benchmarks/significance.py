@@ -1,0 +1,147 @@
+"""Tests and intervals over seeds: the best staleness bound against the others, and each correction against none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from benchmarks.results import Row, Run, baseline
+from benchmarks.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
+from benchmarks.tables import Table
+
+WAY = 0.75
+"""The accuracy to which times are measured: this share of what the baseline learned, before it levels off."""
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Rows by measured improvement per minute, best first. Rows of exact mode are left out."""
+
+    def gain(row: Row) -> float:
+        return row.estimate("per_minute").mean
+
+    return sorted((row for row in rows if not row.exact and not math.isnan(gain(row))), key=gain, reverse=True)
+
+
+def best_row(rows: Sequence[Row]) -> str:
+    """One sentence that names the best row."""
+    order = ranked(rows)
+    if not order:
+        return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
+    gain = order[0].estimate("per_minute").text("{:+.3f}")
+    return f"On this hardware {order[0].name} improves most per minute of wall-clock time: {gain}."
+
+
+def bounds_compared(rows: Sequence[Row]) -> Table | None:
+    """Every bounded row, best first, against the best one and against the smallest staleness of the best one's series.
+
+    The best row is known only after the fact, so its p-values are corrected for the number of other rows.
+    """
+    order = ranked(rows)
+    if len(order) < 2:
+        return None
+    best, base = order[0], baseline(rows, order[0])
+    raw = [p_value(best.values["per_minute"], row.values["per_minute"]) for row in order[1:]]
+    interval = f"({CONFIDENCE:.0%} interval)"
+    header = [
+        "setting", "improvement per minute", f"times that of {base.name} {interval}", "p, equal to the best",
+        "p, Holm's correction",
+    ]  # fmt: skip
+    lines = []
+    for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
+        gain = row.values["per_minute"]
+        times = "-" if row is base else ratio_text(gain, base.values["per_minute"])
+        lines.append([row.name, estimate(gain).text("{:+.3f}"), times, _p(p), _p(corrected)])
+    accuracy = accuracy_to_reach(base, order)
+    if accuracy is not None:
+        header += [f"seconds to accuracy {accuracy:.2f}", f"times faster than {base.name} {interval}"]
+        for row, line in zip(order, lines, strict=True):
+            line += _times_to_accuracy(row, base, accuracy)
+    return Table(header, lines, "Which setting improves fastest", best=0)
+
+
+def _p(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2g}"
+
+
+def accuracy_to_reach(base: Row, rows: Iterable[Row]) -> float | None:
+    """The held-out accuracy at WAY of the baseline's mean way from its first evaluation to its last.
+
+    None where a run has too few evaluations, or where the baseline learned too little to tell the way from the start.
+    """
+    runs = [run for row in rows for run in row.runs]
+    if any(len(run.evals) < 3 for run in runs):
+        return None
+    first, last = (estimate([run.evals[end][2] for run in base.runs]).mean for end in (0, -1))
+    accuracy = math.floor(100 * (first + WAY * (last - first))) / 100
+    return accuracy if accuracy > max(run.evals[0][2] for run in runs) else None
+
+
+def _times_to_accuracy(row: Row, base: Row, accuracy: float) -> list[str]:
+    seconds, base_s = (
+        [s for run in each.runs if (s := seconds_to(run, accuracy)) is not None] for each in (row, base)
+    )
+    if missing := len(row.runs) - len(seconds):
+        return [f"not reached by {missing} of {len(row.runs)} runs", "-"]
+    faster = "-" if row is base or len(base_s) < len(base.runs) else ratio_text(base_s, seconds)
+    return [estimate(seconds).text("{:.1f}"), faster]
+
+
+def seconds_to(run: Run, accuracy: float) -> float | None:
+    """Seconds from the end of the first step until held-out accuracy first reached `accuracy`.
+
+    Between two evaluations accuracy is taken for a straight line. None if the run never reached it.
+    """
+    before: tuple[float, float] | None = None
+    for _, seconds, value in run.evals:
+        if value >= accuracy:
+            if before is None or value == before[1]:
+                return seconds
+            share = (accuracy - before[1]) / (value - before[1])
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, value)
+    return None
+
+
+def corrections_compared(rows: Sequence[Row]) -> list[Table]:
+    """What each correction adds to no correction, at each exact staleness above 0 and on average over them.
+
+    One table for the improvement per 100 steps and one for the mean reward; none without such rows. Holm's correction
+    is for all averages of a table, and for all its single comparisons.
+    """
+    pairs: dict[str, list[tuple[Row, Row]]] = {}
+    exact = [row for row in rows if row.exact and row.staleness > 0]
+    for row, other in itertools.product(exact, exact):
+        ours, none = dict(row.series), dict(other.series)
+        correction = ours.pop("correction", "none")
+        is_same_setting = none.pop("correction", "") == "none" and ours == none and row.staleness == other.staleness
+        if correction != "none" and is_same_setting:
+            pairs.setdefault(correction, []).append((row, other))
+    measures = {"per_100_steps": "improvement per 100 steps", "reward_mean": "mean reward"}
+    return [_correction_table(pairs, key, label) for key, label in measures.items() if pairs]
+
+
+def _correction_table(pairs: dict[str, list[tuple[Row, Row]]], key: str, label: str) -> Table:
+    singles, averages = [], []
+    for correction, found in pairs.items():
+        values = [(row.values[key], other.values[key]) for row, other in found]
+        averages.append((correction, "average", *stratified(values)))
+        for (row, _), (ours, none) in zip(found, values, strict=True):
+            difference = estimate(ours).mean - estimate(none).mean
+            singles.append((correction, str(row.staleness), difference, p_value(ours, none)))
+    lines = [
+        [correction, staleness, f"{difference:+.3f}", _p(p), _p(corrected)]
+        for tests in (averages, singles)
+        for (correction, staleness, difference, p), corrected in zip(tests, holm([t[3] for t in tests]), strict=True)
+    ]
+    header = ("correction", "exact staleness", "difference from none", "p, no difference", "p, Holm's correction")
+    return Table(header, lines, f"Corrections: {label}")
+
+
+def ended_early(rows: Sequence[Row]) -> str:
+    """One sentence that names the runs that had nothing left to learn from; empty if there are none."""
+    ended = [
+        f"{run.folder.name} after {len(run.steps)} steps ({run.summary['ended'].rstrip('.')})"
+        for row in rows for run in row.runs if run.summary.get("ended")
+    ]
+    return f"These runs ended early and count with the steps they took: {'; '.join(ended)}." if ended else ""

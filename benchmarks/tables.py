@@ -1,0 +1,45 @@
+"""Tables in Markdown and HTML, and the files in which a benchmark keeps its result."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    best: int | None = None
+    """Number of the row that is set in bold."""
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(self.header) + " |", "| " + " | ".join(["---:"] * len(self.header)) + " |"]
+        for number, row in enumerate(self.rows):
+            is_best = number == self.best
+            texts = [f"**{text}**" if is_best else text for text in row]
+            lines.append("| " + " | ".join(texts) + " |" + (" best" if is_best else ""))
+        return "\n".join(lines) + "\n"
+
+    def html(self) -> str:
+        title = f"<h2>{html.escape(self.title)}</h2>" if self.title else ""
+        header = "".join(f"<th>{html.escape(text)}</th>" for text in self.header)
+        body = "".join(
+            ('<tr class="best">' if number == self.best else "<tr>")
+            + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>"
+            for number, row in enumerate(self.rows)
+        )
+        return f"{title}<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def write_page(out: Path, page: str, numbers: Any) -> None:
+    """Write a result as out.md and its numbers as out.json, and print it. A dot in the name begins no suffix."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(f"{out.name}.md").write_text(page)
+    out.with_name(f"{out.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    print(page)

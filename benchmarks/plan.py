@@ -19,7 +19,7 @@ from benchmarks.tables import Table
 
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""
-SPLIT_STEPS = 40
+SPLIT_STEPS = 80
 """Simulated steps for each split of the devices."""
 ABOVE_0 = {
     "train_s": "--train-s", "rollout_s": "--rollout-s", "group_mean_s": "--group-s", "concurrency": "--concurrency",

@@ -66,7 +66,7 @@ class Run:
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """(step, seconds since the end of the first step, value) of every step that measured a metric."""
         return [
-            (step["step"] or 0.0, step.get("time/since_first_step_s") or 0.0, value)
+            (step.get("step") or 0.0, step.get("time/since_first_step_s") or 0.0, value)
             for step in self.steps[first:]
             if (value := step.get(key)) is not None
         ]

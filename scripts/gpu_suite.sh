@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU test and benchmark that fits MINUTES, the most telling first; JSON and PNG results in OUT.
-#   scripts/gpu_suite.sh MINUTES [OUT] [--after RESULTS] [--list]
-#   OUT: $OUT, else runs/gpu-suite/out; --after: go on where these results of another machine end; --list starts nothing
+#   scripts/gpu_suite.sh MINUTES [OUT] [--list]
+#   OUT: $OUT, else runs/gpu-suite/out; --list prints what would run and starts nothing
 # Environment, the first that applies:
 #   ASYNC_RL_PYTHON   this interpreter, as it is
 #   gpu-wheels/       wheels of the CPU architecture and Python of this machine (scripts/gpu_wheels.sh makes them), put

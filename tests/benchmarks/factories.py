@@ -1,4 +1,4 @@
-"""Run directories as finished runs leave them, from known numbers."""
+"""Run directories of finished runs, with known numbers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def make_sweep(
     folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, steps: int = 40, workload: Workload = WORKLOAD,
     overrides: Sequence[str] = (),
 ) -> Path:
-    """Cells whose times are the simulator's for `workload`, and whose learning slows with the square of staleness.
+    """Cells with the simulator's times for `workload`, in which learning slows with the square of staleness.
 
     Args:
-        overrides: what the workload's rules are in a config.
+        overrides: the workload's rules as overrides of a config.
     """
     config = str(base_yaml(folder))
     sweep = folder / "sweep"
@@ -55,7 +55,7 @@ def make_sweep(
 
 
 def buffer_counts(trained: int) -> dict[str, float]:
-    """As the buffer says them: every dropped group was late, one of them after it had come, the others on the way."""
+    """The buffer's counters. Every dropped group was late, one after it had arrived and the others before."""
     account, now_s = GroupAccounting(), 100.0
     row = Row(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
     short, long = (
@@ -89,7 +89,7 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
             "rollout/group_s_squared": group_s**2 * (1 + workload.group_cv**2), "rollout/concurrency": in_flight,
         }  # fmt: skip
         if step % workload.every_steps == 0:
-            # time/sync_s has what a push waits for as well, which is far more here.
+            # time/sync_s also has the turns of the memory, far more here; the prediction must not use it.
             record |= {"time/push_s": workload.sync_s, "push/pause_s": workload.sync_s, "time/sync_s": 9.0}
         lines.append(record)
         if step % EVAL_EVERY == 0:

@@ -1,10 +1,10 @@
+"""The table of the kill matrix."""
+
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kill_matrix import format_table
-
-MACHINE = {"processor": "P", "cores": "2 of 2", "system": "L", "commit": "abc"}
+from benchmarks.kill_matrix import outcome_table
 
 
 def outcome(kind: str, code: int, recovered_s: float, **more: Any) -> dict[str, Any]:
@@ -18,8 +18,7 @@ def test_the_table_has_a_row_for_each_kind_with_what_went_wrong_in_it() -> None:
         outcome("worker", 130, 9.0), outcome("worker", 1, 30.0, counts_add_up=False, orphans=2, staleness_max=3.0),
         outcome("worker", 130, 11.0), outcome("learner", 1, 20.0), outcome("learner", 1, 22.0, names_all=False),
     ]
-    rows = [line for line in format_table(outcomes, MACHINE, "c.yaml").splitlines() if line.startswith(("| w", "| l"))]
-    assert rows == [
+    assert outcome_table(outcomes).markdown().splitlines()[2:] == [
         "| worker | hf | 1, 2 | 3 | went on: 2 of 3 | 11.0 (9.0 to 30.0) | - | 2 | 2 | 2 |",
         "| learner | hf | 1, 2 | 2 | one error, then resumed: 1 of 2 | 21.0 (20.0 to 22.0) | 3.0 (3.0 to 3.0) | 2 | 2 "
         "| 0 |",

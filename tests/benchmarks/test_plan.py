@@ -1,4 +1,4 @@
-"""What `async-rl plan` answers, and what it refuses."""
+"""Answers and errors of `async-rl plan`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from benchmarks.plan import (
     measured_workload,
     split_devices,
 )
-from benchmarks.prediction import simulated
 from benchmarks.results import read_runs
-from benchmarks.simulate import Workload
+from benchmarks.simulate import Workload, simulate
 from tests.benchmarks.factories import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
 
 
 def plan(options: str, folder: Path | None = None) -> str:
-    """What the command prints."""
+    """The output of the command."""
     parser = argparse.ArgumentParser()
     add_benchmarks(parser.add_subparsers(), lambda command: None)
     return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
 
 
 def rows(text: str) -> dict[int, list[str]]:
-    """[bound] the figures of the table: four of the closed form, five of the simulation."""
-    lines = [line.split() for line in text.splitlines()]
-    return {int(line[0]): line[1:] for line in lines if len(line) == 10 and line[0].isdecimal()}
+    """[bound] step, learner, rollout, staleness and groups in flight of the table."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {int(line[0]): line[1:] for line in lines if len(line) == 6 and line[0].isdecimal()}
 
 
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
-    """Heavy tails: every bound up to 8 helps."""
+    """With heavy tails every bound up to 8 helps."""
     heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))
     assert heavy.best == 8
     assert "and larger bounds were not tried" in describe_plan(heavy)
@@ -58,10 +57,9 @@ def test_devices_are_split_so_that_neither_pool_waits_for_the_other() -> None:
         concurrency=64, prompts_per_step=64, train_s=20.0, sync_s=0.0, group_mean_s=60 / 64, load_s=60 / 64,
         group_cv=0.0,
     )  # fmt: skip
-    for rules in (workload, dataclasses.replace(workload, late="drop")):  # by closed form, and by simulation
-        best = split_devices(rules, 8, 4, learner_now=4, rollout_now=4)[0]
-        assert (best.learner_devices, best.rollout_devices) == (2, 6)
-        assert best.forecast.step_s == pytest.approx(40.0, rel=0.05)
+    splits = split_devices(workload, 8, 4, learner_now=4, rollout_now=4)
+    assert min(splits, key=lambda split: splits[split].step_s) == (2, 6)
+    assert splits[2, 6].step_s == pytest.approx(40.0, rel=0.05)
 
 
 def test_the_worked_examples_in_words() -> None:
@@ -73,14 +71,14 @@ def test_the_worked_examples_in_words() -> None:
 
 
 def test_two_durations_give_the_gain_of_overlap_and_every_bound() -> None:
-    """In turn 60 + 40 s; what of it is saved grows with the bound, and is never over 40 s."""
+    """A step takes 60 + 40 s in turn. The larger the bound, the closer it comes to 60 s."""
     text = plan(f"{OVERLAP} --staleness 0,1,8")
     assert text.startswith("Rollout 60 s and learning 40 s a step: in turn the learner works 40% of the time")
     of_bound = rows(text)
     assert list(of_bound) == [0, 1, 8]
-    step_s, learner, rollout, *_ = of_bound[0][4:]
+    step_s, learner, rollout, *_ = of_bound[0]
     assert (float(step_s), learner, rollout) == (pytest.approx(100, rel=0.01), "40.0%", "60.0%")
-    steps_s = [float(figures[4]) for figures in of_bound.values()]
+    steps_s = [float(figures[0]) for figures in of_bound.values()]
     assert steps_s == sorted(steps_s, reverse=True)
     assert steps_s[-1] == pytest.approx(60, rel=0.06)
 
@@ -97,7 +95,7 @@ def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
     assert text.startswith("Rollout 8 s and learning 0.4 s a step")
     assert "Learner: 0.4 s to train a batch of 16 groups" in text
     assert "a group takes 0.5 s alone and 0.5 s more for each other" in text
-    assert float(rows(text)[0][4]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
+    assert float(rows(text)[0][0]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
 
 
 def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +134,16 @@ def test_what_does_not_work_is_refused(options: str, why: str) -> None:
 
 
 def test_a_sweeps_plan_meets_the_measured_utilisation_of_the_rollout_pool(sweep: Path) -> None:
-    """The made runs are the simulator's."""
+    """The runs come from the simulator."""
     workload = measured_workload(sweep)
     for run in read_runs(sweep):
-        found = simulated(workload, run.staleness)
+        found = simulate(workload, run.staleness, 150)
         assert found.rollout == pytest.approx(run.summary["utilisation/rollout"], rel=0.1)
 
 
 def test_groups_in_flight_are_not_called_occupancy(sweep: Path) -> None:
     text = plan("--staleness 0,1", sweep)
-    assert "In flight: rollout groups in flight over the concurrency." in text
+    assert "groups in flight / concurrency" in text
     assert "occupancy" not in text
 
 
@@ -160,20 +158,19 @@ def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: 
         plan("--staleness 0", sweep)
 
 
-def test_a_sweep_that_drops_late_groups_is_simulated_alone(tmp_path: Path) -> None:
+def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path) -> None:
     workload = dataclasses.replace(WORKLOAD, late="drop")
     sweep = make_sweep(tmp_path, (0, 1), seeds=1, workload=workload, overrides=("staleness.late=drop",))
     text = plan("--staleness 0,1", sweep)
     assert "Rules: staleness.late=drop." in text
-    assert rows(text)[1][:4] == ["-"] * 4
-    assert float(rows(text)[1][4]) > 0
+    assert float(rows(text)[1][0]) > 0
 
 
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
         (("staleness.late=mask",), r"staleness\.late=mask is not simulated"),
-        (("staleness.mode=exact", "weight_sync.on_update=drain"), r"staleness\.mode=exact alone"),
+        (("staleness.mode=exact", "weight_sync.on_update=drain"), r"all runs .* staleness\.mode=exact"),
     ],
 )
 def test_a_run_that_can_not_be_simulated_is_refused_with_the_reason(

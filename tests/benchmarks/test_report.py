@@ -1,4 +1,4 @@
-"""Table, pictures and page from run directories with known numbers."""
+"""Tables, plots and page of a report from run directories with known numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.plots import _utilisation
 from benchmarks.prediction import compare
 from benchmarks.report import write_report
 from benchmarks.results import Row, Run, read_runs, rows_of
-from benchmarks.verdicts import corrections_compared, ended_early, recommendation, seconds_to, time_to_accuracy
+from benchmarks.significance import best_row, bounds_compared, corrections_compared, ended_early, seconds_to
 from tests.benchmarks.factories import base_yaml, make_run
 
 
@@ -28,7 +28,7 @@ def printed(sweep: Path) -> str:
 
 
 def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, printed: str) -> None:
-    lines = (sweep / "table.md").read_text().split("\n\n")[0].splitlines()
+    lines = (sweep / "table.md").read_text().split("\n\n")[1].splitlines()
     assert lines[0].startswith("| staleness | IS-weight variance | KL")
     assert [line.replace("*", "").split("|")[1].strip() for line in lines[2:]] == ["0", "1", "3"]
     (best,) = [line for line in lines if line.endswith("best")]
@@ -63,7 +63,7 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
         f"{name}.png"
         for name in (
             "trade_off", "accuracy_by_step", "accuracy_by_time", "reward_by_step", "reward_by_time", "utilisation",
-            "offpolicy", "staleness", "drops",
+            "offpolicy", "staleness",
         )
     )
     assert page.count("data:image/png;base64,") == len(pictures)
@@ -71,25 +71,34 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     assert 'class="best"' in page
 
 
-def test_the_recommendation_names_gain_interval_and_significance(sweep: Path, printed: str) -> None:
-    sentence = recommendation(rows_of(read_runs(sweep)))
-    assert sentence.startswith("On this hardware staleness 1 gains most reward per wall-clock: +")
-    assert re.search(r"\d\.\d\d times \(95% interval \d\.\d\d to \d\.\d\d\) that of staleness 0", sentence)
-    assert re.search(
-        r"the next best, staleness 3, is significant over 3 seeds \(Welch's t test, p = [\d.e-]+, [\d.e-]+ with Holm's "
-        r"correction for 2 comparisons\)", sentence,
-    )
-    assert sentence.count(". ") == 0
-    assert sentence in printed
+def compared(rows: list[Row]) -> dict[str, list[str]]:
+    """The texts of `bounds_compared` by the row's name."""
+    table = bounds_compared(rows)
+    assert table is not None
+    return {row[0]: list(row[1:]) for row in table.rows}
 
 
-def test_time_to_a_fixed_accuracy_is_a_ratio_with_an_interval(sweep: Path, printed: str) -> None:
+def test_bounds_are_compared_by_ratio_with_an_interval_and_by_p_value(sweep: Path, printed: str) -> None:
     rows = rows_of(read_runs(sweep))
-    text = time_to_accuracy(rows)
-    ratio = float(re.search(r"(\d\.\d\d) times faster", text)[1])  # type: ignore[index]
+    assert best_row(rows).startswith("On this hardware staleness 1 improves most per minute of wall-clock time: +")
+    assert best_row(rows) in printed
+    lines = compared(rows)
+    assert list(lines) == ["staleness 1", "staleness 3", "staleness 0"]
+    gain = rows[1].estimate("per_minute").mean / rows[0].estimate("per_minute").mean
+    assert re.fullmatch(rf"{gain:.2f} \(\d\.\d\d to \d\.\d\d\)", lines["staleness 1"][1])
+    assert lines["staleness 1"][2:4] == ["-", "-"]
+    assert float(lines["staleness 3"][2]) < 0.05
+    assert float(lines["staleness 0"][3]) == pytest.approx(2 * float(lines["staleness 0"][2]), rel=0.1)  # Holm, of two
+
+
+def test_time_to_an_accuracy_is_a_ratio_with_an_interval(sweep: Path, printed: str) -> None:
+    rows = rows_of(read_runs(sweep))
+    seconds, faster = compared(rows)["staleness 1"][4:]
+    match = re.fullmatch(r"(\d\.\d\d) \(\d\.\d\d to \d\.\d\d\)", faster)
+    assert match is not None
     speed = rows[1].estimate("steps_per_minute").mean / rows[0].estimate("steps_per_minute").mean
-    assert ratio == pytest.approx(0.96 * speed, rel=0.1)  # a step at 1 teaches 4 % less
-    assert "interval" in text
+    assert float(match[1]) == pytest.approx(0.96 * speed, rel=0.1)  # a step at 1 teaches 4 % less
+    assert re.fullmatch(r"\d+\.\d ± \d\.\d", seconds)
 
 
 def test_time_to_an_accuracy_is_read_between_two_evaluations() -> None:
@@ -101,10 +110,10 @@ def test_time_to_an_accuracy_is_read_between_two_evaluations() -> None:
 
 
 def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: Path) -> None:
-    """The made runs are the simulator's, so fitting the workload back must give its utilisation."""
+    """The runs come from the simulator, so the fitted workload must give their utilisation."""
     for measured in compare(rows_of(read_runs(sweep))):
         assert measured.predicted is not None
-        assert measured.predicted.learner == pytest.approx(measured.learner, rel=0.1)
+        assert measured.predicted.utilisation == pytest.approx(measured.learner, rel=0.1)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
         assert measured.learner + measured.rollout <= measured.bound * 1.05
 
@@ -116,20 +125,17 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     for file in exact.glob("cells/*/config.yaml"):
         file.write_text(file.read_text().replace("mode: bounded", "mode: exact"))
     text = write_report(exact)
-    assert "No recommendation" in text
+    assert "No row is the best one" in text
     assert "predicted" not in text
-    table = [[text.strip() for text in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    of_system = [
-        place for place, name in enumerate(table[0]) if any(word in name for word in ("utilisation", "minute", "wall"))
-    ]
-    assert len(of_system) == 5
-    assert all(row[place] == "-" for row in table[2:] for place in of_system)
+    header = next(line for line in text.splitlines() if line.startswith("|"))
+    assert "ESS" in header
+    assert not any(word in header for word in ("utilisation", "minute", "wall"))
     drawn = {path.stem for path in (exact / "plots").iterdir()}
     assert {"accuracy_by_step", "trade_off"} <= drawn
     assert not {"utilisation", "accuracy_by_time", "reward_by_time"} & drawn
 
 
-def test_what_nvml_says_of_the_gpus_stands_beside_our_utilisation_where_there_were_gpus(
+def test_gpu_utilisation_by_nvml_is_reported_where_there_were_gpus(
     sweep: Path, printed: str, tmp_path: Path
 ) -> None:
     def drawn(folder: Path) -> list[str]:
@@ -143,7 +149,8 @@ def test_what_nvml_says_of_the_gpus_stands_beside_our_utilisation_where_there_we
     for number, file in enumerate(sorted(copy.glob("cells/staleness-1.*/summary.json"))):
         said = {"gpu/learner": 0.8 + 0.01 * number, "gpu/rollout": 0.6}
         file.write_text(json.dumps(json.loads(file.read_text()) | said))
-    table = [[text.strip(" *") for text in line.split("|")] for line in write_report(copy).splitlines()]
+    lines = [line for line in write_report(copy).splitlines() if line.startswith("|")]
+    table = [[text.strip(" *") for text in line.split("|")] for line in lines]
     learner, rollout = (table[0].index(f"GPU of {pool}, NVML") for pool in ("the learner", "rollout"))
     assert [line[learner] for line in table[2:5]] == ["-", "81.0% ± 0.6%", "-"]
     assert table[3][rollout] == "60.0% ± 0.0%"
@@ -158,8 +165,8 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
 def test_a_single_run_makes_a_report_too(sweep: Path, printed: str) -> None:
     run = sorted((sweep / "cells").iterdir())[0]
     text = write_report(run)
-    assert text.splitlines()[2].startswith("| **0** | ")
-    assert "next best" not in text
+    assert text.splitlines()[4].startswith("| **0** | ")
+    assert "Which setting" not in text
     assert (run / "report.html").exists()
 
 
@@ -253,8 +260,7 @@ def test_a_baseline_that_learned_nothing_has_no_way_to_be_measured(sweep: Path) 
         return dataclasses.replace(run, evals=[(v, s, 0.287 + 0.002 * (v > 20)) for v, s, _ in run.evals])
 
     rows = rows_of([flat(run) if run.staleness == 0 else run for run in read_runs(sweep)])
-    assert "that of staleness 0" in recommendation(rows)
-    assert time_to_accuracy(rows) == ""
+    assert len(compared(rows)["staleness 1"]) == 4
 
 
 def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path) -> None:
@@ -264,7 +270,7 @@ def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path
     file = copy / "cells" / "staleness-3.seed-1" / "summary.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": "1000 groups in a row had equal rewards."}))
     assert (
-        "counted as they are: staleness-3.seed-1 after 40 steps (1000 groups in a row had equal rewards)."
+        "count with the steps they took: staleness-3.seed-1 after 40 steps (1000 groups in a row had equal rewards)."
         in write_report(copy)
     )
 
@@ -272,7 +278,13 @@ def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path
 def exact_row(bound: int, correction: str, gains: list[float]) -> Row:
     labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
     runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
-    return Row(runs, {"per_100_steps": gains})
+    return Row(runs, {"per_100_steps": gains, "reward_mean": gains})
+
+
+def differences(rows: list[Row]) -> dict[tuple[str, str], tuple[str, str]]:
+    """(difference, corrected p-value) of the improvement by correction and staleness."""
+    table = corrections_compared(rows)[0]
+    return {(row[0], row[1]): (row[2], row[4]) for row in table.rows}
 
 
 def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
@@ -280,19 +292,23 @@ def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
         exact_row(4, "none", [0.40, 0.41, 0.42]), exact_row(4, "coupled", [0.41, 0.40, 0.42]),
         exact_row(8, "none", [0.10, 0.11, 0.12]), exact_row(8, "coupled", [0.40, 0.41, 0.42]),
     ]
-    text = corrections_compared(rows)
-    assert re.search(
-        r"Holm's correction for 1 averages and for 2 single comparisons\): coupled \+0\.150 on average over 4, 8 "
-        r"\(p = [\d.e-]+\), singly \+0\.300 at 8 \(p = [\d.e-]+\)\.", text,
-    )
+    found = differences(rows)
+    assert {key: difference for key, (difference, _) in found.items()} == {
+        ("coupled", "average"): "+0.150", ("coupled", "4"): "+0.000", ("coupled", "8"): "+0.300",
+    }  # fmt: skip
+    assert float(found["coupled", "8"][1]) < 0.05 < float(found["coupled", "4"][1])
     at_0 = [exact_row(0, "none", [0.1, 0.2]), exact_row(0, "coupled", [0.4, 0.5])]
-    assert corrections_compared([*rows, *at_0]) == text, "at 0 there is nothing to correct"
-    two = corrections_compared([*rows, exact_row(8, "decoupled_tis", [0.10, 0.11, 0.12])])
-    assert "coupled +0.150" in two and "+0.300 at 8" in two and "decoupled_tis +0.000 on average over 8" in two
-    assert two.endswith("singly nothing significant.")
-    assert corrections_compared(rows[:1]) == ""
+    assert differences([*rows, *at_0]) == found, "at 0 there is nothing to correct"
+    two = differences([*rows, exact_row(8, "decoupled_tis", [0.10, 0.11, 0.12])])
+    assert two["decoupled_tis", "average"][0] == two["decoupled_tis", "8"][0] == "+0.000"
+    assert corrections_compared(rows[:1]) == []
 
 
-def test_corrections_with_one_seed_are_not_judged() -> None:
-    text = corrections_compared([exact_row(4, "none", [0.1]), exact_row(4, "coupled", [0.4])])
-    assert text == "What a correction is worth at exact staleness can't be judged from a single seed."
+def test_corrections_with_one_seed_have_no_p_value() -> None:
+    found = differences([exact_row(4, "none", [0.1]), exact_row(4, "coupled", [0.4])])
+    assert found["coupled", "4"] == ("+0.300", "-")
+
+
+def test_dropped_groups_stand_beside_trained_ones(sweep: Path, printed: str) -> None:
+    assert "| staleness 1 | trained | 60 | 0.5 | 1 |" in printed
+    assert "| staleness 1 | dropped: late | 90 | 0.5 | 2.62 |" in printed

@@ -216,7 +216,7 @@ def test_a_sweep_on_too_few_cores_ends_at_once_with_the_reason_for_each_cell(
         config=str(base_yaml(tmp_path)), overrides=("placement.pin_cpus=true",), folder=tmp_path / "sweep",
         axes=(staleness_axis("0,1"), seed_axis(1, 0)),
     )
-    progress = run_sweep(sweep, lambda sweep, cell, tell, url: cells.append(cell) or "")
+    progress = run_sweep(sweep, lambda sweep, cell, url: cells.append(cell) or "")
     assert sorted(progress.failed) == ["staleness-0.seed-0", "staleness-1.seed-0"]
     assert all("1 cores for 2 processes" in error for error in progress.failed.values())
     assert cells == []

@@ -40,8 +40,10 @@ from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
 """One batch changes an adaptive KL coefficient by at most 0.2 * KL_STEP of itself."""
-KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2_loss": kl_k2, "k3_loss": kl_k3}
-"""Values of algorithm.kl.kind that add to the loss."""
+KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
+    "none": None, "k1_reward": None, "k2_loss": kl_k2, "k3_loss": kl_k3,
+}  # fmt: skip
+"""The estimate that each value of algorithm.kl.kind adds to the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class Objective:
         return raw.clamp(correction.floor, correction.cap), truncated
 
     def _kl_loss(self, micro: MicroBatch, logprobs: Tensor) -> Tensor | float:
-        estimate = KL_LOSSES.get(self.config.algorithm.kl.kind)
+        estimate = KL_LOSSES[self.config.algorithm.kl.kind]
         return 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _reference(micro))
 
     def _total(self, loss: Tensor, response: ResponseTokens) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import AlgorithmConfig, CorrectionConfig
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
 from learner.algorithms.objective import Objective
@@ -17,11 +17,12 @@ from learner.train_step import Updater
 from tests.learner.test_train_step import reference_logprobs, values_of
 from tests.learner.tiny_batches import make_batch, make_config
 
-OUTSIDE = AlgorithmConfig(
-    advantage="tests.extensions.advantage:WIN_RATE",  # type: ignore[arg-type]
-    loss="tests.extensions.loss:POLICY_GRADIENT",  # type: ignore[arg-type]
-    correction=CorrectionConfig(kind="tests.extensions.correction:ROOT", cap=1.5),  # type: ignore[arg-type]
-)
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+OUTSIDE = [
+    "algorithm.advantage=tests.extensions.advantage:WIN_RATE",
+    "algorithm.loss=tests.extensions.loss:POLICY_GRADIENT",
+    "algorithm.correction={kind: 'tests.extensions.correction:ROOT', cap: 1.5}",
+]
 
 
 def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
@@ -39,7 +40,8 @@ def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
             weights = (0.5 * (logprobs - torch.tensor(rollout.logprobs))).exp().clamp(0.0, 1.5)
             total -= float((weights * wins * logprobs)[torch.tensor(rollout.mask)].sum())
             tokens += int(rollout.mask.sum())
-    updater = Updater(make_config(tiny_model_path, algorithm=OUTSIDE), torch.device("cpu"))
+    algorithm = load_config(QUICKSTART, OUTSIDE).algorithm
+    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     metrics = values_of(updater.update(batch))
     assert metrics["policy/loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert metrics["policy/grad_norm"] > 0 == metrics["offpolicy/clip_fraction_negative"]

@@ -74,7 +74,7 @@ def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.
 
     async def cancel_hanging() -> list[float]:
         with closing(RewardThreads(0.2, NUM_THREADS)) as threads:
-            await cancelled([threads.run([release.wait]) for _ in range(num_cancelled)])
+            await cancelled(threads, [threads.run([release.wait]) for _ in range(num_cancelled)])
             rewards = await asyncio.wait_for(threads.run([lambda: 2.0] * 8), 5)
             release.set()
             return rewards
@@ -88,7 +88,7 @@ def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.
 def test_a_hanging_reward_of_a_cancelled_group_is_logged(release: threading.Event) -> None:
     async def cancel_hanging() -> None:
         with closing(RewardThreads(0.1, 1)) as threads:
-            await cancelled([threads.run([release.wait])])
+            await cancelled(threads, [threads.run([release.wait])])
             await threads.run([lambda: 2.0])
 
     with pytest.warns(UserWarning, match=r"longer than timeouts\.reward_s = 0\.1 s .* given up meanwhile"):
@@ -105,7 +105,8 @@ def test_a_cancelled_group_begins_on_no_further_answer(release: threading.Event)
 
     async def cancel_queued() -> list[float]:
         with closing(RewardThreads(10, 1)) as threads:
-            await cancelled([threads.run([partial(begin, 3 * group + i) for i in range(3)]) for group in range(2)])
+            groups = [[partial(begin, 3 * group + i) for i in range(3)] for group in range(2)]
+            await cancelled(threads, [threads.run(calls) for calls in groups])
             release.set()
             return await threads.run([lambda: 2.0])
 
@@ -120,8 +121,8 @@ def test_the_answers_of_a_group_are_scored_at_the_same_time() -> None:
 
 def test_the_timeout_is_for_one_call_without_its_wait_for_a_thread() -> None:
     async def queue_up() -> list[list[float]]:
-        with closing(RewardThreads(0.4, 1)) as threads:
-            return await asyncio.gather(*(threads.run([partial(_slow, 0.15)] * 2) for _ in range(3)))
+        with closing(RewardThreads(1, 1)) as threads:
+            return await asyncio.gather(*(threads.run([partial(_slow, 0.25)] * 2) for _ in range(3)))
 
     assert asyncio.run(queue_up()) == [[1.0] * 2] * 3
 
@@ -131,7 +132,8 @@ def test_the_limit_of_a_group_is_twice_what_all_before_it_may_take(release: thre
         with closing(RewardThreads(10, 2)) as threads:
             empty = threads.limit_s(8)
             queued = [asyncio.ensure_future(threads.run([release.wait] * 5)) for _ in range(2)]
-            await asyncio.sleep(0.1)
+            while threads._queue.qsize() != 8:
+                await asyncio.sleep(0.01)
             behind = threads.limit_s(8)
             release.set()
             await asyncio.gather(*queued)
@@ -156,10 +158,11 @@ def test_answers_that_no_thread_takes_end_with_an_error_that_names_the_queue(mon
     asyncio.run(wait_for_no_thread())
 
 
-async def cancelled(runs: list) -> None:
-    """Start the runs and cancel them."""
+async def cancelled(threads: RewardThreads, runs: list) -> None:
+    """Start the runs, and cancel them once a call has begun."""
     tasks = [asyncio.ensure_future(run) for run in runs]
-    await asyncio.sleep(0.05)
+    while not threads._begun_s:
+        await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

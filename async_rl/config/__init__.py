@@ -125,5 +125,5 @@ class Config:
 
     @property
     def correction_entry(self) -> Correction:
-        """What `correction_kind` declares in the table."""
+        """The entry of `correction_kind` in the table."""
         return self.algorithm.correction.entry or CORRECTIONS[self.correction_kind]

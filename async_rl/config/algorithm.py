@@ -83,7 +83,7 @@ class CorrectionConfig:
 
     @property
     def entry(self) -> Correction | None:
-        """What `kind` declares in the table; None for auto."""
+        """The entry of `kind` in the table; None for auto."""
         return None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
 
     @property
@@ -163,12 +163,12 @@ class AlgorithmConfig:
 
     @property
     def advantage_entry(self) -> Advantage:
-        """What `advantage` declares in the table."""
+        """The entry of `advantage` in the table."""
         return find_entry(ADVANTAGES, self.advantage, "algorithm.advantage")
 
     @property
     def loss_entry(self) -> Loss:
-        """What `loss` declares in the table."""
+        """The entry of `loss` in the table."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
 
     def _check_limits(self) -> None:

@@ -30,8 +30,8 @@ class TaskConfig:
     size: PositiveInt = 10_000
     """Training prompts to generate (reasoning_gym only)."""
     reward: str = ""
-    """What scores an answer: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the task's own
-    verifier."""
+    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
+    task's own verifier."""
     max_prompt_tokens: PositiveInt = 512
     """The longest prompt."""
     long_prompts: Literal["skip", "refuse"] = "skip"
@@ -53,7 +53,7 @@ class RolloutConfig:
     """How answers are generated."""
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
-    """What generates answers. hf computes in the worker's own process, and is for CPUs and tests."""
+    """The engine that generates answers. hf computes in the worker's own process, and is for CPUs and tests."""
     group_size: PositiveInt = 8
     """Answers to each prompt."""
     max_response_tokens: PositiveInt = 256
@@ -83,7 +83,7 @@ class RolloutConfig:
 
     @property
     def engine_entry(self) -> EngineEntry:
-        """What `engine` declares in the table."""
+        """The entry of `engine` in the table."""
         return find_entry(ENGINES, self.engine, "rollout.engine")
 
 
@@ -98,7 +98,7 @@ class StalenessConfig:
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
     late: Literal["wait", "drop", "mask"] = "wait"
-    """What happens to a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
+    """How a group is treated that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
     prompt granted again (biased to short answers). mask: it is trained on, with the tokens that are too old masked."""
 
 

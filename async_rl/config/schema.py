@@ -23,7 +23,7 @@ _ALLOWED = {
     "tuple_type": "a list, e.g. [a, b]",
     "dict_type": "a section of names and values",
 }
-"""What is allowed, where pydantic's own words speak of types of Python."""
+"""Allowed values in the words of YAML, for errors in which pydantic names types of Python."""
 
 
 class _Generator(GenerateJsonSchema):
@@ -43,7 +43,7 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
-    """What pydantic refused in a section of class `kind` whose own key is `prefix`."""
+    """The error that names everything pydantic refused in a section of class `kind` whose own key is `prefix`."""
     return SettingsError([problem for each in error.errors() for problem in _problems(each, kind, prefix)])
 
 

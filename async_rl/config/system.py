@@ -39,12 +39,12 @@ class WeightSyncConfig:
     """How new weights reach the rollout servers."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
-    """What carries the weights. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc
-    where SGLang and one learner rank share one, else disk."""
+    """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
+    SGLang and one learner rank share one, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """What happens to requests that are running when new weights come. in_place: they pause, keep their KV cache and
-    continue. retract: their KV cache is computed again. drain: they finish first. abort: what there is of the answer is
-    submitted again."""
+    """How new weights treat the requests that are running. in_place: they pause, keep their KV cache and continue.
+    retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
+    they have."""
     every_steps: PositiveInt = 1
     """Learner steps between two pushes."""
     background: bool = False
@@ -56,7 +56,7 @@ class WeightSyncConfig:
 
     @property
     def transport_entry(self) -> TransportEntry | None:
-        """What `transport` declares in the table; None for auto."""
+        """The entry of `transport` in the table; None for auto."""
         return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 

@@ -19,7 +19,7 @@ CONFIGS = sorted(FOLDER.glob("*.yaml"))
 
 
 def errors_of(settings: Any) -> list[str]:
-    """What an editor would underline."""
+    """The errors that an editor would underline."""
     schema = json.loads((FOLDER / "config.schema.json").read_text())
     return [error.message for error in Draft202012Validator(schema).iter_errors(settings)]
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 QUICKSTART := configs/quickstart.yaml
 QUICKSTART_MODEL := runs/quickstart-sft/model
 
-.PHONY: demo test nightly check venv
+.PHONY: demo unit test nightly check venv
 
 demo: $(QUICKSTART_MODEL)/config.json  ## set up, warm-start a tiny model, train it, print the result
 	$(BIN)/async-rl train $(QUICKSTART)
@@ -16,6 +16,9 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 
 test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest
+
+unit: venv  ## the tests that start no process, in under two minutes
+	$(BIN)/python -m pytest -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv  ## the long tests
 	$(BIN)/python -m pytest -m nightly

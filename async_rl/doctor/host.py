@@ -29,7 +29,7 @@ MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
 SGLANG_IMPORT_TIMEOUT_S = 180
 
-REINSTALL = "make venv (or reinstall with the pip commands of README.md)"
+REINSTALL = "make venv (or reinstall with the pip commands of docs/installing.md)"
 
 GPU_TOOLS = (
     "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; where learner and server "

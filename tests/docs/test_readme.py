@@ -1,4 +1,4 @@
-"""README and CONTRIBUTING stay true: their commands run, their configs load, the names in them exist."""
+"""The documents stay true: their commands run, their configs load, the links, keys and metrics in them exist."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from tests.docs.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-DOCUMENTS = {"README.md": README, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
+GUIDE = DOCUMENTS["docs/guide.md"]
 
 QUICK = [
     "async-rl doctor configs/quickstart.yaml",
@@ -56,6 +58,7 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
+    "make unit": "a part of make test",
     "make nightly": "it runs this file",
     "python -m benchmarks.presets configs/quickstart.yaml": "benchmarks/results, by hand",
     "python -m benchmarks.correction configs/quickstart.yaml": "benchmarks/results, by hand",
@@ -137,14 +140,14 @@ def test_a_long_command_runs(command: str, checkout: Path) -> None:
     run(command, checkout, timeout_s=2800)
 
 
-def test_every_config_in_the_readme_loads(tmp_path: Path) -> None:
-    for block in blocks(README, "yaml"):
+def test_every_config_in_the_guide_loads(tmp_path: Path) -> None:
+    for block in blocks(GUIDE, "yaml"):
         (tmp_path / "config.yaml").write_text(block)
         load_config(tmp_path / "config.yaml")
 
 
-def test_the_reward_function_in_the_readme_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks(README, "python")
+def test_the_reward_function_in_the_guide_is_called_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(GUIDE, "python")
     names: dict[str, object] = {}
     exec(block, names)
     function = names["short_and_right"]
@@ -156,7 +159,9 @@ def test_the_reward_function_in_the_readme_is_called_as_it_says(monkeypatch: pyt
 def test_every_config_key_in_the_documents_exists() -> None:
     quickstart = ROOT / "configs" / "quickstart.yaml"
     sections = set(load_config(quickstart).__dataclass_fields__)
-    for text in DOCUMENTS.values():
+    for name, text in DOCUMENTS.items():
+        if name == "docs/from-verl.md":  # its first column has verl's keys; tests/docs/test_from_verl.py reads it
+            continue
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]+)?`", text):
             if key.split(".")[0] in sections:
                 with pytest.raises(ConfigError) as caught:
@@ -168,10 +173,10 @@ COMPOSED = ("utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/tra
 """Metric keys that the code puts together from parts."""
 
 
-def test_every_metric_in_the_readme_is_measured_somewhere() -> None:
+def test_every_metric_in_the_documents_is_measured_somewhere() -> None:
     folders = ("async_rl", "benchmarks", "buffer", "learner", "rollout_server")
     code = "".join(file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    table = README.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    table = DOCUMENTS["docs/metrics.md"].partition("| metric | meaning |")[2].partition("\n\n")[0]
     first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     named = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(named) > 15
@@ -179,9 +184,45 @@ def test_every_metric_in_the_readme_is_measured_somewhere() -> None:
     assert [name for name in literal if f'"{name}"' not in code] == []
 
 
-def test_every_file_the_documents_name_exists() -> None:
+def anchors(text: str) -> set[str]:
+    """What a link may name after `#`: GitHub's form of each heading."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_link_of_a_document_leads_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", file.read_text()):
+        name, _, anchor = target.partition("#")
+        linked = (file.parent / name).resolve() if name else file
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), target
+
+
+def test_every_file_in_a_command_of_the_documents_exists() -> None:
     for text in DOCUMENTS.values():
-        links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
         arguments = [part for command in commands(text) for part in command.split()]
         files = [part for part in arguments if part.startswith(("constraints/", "requirements/", "configs/"))]
-        assert [name for name in [*links, *files] if not (ROOT / name).exists()] == []
+        assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_fits_on_two_screens_and_the_index_names_every_page() -> None:
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 200
+    pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in DOCUMENTS["docs/README.md"]} == set()
+
+
+def test_the_configuration_page_is_that_of_the_schema() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.docs.configuration_page"
+
+
+def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
+    files = [file.read_text() for file in (ROOT / "tests" / "extensions").glob("*.py")]
+    shown = blocks(DOCUMENTS["CONTRIBUTING.md"], "python")
+    assert len(shown) == 7
+    assert [block for block in shown if not any(block.strip() in text for text in files)] == []
+
+
+def test_the_reference_loop_in_the_documents_is_the_one_that_runs_are_compared_with() -> None:
+    (shown,) = blocks(DOCUMENTS["docs/reference-loop.md"], "python")
+    assert shown == (ROOT / "tests" / "e2e" / "reference_loop.py").read_text()

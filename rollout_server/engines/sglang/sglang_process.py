@@ -260,7 +260,7 @@ def _hint(log: str) -> str:
     for sign, hint in (
         ("out of memory", "Lower rollout.mem_fraction."),
         ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
-        ("No module named 'sglang'", "Install SGLang (README), or set rollout.engine=hf."),
+        ("No module named 'sglang'", "Install SGLang (docs/installing.md), or set rollout.engine=hf."),
         ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
         ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
         ("SafetensorError", "A weight file of model.path is damaged or cut off."),

@@ -27,7 +27,7 @@ from buffer.server import BufferServer
 from tests.buffer.factories import make_config, make_group, serving
 from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker
 from tests.buffer.test_refusals import ask
-from tests.docs.test_readme import README, blocks
+from tests.docs.test_readme import DOCUMENTS, blocks
 
 
 def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:
@@ -164,10 +164,10 @@ def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_pat
     assert kept_at_the_end == [True, False]
 
 
-def test_the_queries_in_the_readme_give_the_documented_results(tmp_path: Path) -> None:
+def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     batches = trained(config)
-    worst, by_staleness = (select(config, query) for query in blocks(README, "sql"))
+    worst, by_staleness = (select(config, query) for query in blocks(DOCUMENTS["docs/run-directory.md"], "sql"))
     assert worst == [
         (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
     ]

@@ -35,7 +35,7 @@ from learner.algorithms.diagnostics import (
     token_metrics,
 )
 from learner.algorithms.losses import kl_k3
-from learner.algorithms.objective import Objective, policy_normaliser
+from learner.algorithms.objective import Objective
 from learner.algorithms.token_advantages import batch_advantages
 from learner.checkpointing import Network
 from learner.models.critic import load_critic
@@ -161,7 +161,7 @@ class Updater:
             micro_batches = tuple(
                 collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
             )
-            normaliser = policy_normaliser(config, batch.groups, pairs)
+            normaliser = self.objective.normaliser(batch.groups, pairs)
             minibatches.append(MiniBatch(micro_batches, max(1, num_tokens), normaliser))
         return minibatches
 

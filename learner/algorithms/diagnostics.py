@@ -125,10 +125,6 @@ def tally_policy(
     )
 
 
-_ENTROPY = "entropy"
-_OVERALL_KEYS = {_ENTROPY: "policy/entropy"}
-
-
 def token_metrics(totals: Totals) -> list[Metric]:
     """Metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
 
@@ -145,7 +141,7 @@ def token_metrics(totals: Totals) -> list[Metric]:
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
     overall = {name: float(values.sum()) for name, values in by_bucket.items()}
     metrics = [
-        Metric(_OVERALL_KEYS.get(name, f"offpolicy/{name}"), value, _reduction(name))
+        Metric(f"{'policy' if name == 'entropy' else 'offpolicy'}/{name}", value, _reduction(name))
         for name, value in _token_values(overall, float(peaks.max())).items()
     ]
     answers, product, squared = (float(totals[name]) for name in ("answers", "product", "product_squared"))
@@ -181,7 +177,7 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
         "kl_proximal_learner_k3": ratio(t["moved_k3"], policy_tokens),
         "clip_fraction_positive": ratio(t["clipped_positive"], t["positive"]),
         "clip_fraction_negative": ratio(t["clipped_negative"], t["negative"]),
-        _ENTROPY: ratio(t["entropy"], policy_tokens),
+        "entropy": ratio(t["entropy"], policy_tokens),
     }
 
 

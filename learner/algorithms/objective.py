@@ -63,25 +63,6 @@ AGGREGATIONS = {
 }
 
 
-def aggregation_of(config: Config) -> Aggregation:
-    """The entry that algorithm.aggregation names. ConfigError: there is none."""
-    return find_entry(AGGREGATIONS, config.algorithm.aggregation, "algorithm.aggregation")
-
-
-def policy_normaliser(config: Config, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
-    """The number that the summed policy loss of a minibatch is divided by, at least 1.
-
-    Args:
-        pairs: (group, answer) of the minibatch.
-
-    Trained tokens count, and those that are only too old to be: masking tokens for their age takes their part of the
-    loss away and amplifies no other.
-    """
-    rollouts = [groups[g].rollouts[i] for g, i in pairs]
-    counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
-    return max(1.0, float(aggregation_of(config).normaliser(counted, config.rollout.max_response_tokens)))
-
-
 @dataclass(frozen=True, slots=True)
 class Losses:
     """Losses of one micro-batch, summed over its trained tokens, with gradient."""
@@ -105,7 +86,7 @@ class Objective:
         self._loss: Callable[[LossInputs], LossOutput] = algorithm.loss_entry.load()
         self._correction = config.correction_entry
         self._weights_of: Callable[..., Tensor] = self._correction.load()
-        self._aggregation = aggregation_of(config)
+        self._aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
         self._whitens_at_start = whitens_at_start(config)
         self.kl_coef = algorithm.kl.coef
         takes_several = algorithm.steps_per_batch > 1
@@ -118,6 +99,19 @@ class Objective:
         """Whether values take a forward pass of the critic at step start, where there is a critic."""
         self.needs_reference = algorithm.kl.kind != "none"
         """Whether the reference's logprobs are needed at step start."""
+
+    def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
+        """The number that the summed policy loss of a minibatch is divided by, at least 1.
+
+        Args:
+            pairs: (group, answer) of the minibatch.
+
+        Trained tokens count, and those that are only too old to be: masking tokens for their age takes their part of
+        the loss away and amplifies no other.
+        """
+        rollouts = [groups[g].rollouts[i] for g, i in pairs]
+        counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
+        return float(max(1, self._aggregation.normaliser(counted, self.config.rollout.max_response_tokens)))
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """The minibatches of a batch with the numbers that need all their tokens; collective."""

@@ -13,7 +13,7 @@ from async_rl.config import AlgorithmConfig, StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.objective import Objective, policy_normaliser
+from learner.algorithms.objective import Objective
 from learner.check_staleness import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
@@ -71,7 +71,7 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
         )
         losses.policy.backward()
         assert logprobs.grad is not None
-        gradients.append(logprobs.grad / policy_normaliser(config, of_batch.groups, pairs))
+        gradients.append(logprobs.grad / Objective(config).normaliser(of_batch.groups, pairs))
         trained.append(micro.response.trained)
     whole, masked = gradients
     young = trained[1]

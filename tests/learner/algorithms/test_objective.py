@@ -23,7 +23,7 @@ from async_rl.config import (
 from async_rl.seams import LOSSES
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
-from learner.algorithms.objective import AGGREGATIONS, Objective, policy_normaliser
+from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing.microbatches import MicroBatch
 from tests.learner.tiny_batches import make_batch, make_config, make_micro, make_minibatch, make_response
 
@@ -278,7 +278,7 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
     assert expected["sequence_mean"] == 11
     for aggregation, count in expected.items():
         algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
-        assert policy_normaliser(config_of(algorithm, tmp_path), batch.groups, pairs) == count
+        assert Objective(config_of(algorithm, tmp_path)).normaliser(batch.groups, pairs) == count
 
 
 def test_sequence_mean_gives_every_answer_the_same_weight(tmp_path: Path, one_rank: None) -> None:

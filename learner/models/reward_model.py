@@ -60,7 +60,7 @@ class RewardModel:
             for group in batch.groups
             for rollout in group.rollouts
         ]  # fmt: skip
-        rewards = iter(self.score_sequences(sequences).tolist())
+        rewards = iter(self._score_sequences(sequences).tolist())
         groups = tuple(
             dataclasses.replace(
                 group, rollouts=tuple(dataclasses.replace(r, reward=next(rewards)) for r in group.rollouts)
@@ -70,7 +70,7 @@ class RewardModel:
         return dataclasses.replace(batch, groups=groups)
 
     @torch.no_grad()
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the scores of k token sequences, [k] float32 on the CPU. Each rank scores a share. Collective."""
         longest = max(map(len, sequences))
         if self._max_positions and longest > self._max_positions:

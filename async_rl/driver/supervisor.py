@@ -72,7 +72,7 @@ class Supervisor:
         try:
             asyncio.run(self._train(signals))
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise group.exceptions[0] from None
 
     async def _train(self, signals: StopSignals) -> None:
         names = list(self._processes.actors)
@@ -310,7 +310,7 @@ class Supervisor:
         self._processes.actors["learner/0"].evaluated.remote()
 
     def _check_restart(self, name: str, error: AsyncRLError) -> None:
-        """Raises `error` if the server can't be started again, or died too often."""
+        """Raises `error` if the server must not be started again, or died too often."""
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
@@ -339,11 +339,3 @@ class Supervisor:
             asyncio.run(self._processes.dump_stacks())
         with suppress(OSError):  # of a full disk, say, which may be `error` itself
             self.watchdog.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception that is not a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

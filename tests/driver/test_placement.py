@@ -251,7 +251,7 @@ def test_an_address_beyond_loopback_without_keys_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The model and the data that the GSM8K configs leave to the user, in small."""
+    """Small stand-ins for the model and data that a user of the GSM8K configs provides."""
     folder = tmp_path_factory.mktemp("gsm8k")
     save_tiny_model("tiny-qwen2", folder / "model", seed=0)
     file = folder / "model" / "config.json"

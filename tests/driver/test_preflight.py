@@ -1,4 +1,4 @@
-"""What the user named is opened before any process starts."""
+"""Models, tasks, rewards and hardware are checked before any process starts."""
 
 from __future__ import annotations
 

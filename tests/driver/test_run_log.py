@@ -81,9 +81,9 @@ def test_a_push_after_the_last_step_is_logged_on_a_line_of_its_own(tmp_path: Pat
     assert log.summary({})["steps"] == 1
 
 
-class MadeRun:
-    """Reports as a run of `servers` rollout servers and `ranks` learner ranks sends them, with all their spans and
-    samples kept, to compare with.
+class RecordedRun:
+    """Sends the reports of a run with `servers` rollout servers and `ranks` learner ranks; keeps all their spans and
+    samples for comparison.
     """
 
     def __init__(self, log: RunLog, servers: int, ranks: int, step_s: int) -> None:
@@ -96,7 +96,7 @@ class MadeRun:
         self.samples: list[Sample] = []
 
     def step(self) -> None:
-        """The servers are busy but for the last fifth, and each tells twice a second; the ranks once."""
+        """One step: servers are busy except in its last fifth and report twice a second; each rank reports once."""
         start_s = 100.0 + self.version * self._step_s
         self.version += 1
         for half in range(2 * self._step_s):
@@ -126,7 +126,7 @@ class MadeRun:
 
 
 def num_kept(log: RunLog) -> int:
-    """Objects that the log leads to, whatever it keeps them in."""
+    """The number of objects that are reachable from the log."""
     kept = (dict, list, tuple, float, Span, Sample, Metric, StepDone, WorkerReport)
     found: dict[int, object] = {}
     new: list[object] = [vars(log)]
@@ -141,7 +141,7 @@ def num_kept(log: RunLog) -> int:
 
 def test_the_memory_of_the_log_does_not_grow_with_the_run(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=3, ranks=2)
-    run = MadeRun(log, servers=3, ranks=2, step_s=10)
+    run = RecordedRun(log, servers=3, ranks=2, step_s=10)
     kept = []
     for _ in range(60):
         run.step()
@@ -180,7 +180,7 @@ def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:
 
 def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=3, ranks=2)
-    run = MadeRun(log, servers=3, ranks=2, step_s=10)
+    run = RecordedRun(log, servers=3, ranks=2, step_s=10)
     for _ in range(12):
         run.step()
     summary = log.summary({})
@@ -201,7 +201,7 @@ def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: 
 
 def test_a_step_has_the_samples_of_every_pool_however_many_come_in_one_report(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=16, ranks=8)
-    run = MadeRun(log, servers=16, ranks=8, step_s=60)
+    run = RecordedRun(log, servers=16, ranks=8, step_s=60)
     for _ in range(3):
         run.step()
     log.close()

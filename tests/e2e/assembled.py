@@ -35,11 +35,11 @@ class Run:
     steps: list[dict[str, float]] = field(default_factory=list)
     """The learner's metrics, one record a step."""
     counters: dict[str, float] = field(default_factory=dict)
-    """The buffer's last."""
+    """The buffer's counters at its end."""
     evals: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of the evaluations beside training, by version."""
+    """The metrics of each evaluation beside training, by policy version."""
     aborted: float = 0.0
-    """Groups that the worker ended because the buffer had dropped them."""
+    """The number of groups that the worker ended because the buffer had dropped them."""
 
 
 class RecordingClient(LearnerClient):
@@ -53,7 +53,7 @@ class RecordingClient(LearnerClient):
 
 
 def run_assembled(config: Config) -> Run:
-    """A run from version 0; with SGLang, `rollout.server_url` names the server."""
+    """Train from version 0 and return what happened; with SGLang, `rollout.server_url` names the server."""
     result = Run()
     engine = EngineInThread(config, config.run_dir)
     engine.run(engine.engine.start())
@@ -80,7 +80,7 @@ def run_assembled(config: Config) -> Run:
 
 
 def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version: int, result: Run) -> Future[None]:
-    """As the driver does: beside training; the learner is told of the end."""
+    """Evaluate beside training as the driver does, and report the end to the learner."""
 
     async def evaluate() -> None:
         result.evals[version] = reduce_metrics((await worker.evaluate(version, beside_training=True)).metrics)
@@ -102,7 +102,7 @@ def _buffer(config: Config, result: Run) -> Iterator[str]:
 
 @contextmanager
 def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -> Iterator[Worker]:
-    """A worker in the engine's event loop."""
+    """Within the body a worker runs in the engine's event loop."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)

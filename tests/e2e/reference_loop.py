@@ -23,7 +23,7 @@ from rollout_server.tasks.base import open_task
 
 @dataclass(frozen=True)
 class Answer:
-    """What the reference trains on."""
+    """One sampled answer with its reward."""
 
     prompt: list[int]
     tokens: list[int]
@@ -48,7 +48,7 @@ class Reference:
         )
 
     def run(self, steps: int) -> Iterator[Step]:
-        """Samples each batch with the weights that it then trains."""
+        """Sample each batch with the current weights, then train on it."""
         tokenizer = load_tokenizer(self.config.model.path)
         task = open_task(self.config, tokenizer)
         reward = open_reward(self.config, task)

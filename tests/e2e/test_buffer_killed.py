@@ -1,4 +1,4 @@
-"""SIGKILL to the buffer's process of a run, at random moments: the run goes on."""
+"""A run survives SIGKILL to its buffer at random moments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
 
 
 def new_buffer(command: MarkedCommand, known: list[int]) -> psutil.Process | None:
-    """The buffer's process, if it is none of those killed before."""
+    """The buffer's process, or None while the last one to be killed has no successor."""
     for process in command.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             is_buffer = "BufferActor" in " ".join([process.name(), *process.cmdline()])

@@ -1,4 +1,4 @@
-"""SIGKILL in mid-run: what can be brought back is, the rest ends the run with one error."""
+"""SIGKILL in mid-run: rollout servers and buffers are replaced; a learner or driver ends the run with one error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nightly(kind: str, engine: str, seed: int) -> Any:
 
 
 def options(kind: str, engine: str, seed: int) -> list[str]:
-    """Two servers and two ranks in the nightly set; in CI what the kind of process needs."""
+    """Two servers and two ranks in the nightly set; in CI one of each, and two of the kind that is killed."""
     is_short = seed == IN_CI[1]
     servers, ranks = (1 + (kind == "worker"), 1 + (kind == "learner")) if is_short else (2, 2)
     return [

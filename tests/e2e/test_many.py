@@ -1,4 +1,4 @@
-"""Two servers and two learner ranks learn what one of each does."""
+"""Two servers and two learner ranks reach the same accuracy as one of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS = 40
 NOISE = 0.1
-"""Of an accuracy: 1024 answers (standard error 0.015), and a run that is not repeatable in its timing."""
+"""Tolerance for an accuracy: its standard error is 0.015 (1024 answers), and the timing of runs varies."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(model: Path, tmp_path: Path, engine: str, servers: int, ranks: int) -> dict[str, Any]:
-    """The summary of a short run of the quickstart."""
+    """Train a short quickstart; returns its summary."""
     summary = run(load_config(QUICKSTART, [
         f"model.path={model}", f"run.dir={tmp_path}", f"run.name={servers}x{ranks}", f"run.steps={STEPS}",
         f"placement.rollout.servers={servers}", f"placement.learner.ranks={ranks}", f"rollout.engine={engine}",

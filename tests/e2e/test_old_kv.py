@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "old_kv.md"
 
 
 def vowels(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
-    """A reward that an untrained model's answers differ in."""
+    """A reward that differs between the answers of an untrained model."""
     return sum(letter in "aeiou" for letter in response) / TOKENS
 
 

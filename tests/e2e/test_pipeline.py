@@ -1,4 +1,4 @@
-"""The pipeline whole: real SGLang server, real ZMQ, real torch.distributed, real Ray."""
+"""Whole runs with a real SGLang server, ZMQ, torch.distributed and Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
 
 IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weight_sync.bucket_bytes=65536"]
-"""As on one GPU, with host memory in place of the GPU's, of which nothing is released."""
+"""Settings of a run on one GPU. Here host memory takes the place of the GPU's, and none of it is released."""
 
 
 @pytest.mark.parametrize(

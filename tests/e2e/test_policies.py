@@ -37,7 +37,7 @@ IN_CI = [
 
 
 def slow_for_some(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
-    """Every third prompt or so is late."""
+    """A reward that takes long for about a third of the prompts, so that their groups are late."""
     if len(answer) == 5:
         time.sleep(0.3)
     return sum(letter in "aeiou" for letter in response) / 64

@@ -1,4 +1,4 @@
-"""Starting, interrupting and crashing runs as a person would meet them."""
+"""Runs from the command line: Ctrl-C, a crash, and two runs on one host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(smoke_yaml: Path, tmp_path: 
 
 
 def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
-    """One with a real SGLang server, whose ports and child processes the other must not meet."""
+    """One run has a real SGLang server; the other must not touch its ports and child processes."""
     commands = [
         start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=twin", f"rollout.engine={engine}")
         for engine in ("sglang", "hf")

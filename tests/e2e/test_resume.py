@@ -1,4 +1,4 @@
-"""A run that is interrupted or killed goes on from its checkpoint, and ends as if nothing had been."""
+"""A run that was interrupted or killed resumes from its checkpoint with the same result as without the break."""
 
 from __future__ import annotations
 

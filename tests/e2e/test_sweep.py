@@ -1,4 +1,4 @@
-"""A sweep whole: cells as real runs on one real server, table and page at the end."""
+"""A whole sweep: its cells are real runs on one real server, and it ends with a table and a page."""
 
 from __future__ import annotations
 

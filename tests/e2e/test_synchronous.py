@@ -1,4 +1,4 @@
-"""`staleness.max: 0` is a plain generate-then-train loop."""
+"""A run with `staleness.max: 0` equals a plain generate-then-train loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 20
 
 
 def vowels(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
-    """A reward that an untrained model's answers differ in."""
+    """A reward that differs between the answers of an untrained model."""
     return sum(letter in "aeiou" for letter in response) / 8
 
 

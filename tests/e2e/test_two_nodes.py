@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, a Ray node in each."""
+"""Runs on two hosts: two network namespaces of this machine, joined by a virtual cable, with a Ray node in each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def why_not() -> str:
 
 
 def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str:
-    """Runs the documented command as run `two` of tmp_path; returns what it printed. tmp_path/link: what crossed."""
+    """Run the documented command as run `two` in tmp_path; returns its output. tmp_path/link counts the traffic."""
     names = (f"run.dir={tmp_path}", "run.name=two")
     return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides)
 

@@ -75,6 +75,9 @@ class Buffer(FakeProcess):
             self.obey()
 
     def abandon(self, worker: str) -> int:
+        if self.told("dies when asked"):
+            (self._folder / "buffer-0-dies when asked").unlink()
+            os._exit(9)
         self.note(f"{worker} abandoned")
         return 3
 
@@ -207,12 +210,17 @@ def stop(actor: Any) -> int:
 
 def ends_when(run: FakeRun, condition: Callable[[], bool]) -> threading.Thread:
     """Have the learner end as soon as `condition` holds, or after a minute."""
+    return tells_when(run, condition, "learner-0-ends")
+
+
+def tells_when(run: FakeRun, condition: Callable[[], bool], what: str) -> threading.Thread:
+    """Tell the processes `what` as soon as `condition` holds, or after a minute."""
 
     def wait() -> None:
         deadline_s = time.monotonic() + 60
         while not condition() and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        run.tell("learner-0-ends")
+        run.tell(what)
 
     thread = threading.Thread(target=wait)
     thread.start()

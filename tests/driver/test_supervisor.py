@@ -18,7 +18,7 @@ from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.telemetry.status import Status, format_status, write_status
-from tests.driver.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop
+from tests.driver.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 
@@ -166,6 +166,34 @@ def test_the_buffer_abandons_a_dead_server_again_before_its_successor_connects(s
     thread.join(5)
     events = (run.folder / "events").read_text().splitlines()
     assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+
+
+def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_again(start_run: Any) -> None:
+    run = start_run()
+    run.tell("rollout-0-answers", "learner-0-drops a server", "buffer-0-dies when asked")
+    deaths: list[ProcessKilledError] = []
+
+    def revive(death: ProcessKilledError) -> None:
+        deaths.append(death)
+        ray.get(run.processes.start("buffer", Buffer, run.config, max_concurrency=4).status.remote(), timeout=60)
+
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    run.train(revive)
+    thread.join(5)
+    assert [str(death).startswith("buffer on 10.0.0.9 died") for death in deaths] == [True]
+    events = (run.folder / "events").read_text().splitlines()
+    assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+
+
+def test_a_learner_that_dies_while_a_server_joins_ends_the_run_and_is_named(start_run: Any) -> None:
+    run = start_run()
+    run.tell("rollout-0-answers", "learner-0-drops a server", "learner-0-has no weights to give")
+    events = run.folder / "events"
+    thread = tells_when(run, lambda: events.exists() and "connected" in events.read_text(), "learner-0-dies")
+    with pytest.raises(ProcessKilledError, match=r"^learner/0 on 10\.0\.0\.9 died"):
+        run.train()
+    thread.join(5)
+    assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
 def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:

@@ -84,8 +84,8 @@ class Learner:
     def run(self) -> Iterator[LearnerReport]:
         """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
 
-        Yields StepDone once a step. In a run of several steps it also yields what the driver must act on. At the end
-        the policy is saved in run_dir/model; after `stop` there is only the checkpoint.
+        Yields StepDone after each step, and between steps the events on which the driver must act. At the end the
+        policy is saved in run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.

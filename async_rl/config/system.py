@@ -229,7 +229,7 @@ class TimeoutsConfig:
     generate_s: Seconds = 1800.0
     """One group at the engine."""
     eval_s: Seconds = 3600.0
-    """An evaluation before or after training, or while a push waits for it (eval.pin_version)."""
+    """One evaluation, before, beside or after training."""
     reward_s: Seconds = 30.0
     """One call of the reward function, from when a thread begins with it."""
     batch_s: Seconds = 1800.0

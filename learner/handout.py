@@ -43,13 +43,10 @@ Handout = BatchFrames | PushWanted | Stopped | NothingToLearn
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
 ) -> Handout:
-    """Wait for batch number `version`, or for the first of the other reasons to go on.
-
-    Args:
-        is_stopping, is_push_wanted: asked every few seconds.
+    """Wait for batch number `version`, or until one of the two functions, asked every few seconds, returns True.
 
     Raises:
-        WaitTimeoutError: none of them within timeouts.batch_s.
+        WaitTimeoutError: neither happened within timeouts.batch_s.
     """
     try:
         frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())
@@ -63,14 +60,12 @@ def ask_buffer(
 def share_handout(handout: Handout | None, device: torch.device) -> Handout:
     """Rank 0's `handout` on every rank; the others pass None. Collective.
 
-    It travels as frames: first a header with the kind and the reason, then those of a batch.
+    The first frame is a header with the kind and the reason, the others are those of a batch.
     """
     message: list[bytes | memoryview] = []
     if handout is not None:
-        reason = handout.reason if isinstance(handout, NothingToLearn) else ""
-        message.append(json.dumps([type(handout).__name__, reason]).encode())
-    if isinstance(handout, BatchFrames):
-        message += handout.frames
+        message.append(json.dumps([type(handout).__name__, getattr(handout, "reason", "")]).encode())
+        message += getattr(handout, "frames", ())
     header, *frames = broadcast_frames(message, device)
     match json.loads(header):
         case ["BatchFrames", _]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
@@ -16,9 +16,8 @@ STEP_TIMES = {
 """Metric that the seconds of a span are counted in, by the span's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What `Recorder.take` hands out."""
+class Recorded(NamedTuple):
+    """Everything that was measured between two calls of `Recorder.take`."""
 
     metrics: list[Metric]
     spans: tuple[Span, ...]

@@ -1,7 +1,8 @@
 """The messages that the processes of a run send to the driver: control and measurements, never data or weights.
 
-    learner rank      StepDone once a step; rank 0 also ServersLost and EvaluationDue; TrainingEnded at an early end
-    rollout worker    WorkerReport twice a second; EvaluationDone in answer to a request for an evaluation
+    learner rank      StepDone after each step; ServersLost and EvaluationDue in between; TrainingEnded at an early end.
+                      The driver acts on those of rank 0, and takes the spans and samples of all ranks.
+    rollout worker    WorkerReport twice a second; EvaluationDone in answer to a request for an evaluation.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def run_assembled(config: Config) -> Run:
     engine.run(engine.engine.start())
     try:
         with _buffer(config, result) as address, _worker(engine, config, address, result) as worker:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
-            learner = Learner(config, 0, 1, "127.0.0.1", port, address, [engine.engine.url])
+            listener = socket.create_server(("127.0.0.1", 0))
+            learner = Learner(config, 0, 1, *listener.getsockname(), address, [engine.engine.url], listener=listener)
             assert learner._client is not None
             learner._client.__class__ = RecordingClient
             learner._client.batches = result.batches  # type: ignore[attr-defined]

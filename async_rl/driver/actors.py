@@ -183,7 +183,7 @@ class LearnerActor:
         )
 
     def run(self) -> Iterator[LearnerReport]:
-        yield from self._learner.run()
+        yield from (report for report in self._learner.run())  # Ray sends values: only a generator takes and drops them
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.driver.actors import LearnerActor, RolloutActor
+from async_rl.messages.reports import EvaluationDue, LearnerReport
 
 
 def config_of(folder: Path) -> Config:
@@ -63,3 +65,14 @@ def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(tmp_path
         socket.create_server(address)
     assert actor._listener is not None
     actor._listener.close()
+
+
+def test_a_learners_reports_come_through_however_ray_asks_for_them() -> None:
+    class Learner:
+        def run(self) -> Iterator[LearnerReport]:
+            yield from [EvaluationDue(version=version) for version in range(3)]
+
+    actor = LearnerActor.__new__(LearnerActor)
+    actor._learner = Learner()  # type: ignore[assignment]
+    reports: Any = actor.run()
+    assert [next(reports), reports.send(1), reports.send(2)] == [EvaluationDue(version=version) for version in range(3)]

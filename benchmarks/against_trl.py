@@ -1,63 +1,61 @@
-"""Rollouts per second of the whole pipeline against TRL's GRPOTrainer (transformers generate), one run, one machine.
+"""Rollouts per second of TRL's synchronous GRPOTrainer on a config, beside `async-rl train` of the same config.
 
     pip install -r benchmarks/requirements.txt
     python -m benchmarks.against_trl configs/quickstart.yaml --steps 20 rollout.max_response_tokens=64
+    async-rl train configs/quickstart.yaml run.steps=20 eval.size=0 rollout.max_response_tokens=64
 
-Same model folder, prompts, group size, lengths, learning rate, reward. Each side runs alone, in a process of its own;
-its first steps (warm-up, first batch) are not counted.
+Model folder, prompts, group size, lengths, learning rate and reward are the config's. The first steps do not count.
+The second command prints its rollouts per second in its summary.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
+from async_rl.storage.model_folder import load_tokenizer
+from rollout_server.rewards.base import open_reward
+from rollout_server.tasks.base import open_task
 
 UNCOUNTED_STEPS = 2
 
 
-def run_trl(config: Config, steps: int) -> dict[str, float]:
-    """TRL's synchronous trainer on the same task."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+class StepClock(TrainerCallback):  # type: ignore[misc]
+    """Notes when each step ends."""
 
-    from async_rl.storage.model_folder import load_tokenizer
-    from rollout_server.rewards.base import open_reward
-    from rollout_server.tasks.base import open_task
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
 
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends_s.append(time.monotonic())
+
+
+def run_trl(config: Config, steps: int) -> tuple[float, float]:
+    """Train with TRL; returns rollouts per second and the mean tokens of a rollout."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
     prompts = [task.prompt(i) for i in range(steps * config.learner.prompts_per_step)]
     by_text = {prompt.text: prompt for prompt in prompts}
     lengths: list[int] = []
+    clock = StepClock()
 
     def reward_function(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
         lengths.extend(len(ids) for ids in columns["completion_ids"])
         return [reward(by_text[p], c) for p, c in zip(prompts, completions, strict=True)]
 
-    ends_s: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends_s.append(time.time())
-
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=config.model.path,
-            reward_funcs=reward_function,
-            processing_class=tokenizer,
+            model=config.model.path, reward_funcs=reward_function, processing_class=tokenizer, callbacks=[clock],
             train_dataset=Dataset.from_list([{"prompt": prompt.text} for prompt in prompts]),
-            callbacks=[Clock()],
             args=GRPOConfig(
                 output_dir=folder, report_to="none", save_strategy="no", use_cpu=True, bf16=False, max_steps=steps,
                 per_device_train_batch_size=config.rollouts_per_step, gradient_accumulation_steps=1,
@@ -66,51 +64,20 @@ def run_trl(config: Config, steps: int) -> dict[str, float]:
                 top_k=0, learning_rate=config.learner.lr, beta=0.0, disable_tqdm=True, logging_steps=1000,
                 model_init_kwargs={"dtype": "float32"},
             ),
-        )
+        )  # fmt: skip
         trainer.train()
-    seconds = ends_s[-1] - ends_s[UNCOUNTED_STEPS - 1]
-    rollouts = (steps - UNCOUNTED_STEPS) * config.rollouts_per_step
-    return {"rollouts_per_s": rollouts / seconds, "tokens_per_rollout": sum(lengths) / len(lengths)}
-
-
-def run_ours(config: Config) -> dict[str, float]:
-    from async_rl.pipeline import run
-
-    summary = run(config)
-    return {
-        "rollouts_per_s": summary["rollouts_per_s"],
-        "tokens_per_rollout": summary["tokens_per_s"] / summary["rollouts_per_s"],
-    }
+    seconds = clock.ends_s[-1] - clock.ends_s[UNCOUNTED_STEPS - 1]
+    return (steps - UNCOUNTED_STEPS) * config.rollouts_per_step / seconds, sum(lengths) / len(lengths)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--sides", default="trl,hf,sglang")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    fixed = ["eval.size=0", "run.name=against-trl", f"run.steps={arguments.steps}", *arguments.overrides]
-    if arguments.side:
-        config = load_config(arguments.config, fixed)
-        print(json.dumps(run_trl(config, arguments.steps) if arguments.side == "trl" else run_ours(config)))
-        return
-    results: dict[str, dict[str, float]] = {}
-    for side in arguments.sides.split(","):
-        engine = [] if side == "trl" else [f"rollout.engine={side}"]
-        command = [sys.executable, "-m", "benchmarks.against_trl", arguments.config, "--side", side]
-        command += ["--steps", str(arguments.steps), *arguments.overrides, *engine]
-        print(f"running {side}: {' '.join(command[1:])}", flush=True)
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        results[side] = json.loads(out.strip().splitlines()[-1])
-    first = next(iter(results))
-    base = results[first]["rollouts_per_s"]
-    print(f"\n| side | rollouts/s | against {first} | response tokens, mean |\n| --- | ---: | ---: | ---: |")
-    for side, result in results.items():
-        rate = result["rollouts_per_s"]
-        print(f"| {side} | {rate:.1f} | {rate / base:.2f} | {result['tokens_per_rollout']:.1f} |")
-    Path("runs/against-trl.json").write_text(json.dumps(results, indent=2) + "\n")
+    rate, tokens = run_trl(load_config(arguments.config, arguments.overrides), arguments.steps)
+    print(f"TRL: {rate:.1f} rollouts/s, {tokens:.1f} tokens a rollout")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Generation through the pipeline against a bare load of the same requests on the same server.
+"""Rollouts per second through the pipeline beside plain HTTP requests of the same prompts to the same server.
 
     python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3
     python -m benchmarks.generation configs/sweep_gpu.yaml --random 0.1b --sglang-bench rollout.max_response_tokens=256
 
-Bare: plain HTTP requests, as many at once as the pipeline keeps in flight, nothing parsed but JSON. Pipeline: the
-rollout worker with parsing, rewards and the ZMQ buffer, drained by a consumer that trains nothing. The two take turns
-on one running server; the ratio is that of the medians. With --sglang-bench, SGLang's own serving benchmark puts as
-many requests of the longest prompt and answer on it, without the shared prompts of a group.
+Plain: as many requests at once as the pipeline keeps in flight, of which only the JSON is parsed. Pipeline: the rollout
+worker with parsing, rewards and the ZMQ buffer, and a consumer that trains nothing. The two take turns on one server;
+the ratio is that of the medians. With --sglang-bench, SGLang's own serving benchmark sends as many requests of the
+longest prompt and answer, without the shared prompts of a group.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ CACHE_KEYS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What one side got through, and in which time."""
+    """Rollouts and tokens that were generated, and the seconds they took."""
 
     rollouts: int
     tokens: int
     seconds: float
 
 
-async def bare_load(config: Config, engine: Engine, task: Task, groups: int, first: int) -> Load:
-    """`groups` requests sent straight to the server."""
+async def plain_load(config: Config, engine: Engine, task: Task, groups: int, first: int) -> Load:
+    """Send `groups` requests to the server."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
@@ -63,7 +63,7 @@ async def bare_load(config: Config, engine: Engine, task: Task, groups: int, fir
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
-        body = request_body(request, [Answer()], ends, f"bare-{next(CACHE_KEYS)}.")
+        body = request_body(request, [Answer()], ends, f"plain-{next(CACHE_KEYS)}.")
         body["sampling_params"][0]["n"] = request.n
         del body["rid"]  # the server names the samples itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
@@ -78,7 +78,7 @@ async def bare_load(config: Config, engine: Engine, task: Task, groups: int, fir
 
 
 async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Load:
-    """Until the consumer has taken `groups` groups from the buffer, worker and buffer running."""
+    """Run worker and buffer until the consumer has taken `groups` groups."""
     batches = groups // config.learner.prompts_per_step
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
@@ -124,7 +124,7 @@ from sglang.benchmark.serving import cli_main; cli_main()"""
 
 
 def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
-    """Tokens/s of SGLang's own benchmark of as many answers, as many at once, on the same server."""
+    """Tokens/s of SGLang's own benchmark with as many answers, as many at once, on the same server."""
     rollout = config.rollout
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
         done = subprocess.run(
@@ -147,26 +147,25 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
 async def measure(
     config: Config, groups: int, rounds: int, with_sglang_bench: bool, logs: Path
 ) -> dict[str, list[float]]:
-    """Of each round: rollouts/s and tokens/s of both sides, tokens/s of SGLang's own benchmark."""
+    """Of each round: rollouts/s and tokens/s of plain requests and of the pipeline, tokens/s of SGLang's benchmark."""
     engine = open_engine(config, 0, logs)
+    rates: dict[str, list[float]] = {}
     try:
         await engine.start()
         task = open_task(config, load_tokenizer(config.model.path))
-        await bare_load(config, engine, task, groups, first=0)  # warm-up
-        rates: dict[str, list[float]] = {}
-
-        def add(**found: float) -> None:
+        await plain_load(config, engine, task, groups, first=0)  # warm-up
+        for number in range(rounds):
+            plain = await plain_load(config, engine, task, groups, first=0)
+            pipeline = await pipeline_load(config, engine, task, groups)
+            found = {
+                "plain": plain.rollouts / plain.seconds, "plain_tokens": plain.tokens / plain.seconds,
+                "pipeline": pipeline.rollouts / pipeline.seconds, "pipeline_tokens": pipeline.tokens / pipeline.seconds,
+            }
+            if with_sglang_bench:
+                found["sglang_bench_tokens"] = await asyncio.to_thread(sglang_bench, config, engine, groups)
             for key, rate in found.items():
                 rates.setdefault(key, []).append(rate)
-
-        for number in range(rounds):
-            bare = await bare_load(config, engine, task, groups, first=0)
-            pipeline = await pipeline_load(config, engine, task, groups)
-            add(bare=bare.rollouts / bare.seconds, bare_tokens=bare.tokens / bare.seconds)
-            add(pipeline=pipeline.rollouts / pipeline.seconds, pipeline_tokens=pipeline.tokens / pipeline.seconds)
-            if with_sglang_bench:
-                add(sglang_bench_tokens=await asyncio.to_thread(sglang_bench, config, engine, groups))
-            values = ", ".join(f"{key} {series[-1]:.1f}" for key, series in rates.items())
+            values = ", ".join(f"{key} {rate:.1f}" for key, rate in found.items())
             print(f"round {number + 1}/{rounds}, per second: {values}", flush=True)
         return rates
     finally:
@@ -194,11 +193,11 @@ def main() -> None:
         logs = arguments.out.with_name(f"{arguments.out.stem}-server")
         rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench, logs))
     medians = {key: statistics.median(series) for key, series in rates.items()}
-    ratios = {"ratio": medians["pipeline"] / medians["bare"]}
+    ratios = {"ratio": medians["pipeline"] / medians["plain"]}
     if arguments.sglang_bench:
         ratios["ratio_to_sglang_bench"] = medians["pipeline_tokens"] / medians["sglang_bench_tokens"]
-    print(f"\nbare {medians['bare']:.1f} rollouts/s, pipeline {medians['pipeline']:.1f} rollouts/s, "
-          + ", ".join(f"{key} {value:.3f}" for key, value in ratios.items()))
+    texts = ", ".join(f"{key} {value:.3f}" for key, value in ratios.items())
+    print(f"\nplain {medians['plain']:.1f} rollouts/s, pipeline {medians['pipeline']:.1f} rollouts/s, {texts}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"machine": describe_machine(), **rates, **ratios}, indent=2) + "\n")
 

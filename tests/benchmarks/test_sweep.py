@@ -12,8 +12,20 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config.loading import dump_config
+from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
-from benchmarks.cells import Cell, all_cells, cell_config, key_axis, named_axis, numbers, seed_axis, staleness_axis
+from benchmarks.cells import (
+    CORRECTIONS,
+    MODES,
+    Cell,
+    all_cells,
+    cell_config,
+    key_axis,
+    named_axis,
+    numbers,
+    seed_axis,
+    staleness_axis,
+)
 from benchmarks.sweep import Progress, Sweep, run_in_process, run_sweep
 from tests.benchmarks.factories import base_yaml, make_run
 
@@ -50,6 +62,22 @@ def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path
         "staleness-0.learner.lr-1e-4.seed-6",
     ]  # fmt: skip
     assert set(cells[1].overrides) == {"staleness.max=0", "learner.lr=3e-4", "run.seed=5"}
+
+
+def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
+    quickstart = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    presets = [key_axis(f"algorithm.preset={','.join(PRESETS)}"), staleness_axis("2"), seed_axis(1, 0)]
+    critic = ("rollout.engine=hf", "critic.lr=1e-3", "critic.warmup_steps=10")
+    configs = [cell_config(quickstart, critic, cell) for cell in all_cells(presets, tmp_path)]
+    assert {config.algorithm.preset for config in configs} == PRESETS.keys()
+    corrections = named_axis("correction", ",".join(CORRECTIONS), CORRECTIONS)
+    exact = [named_axis("mode", "exact", MODES), corrections, staleness_axis("0,8"), seed_axis(1, 0)]
+    cells = {(cell.labels["correction"], cell.labels["staleness"]): cell for cell in all_cells(exact, tmp_path)}
+    found = {key: cell_config(quickstart, (), cell) for key, cell in cells.items()}
+    assert {name: (found[name, "8"].algorithm.proximal, found[name, "8"].correction_kind) for name in CORRECTIONS} == {
+        "none": ("recompute", "none"), "coupled": ("behaviour", "none"), "decoupled_tis": ("recompute", "token_tis"),
+    }  # fmt: skip
+    assert found["none", "0"].staleness.max == 0
 
 
 @pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", ""])

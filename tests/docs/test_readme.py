@@ -49,6 +49,8 @@ NIGHTLY = [
     "async-rl export-trajectories runs/quickstart out.parquet",
     "python -m benchmarks.buffer",
 ]
+QUICKSTART_SWEEP = "async-rl sweep configs/quickstart.yaml --name"
+CORRECTIONS = "--staleness 0,8 --mode exact --correction none,coupled,decoupled_tis --seeds 5 rollout.engine=hf"
 ELSEWHERE = {
     "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",
@@ -60,10 +62,15 @@ ELSEWHERE = {
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",
     "make nightly": "it runs this file",
-    "python -m benchmarks.presets configs/quickstart.yaml": "benchmarks/results, by hand",
-    "python -m benchmarks.correction configs/quickstart.yaml": "benchmarks/results, by hand",
-    "python -m benchmarks.correction configs/quickstart.yaml --name correction_3e-4 learner.lr=3e-4 run.steps=200":
-        "benchmarks/results, by hand",
+    f"{QUICKSTART_SWEEP} presets --staleness 2 --axis algorithm.preset=grpo,dr_grpo,rloo,reinforce_pp,"
+    "reinforce_pp_baseline,ppo,decoupled_ppo,vtrace,cispo,gspo,dppo_tv,m2po,icepop rollout.engine=hf run.steps=200 "
+    "learner.decay_fraction=0 eval.samples=4 critic.lr=1e-3 critic.warmup_steps=10": "benchmarks/results, by hand",
+    f"{QUICKSTART_SWEEP} remax --staleness 2 --axis algorithm.preset=remax rollout.engine=hf run.steps=200 "
+    "learner.decay_fraction=0 eval.samples=4 learner.lr=1e-4": "benchmarks/results, by hand",
+    f"{QUICKSTART_SWEEP} correction {CORRECTIONS} run.steps=120 learner.decay_fraction=0 eval.samples=4 "
+    "learner.lr=6e-4": "benchmarks/results, by hand",
+    f"{QUICKSTART_SWEEP} correction_3e-4 {CORRECTIONS} run.steps=200 learner.decay_fraction=0 eval.samples=4 "
+    "learner.lr=3e-4": "benchmarks/results, by hand",
     "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev,peers]'": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",

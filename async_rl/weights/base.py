@@ -106,8 +106,8 @@ class WeightPublisher(ABC):
         """Prepare the way to every server of `servers`. Rank 0 waits for all of them, at most `timeouts.join_s`."""
 
     @abstractmethod
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
-        """Perform the push on rank 0."""
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+        """Send the weights on rank 0, between `open_update` and `close_update`; return the number of bytes."""
 
     def admin(self, url: str) -> ServerAdmin:
         if url not in self._admins:
@@ -137,7 +137,9 @@ class WeightPublisher(ABC):
         try:
             if self.rank == 0:
                 self.connect()
-                return self.send(tensors, version)
+                start_s = time.time()
+                num_bytes = self.send(tensors, version)
+                return self._report(start_s, num_bytes)
         except (WeightSyncError, WaitTimeoutError):
             lost = self._find_lost()
             if not lost:
@@ -250,7 +252,7 @@ class WeightPublisher(ABC):
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
 
-    def report(self, start_s: float, num_bytes: int) -> PushReport:
+    def _report(self, start_s: float, num_bytes: int) -> PushReport:
         """The report of the push that began at `start_s` and has just ended."""
         end_s = time.time()
         return PushReport(

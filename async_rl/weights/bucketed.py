@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.base import WeightPublisher
 from async_rl.weights.buckets import Bucket, iter_buckets
 
 
@@ -26,9 +25,8 @@ class BucketPublisher(WeightPublisher):
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         """Return at once with a function that waits until every server has loaded the bucket."""
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         """While a bucket is sent, the next one is gathered: at most two of them exist."""
-        start_s = time.time()
         num_bytes = 0
         wait_sent: Callable[[], Any] | None = None
         for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers):
@@ -43,4 +41,4 @@ class BucketPublisher(WeightPublisher):
         self.close_update()
         if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it anew would be slow
             self._buffers = [None, None]
-        return self.report(start_s, num_bytes)
+        return num_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.weights.base import PushReport, start_together
+from async_rl.weights.base import start_together
 from async_rl.weights.bucketed import BucketPublisher
 from async_rl.weights.buckets import Bucket
 
@@ -22,7 +22,7 @@ class CudaIpcPublisher(BucketPublisher):
     def connect(self) -> None:
         pass  # a bucket carries all that is needed to find it
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         try:
             return super().send(named_tensors, version)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.base import WeightPublisher
 from async_rl.weights.safetensors_io import write_weights
 
 
@@ -30,8 +29,7 @@ class DiskPublisher(WeightPublisher):
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
-        start_s = time.time()
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         target = self.folder / str(version % 2)
         shutil.rmtree(target, ignore_errors=True)  # there may be more shards of an older version than of this one
         target.mkdir(exist_ok=True)  # a network disk may keep a folder that a server still reads
@@ -42,7 +40,7 @@ class DiskPublisher(WeightPublisher):
         self.open_update()
         self.call_servers(lambda admin: admin.load_folder(target, version), f"push of version {version}")
         self.close_update()
-        return self.report(start_s, num_bytes)
+        return num_bytes
 
     def close(self) -> None:
         if self.rank == 0:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 
 from torch import Tensor
 
 from async_rl.seams import TransportEntry
-from async_rl.weights import PushReport, WeightPublisher
+from async_rl.weights import WeightPublisher
 from async_rl.weights.safetensors_io import write_weights
 
 
@@ -19,8 +18,7 @@ class NewFolderPublisher(WeightPublisher):
     def connect(self) -> None:
         pass
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> PushReport:
-        start_s = time.time()
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         folder = (self.config.run_dir / f"weights-{version}").resolve()
         folder.mkdir(parents=True)
         num_bytes = write_weights(named_tensors, folder, self.dtype, self.bucket_bytes)
@@ -28,7 +26,7 @@ class NewFolderPublisher(WeightPublisher):
         self.call_servers(lambda admin: admin.load_folder(folder, version), f"push of version {version}")
         self.close_update()
         shutil.rmtree(folder)
-        return self.report(start_s, num_bytes)
+        return num_bytes
 
 
 NEW_FOLDERS = TransportEntry(open=NewFolderPublisher, delivers="folder", devices=("cpu", "cuda"), writes_files=True)

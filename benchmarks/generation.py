@@ -147,7 +147,7 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
 async def measure(
     config: Config, groups: int, rounds: int, with_sglang_bench: bool, logs: Path
 ) -> dict[str, list[float]]:
-    """Of each round: rollouts/s and tokens/s of plain requests and of the pipeline, tokens/s of SGLang's benchmark."""
+    """Rates of each round: rollouts/s and tokens/s of plain requests and of the pipeline, tokens/s of SGLang's own."""
     engine = open_engine(config, 0, logs)
     rates: dict[str, list[float]] = {}
     try:

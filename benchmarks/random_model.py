@@ -1,4 +1,4 @@
-"""Models with random weights, by size: good for speed, where what they say does not matter."""
+"""Models with random weights, for benchmarks of speed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }
-"""Qwen2. In 3m, head and blocks share the work as in a real model of 0.5 B parameters."""
+"""Qwen2 configurations by size. The head of 3m has the same share of the work as in a real 0.5 B model."""
 
 
 def save_random_model(size: str, folder: Path) -> None:
-    """Model and tokenizer as a Hugging Face folder; small ones in float32, those for GPUs in bfloat16.
+    """Save model and tokenizer as a Hugging Face folder, the size 3m in float32 and the others in bfloat16.
 
     The tokenizer knows the first hundred tokens only: text of the others is empty.
     """

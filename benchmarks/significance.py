@@ -104,7 +104,7 @@ def seconds_to(run: Run, accuracy: float) -> float | None:
 
 
 def corrections_compared(rows: Sequence[Row]) -> list[Table]:
-    """What each correction adds to no correction, at each exact staleness above 0 and on average over them.
+    """Differences of each correction from no correction, at each exact staleness above 0 and on average over them.
 
     One table for the improvement per 100 steps and one for the mean reward; none without such rows. Holm's correction
     is for all averages of a table, and for all its single comparisons.

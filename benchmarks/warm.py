@@ -1,4 +1,4 @@
-"""One SGLang server for many cells of a sweep: cells that would start the same server take over the one that runs."""
+"""An SGLang server that the cells of a sweep share, if their configs would start the same server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WaitTimeoutError
 
 MARGIN_S = 60.0
-"""What starting may take beyond timeouts.server_start_s, and ending the server at all."""
+"""Time for the start beyond timeouts.server_start_s, and time limit for ending the server."""
 
 
 class WarmServer:
@@ -38,7 +38,7 @@ class WarmServer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def url_for(self, config: Config) -> str:
-        """Of a running server for this cell's rollout.server_url; empty where the cell should start its own.
+        """URL of a running server for this cell's rollout.server_url; empty if the cell should start its own.
 
         Raises:
             AsyncRLError: it did not start.
@@ -54,7 +54,7 @@ class WarmServer:
         return str(self._engine.url)
 
     def close(self) -> None:
-        """End the server, if there is one. Raises nothing: what is left of it ends with its thread, and with us."""
+        """End the server, if there is one. Raises nothing: a server that does not end is killed with this process."""
         if self._loop is None:
             return
         if self._engine is not None:
@@ -65,16 +65,16 @@ class WarmServer:
         self._engine = self._loop = self._key = None
 
     def _answers(self) -> bool:
-        """Whether the server is there and says how loaded it is."""
+        """Whether the server is running and answers a request for its load."""
         if self._engine is None:
             return False
         try:
             return self._run(self._engine.load(), MARGIN_S, "say its load") is not None
-        except Exception:  # whatever it is that another process at its port says
+        except Exception:  # another process may listen on its port and answer anything
             return False
 
     def _start(self, config: Config) -> None:
-        """In a thread of its own: the server ends with the thread that started it, and has its cores."""
+        """Start the server from a thread of its own, because it ends with that thread and inherits its cores."""
         from async_rl.driver.actors import share_of_cores
 
         cores = share_of_cores(config, 0, sorted(os.sched_getaffinity(0))) if config.placement.pin_cpus else []
@@ -94,12 +94,16 @@ class WarmServer:
         from rollout_server.engines.base import open_engine
 
         if cores:
-            os.sched_setaffinity(0, cores)  # of this thread, and of what it starts
+            os.sched_setaffinity(0, cores)  # for this thread and the processes it starts
         self._engine = open_engine(config, 0, self._log_dir)
         await self._engine.start()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float, purpose: str) -> Any:
-        """Its result, from the server's thread. Raises WaitTimeoutError, with the coroutine cancelled."""
+        """Run a coroutine in the server's thread and return its result.
+
+        Raises:
+            WaitTimeoutError: it took too long and was cancelled.
+        """
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -120,8 +124,10 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _key(config: Config) -> Any:
-    """What a server's flags come from, but for the number of slots, of which the largest counts, and the seed: SGLang's
-    samples are not repeated by it.
+    """The settings that a server's flags depend on, as text.
+
+    The number of slots is left out, because the shared server has the largest one, and so is the seed, because SGLang's
+    samples do not depend on it.
     """
     return repr((config.model, config.task.max_prompt_tokens, config.rollout, config.placement, config.eval))
 

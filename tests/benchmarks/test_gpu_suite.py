@@ -101,7 +101,7 @@ def test_a_dot_in_the_name_of_a_result_is_kept(tmp_path: Path) -> None:
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What steps left in the current folder; returns where."""
+    """Writes files as steps leave them in the current folder; returns the folder of the suite."""
     monkeypatch.chdir(tmp_path)
     state = Path("runs/gpu-suite")
     written = {

@@ -1,4 +1,4 @@
-"""Wheels carried to a GPU machine without an index: how they are cut and packed, put together and installed there."""
+"""Wheels for a GPU machine without an index: they are split and packed, and joined and installed there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(*sys.argv[2:])
 def run(
     script: Path, *arguments: str, path: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """With what is in `path` before all other programs."""
+    """Run a script with the programs in `path` before all others."""
     return subprocess.run(
         ["bash", str(script), *arguments], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **(environment or {})},
@@ -58,7 +58,7 @@ def run(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """With both scripts, few requirements, and a suite that says what it can import."""
+    """A checkout with both scripts, a few requirements, and a suite that prints what it can import."""
     folder = tmp_path / "checkout"
     (folder / "constraints").mkdir(parents=True)
     (folder / "constraints" / "cuda.txt").write_text(

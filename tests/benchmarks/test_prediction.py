@@ -111,7 +111,7 @@ def test_with_a_push_every_other_step_a_round_has_two_trainings_on_it() -> None:
 
 
 def test_a_push_that_drains_waits_for_the_groups_in_flight() -> None:
-    """In place two batches share a way round of 60 + 40 s. With drain the batch that started at a push is what the next
+    """In place, two batches share a round of 60 + 40 s. With drain, the batch that started at a push is what the next
     push waits for.
     """
     assert simulate(ROOMY, 1, 150).step_s == pytest.approx(50, rel=0.01)
@@ -159,7 +159,7 @@ DROP = dataclasses.replace(HEAVY_TAILS, late="drop")
 
 @pytest.mark.parametrize(("workload", "learner"), [(HEAVY_TAILS, 0.37), (DROP, 0.76)])
 def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
-    """At bound 1: tests/buffer/test_dropping.py finds .76 with dropped groups, in a simulation of its own."""
+    """The values are for bound 1; tests/buffer/test_dropping.py also finds .76 with dropped groups."""
     sizes = ("rollout.concurrency=64", "learner.prompts_per_step=64", f"staleness.late={workload.late}")
     sweep = make_sweep(tmp_path, (1, 4), seeds=1, steps=100, workload=workload, overrides=sizes)
     at_1 = compare(rows_of(read_runs(sweep)))[0]

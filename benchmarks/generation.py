@@ -43,16 +43,11 @@ from rollout_server.worker import Worker
 CACHE_KEYS = itertools.count()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Load:
-    """Rollouts and tokens that were generated, and the seconds they took."""
-
-    rollouts: int
-    tokens: int
-    seconds: float
+Rates = tuple[float, float]
+"""Rollouts and tokens per second."""
 
 
-async def plain_load(config: Config, engine: Engine, task: Task, groups: int, first: int) -> Load:
+async def plain_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
     """Send `groups` requests to the server."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
@@ -73,11 +68,12 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int, fi
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         start_s = time.monotonic()
-        tokens = await asyncio.gather(*(one(session, first + i) for i in range(groups)))
-        return Load(groups * rollout.group_size, sum(tokens), time.monotonic() - start_s)
+        tokens = await asyncio.gather(*(one(session, i) for i in range(groups)))
+        seconds = time.monotonic() - start_s
+        return groups * rollout.group_size / seconds, sum(tokens) / seconds
 
 
-async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Load:
+async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
     """Run worker and buffer until the consumer has taken `groups` groups."""
     batches = groups // config.learner.prompts_per_step
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
@@ -116,7 +112,7 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
     stop.set()
     serving.join(config.timeouts.shutdown_s)
     server.close()
-    return Load(groups * config.rollout.group_size, tokens, seconds)
+    return groups * config.rollout.group_size / seconds, tokens / seconds
 
 
 SGLANG_BENCH = """from rollout_server.engines.sglang import import_stubs; import_stubs.install()
@@ -153,14 +149,11 @@ async def measure(
     try:
         await engine.start()
         task = open_task(config, load_tokenizer(config.model.path))
-        await plain_load(config, engine, task, groups, first=0)  # warm-up
+        await plain_load(config, engine, task, groups)  # warm-up
         for number in range(rounds):
-            plain = await plain_load(config, engine, task, groups, first=0)
-            pipeline = await pipeline_load(config, engine, task, groups)
-            found = {
-                "plain": plain.rollouts / plain.seconds, "plain_tokens": plain.tokens / plain.seconds,
-                "pipeline": pipeline.rollouts / pipeline.seconds, "pipeline_tokens": pipeline.tokens / pipeline.seconds,
-            }
+            found: dict[str, float] = {}
+            found["plain"], found["plain_tokens"] = await plain_load(config, engine, task, groups)
+            found["pipeline"], found["pipeline_tokens"] = await pipeline_load(config, engine, task, groups)
             if with_sglang_bench:
                 found["sglang_bench_tokens"] = await asyncio.to_thread(sglang_bench, config, engine, groups)
             for key, rate in found.items():

@@ -174,17 +174,18 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
 
 
 def plan(suite: Suite) -> str:
-    """The steps that are not done yet, with the minute in which each would end."""
+    """A line for each step: whether it is done, or the minute in which it would end."""
     lines, spent = [], 0.0
     for step in suite.steps:
+        fits = (spent + step.minutes) * 60 <= suite.left_s()
         if suite.is_done(step.name) and not step.continues:
             lines.append(f"{step.name:14} done before")
-            continue
-        fits = (spent + step.minutes) * 60 <= suite.left_s()
-        spent += step.minutes if fits else 0.0
-        needs = f", needs {', '.join(step.needs)}" if step.needs else ""
-        state = f"to minute {spent:.1f}" if fits else "no time left"
-        lines.append(f"{step.name:14} {step.minutes:3g} min  {state}{needs}")
+        elif fits:
+            spent += step.minutes
+            needs = ", ".join(step.needs) or "nothing"
+            lines.append(f"{step.name:14} {step.minutes:3g} min  to minute {spent:.1f}, needs {needs}")
+        else:
+            lines.append(f"{step.name:14} {step.minutes:3g} min  no time left")
     return "\n".join(lines)
 
 

@@ -167,8 +167,8 @@ async def _revive_buffer(
 ) -> None:
     """Start another buffer with the journal and at the address of the one that died.
 
-    Workers and learner repeat each request that was not answered, for at most timeouts.wire_s. So they survive the
-    change, and a run whose buffer dies again and again ends.
+    Workers and learner repeat a request that is not answered for at most timeouts.wire_s: long enough for a restart.
+    If the buffer keeps dying, a request stays unanswered for that time and ends the run.
 
     Raises:
         ProcessKilledError: `death`, if there is no journal.

@@ -139,7 +139,7 @@ def run_encoded_producer(config: Config, address: str) -> None:
 
 
 def run_client_producer(config: Config, address: str) -> None:
-    """Process: puts groups through the client of a rollout worker."""
+    """Run as a process of its own: put groups into the buffer with a WorkerClient, which encodes each one."""
 
     async def run() -> None:
         client = WorkerClient(address, WORKER, config.timeouts)
@@ -265,7 +265,8 @@ def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
 
 
 def table(figures: dict[str, Figures], size: int) -> Table:
-    """
+    """Return the table of rates and CPU times, one line for each measured row; `plain` is what they are compared with.
+
     Args:
         size: bytes of a group.
     """

@@ -69,7 +69,7 @@ def staleness_axis(text: str) -> Axis:
 
 
 def seed_axis(count: int, first: int) -> Axis:
-    """Raises ConfigError."""
+    """An axis of `count` seeds, from `first` on. Raises ConfigError if `count` is below 1."""
     check(count >= 1, "--seeds", count, "at least 1")
     return Axis(SEED, {str(seed): (f"run.seed={seed}",) for seed in range(first, first + count)})
 

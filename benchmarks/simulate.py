@@ -30,7 +30,7 @@ FINISHED = Outcome(newest_version=0, response_tokens=0.0, reward=0.0, equal_rewa
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Durations in seconds of simulated time."""
+    """The settings and durations of a simulated run. Durations are in seconds of simulated time."""
 
     concurrency: int = 64
     """Rollout groups in flight at most."""

@@ -49,7 +49,7 @@ class StoreState:
         return len(self.running) + len(self.finished) + self.num_held_fresh + self.unserved.total()
 
     def rows(self) -> list[Row]:
-        """The rows of all live groups, by group id."""
+        """Return the rows of all live groups, sorted by group id."""
         return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
     def put(self, row: Row, state: State, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weight pushes of a learner rank: to every live server, with measurements, and with a check of the first push."""
+"""Pushes the learner's weights to every live server, measures each push, and verifies the first one."""
 
 from __future__ import annotations
 

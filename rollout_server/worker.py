@@ -216,7 +216,7 @@ class Worker:
         limit = self._config.task.max_failures
         if self._failures_in_a_row >= limit:
             raise RewardError(
-                f"{limit} groups in a row failed (task.max_failures), the last with: {error}"
+                f"the rewards of {limit} groups in a row failed (task.max_failures). The last error: {error}"
             ) from error
         # The prompt is not granted again: it would most likely fail the same way.
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):

@@ -37,9 +37,11 @@ class SettingsError(ConfigError):
 
 
 def check(condition: bool, key: str, got: object, allowed: str, hint: str = "") -> None:
-    """
+    """Check one setting.
+
     Raises:
-        SettingsError: `condition` does not hold; names the key, the value got, what is allowed and what to do.
+        SettingsError: `condition` is false. The message says that `key` must be `allowed` and got `got`; `hint` is what
+            to do.
     """
     if not condition:
         raise SettingsError([Problem(key, f"{key} must be {allowed}, got {got!r}", f". {hint}" if hint else "")])

@@ -162,7 +162,11 @@ def _placement(config: Config) -> Check:
 
 
 def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
-    """The checks that are not ok on some node, and whether the nodes agree."""
+    """Check that every node passed its own checks, and that versions, model and run.dir are the same on all nodes.
+
+    Args:
+        reports: by the node's name; an exception if the node could not be examined.
+    """
     checks = [_failed_report(name, error) for name, error in reports.items() if isinstance(error, Exception)]
     known = {name: report for name, report in reports.items() if isinstance(report, NodeReport)}
     for name, report in known.items():

@@ -102,7 +102,7 @@ def new_run_dir(config: Config) -> Path:
         except OSError as error:
             raise _not_created(candidate, error) from None
         return candidate
-    raise ConfigError(f"run.name {config.run.name}: {config.run_dir} and 9998 numbered ones exist. Set run.name=...")
+    raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
 
 
 def _explains_failure(run_dir: Path, error: BaseException) -> bool:

@@ -47,7 +47,7 @@ class GpuSampler:
                 self.read()
 
     def read(self) -> None:
-        """Take one sample now."""
+        """Read the utilisation of all devices once and keep their mean as a sample for `drain`."""
         percent = [self._nvml.nvmlDeviceGetUtilizationRates(device).gpu for device in self._devices]
         with self._lock:
             self._samples.append(Sample(self._pool, "gpu", time.time(), sum(percent) / len(percent) / 100))

@@ -102,9 +102,10 @@ class Usage:
         """[key] sum and number."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
-        """Add the part [start_s, end_s) of the window, with all `spans` and `samples` in it.
+        """Add the part [start_s, end_s) to the window.
 
-        A pool is included if any of `spans` is of it, even one outside of the part.
+        `spans` are cut to the part, and `samples` outside of it are left out. Every pool that has a span counts, even
+        if no span of it is in the part: the pool was in the state `other` then.
 
         Raises:
             ValueError: the part is empty.

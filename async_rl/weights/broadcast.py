@@ -33,7 +33,7 @@ from async_rl.weights.server_admin import ServerAdmin
 
 
 class BroadcastPublisher(BucketPublisher):
-    """Learner half."""
+    """The learner's half of the transport: rank 0 broadcasts each bucket to all ranks of all servers."""
 
     def __init__(
         self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device, *, backend: str

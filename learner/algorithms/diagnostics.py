@@ -40,7 +40,7 @@ class MetricAccumulator:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def peak(self, **values: Tensor) -> None:
-        """Raise maxima to values that are at least 0."""
+        """Keep the largest value seen so far of each name, element by element. Values are at least 0."""
         for name, value in values.items():
             value = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value

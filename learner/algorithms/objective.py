@@ -180,7 +180,7 @@ class Objective:
         return Losses(self._total(torch.where(trained & ~dropped, loss, 0.0), response), critic)
 
     def finish(self, totals: Totals, median_tokens: float) -> list[Metric]:
-        """Metrics of the KL term and of V-trace; adapts the KL coefficient. The same on all ranks.
+        """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient. Every rank gets the same.
 
         Args:
             median_tokens: median of the trained tokens of the batch's answers.

@@ -79,7 +79,10 @@ def penalty_to_go(
     response: ResponseTokens,
     gamma: float,
 ) -> Tensor:
-    """How much penalties on single tokens lower the advantages of the tokens before them; [N], 0 where not trained."""
+    """Return how much the penalties on single tokens lower the advantage of each token. [N], 0 where not trained.
+
+    It is the sum, discounted by gamma, of the penalties on this token and on the trained tokens after it.
+    """
     return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
 
 

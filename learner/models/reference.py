@@ -16,10 +16,11 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Reference:
-    """Scores answers under the frozen model of reference.path, else of model.path.
+    """Computes the logprobs of answers under the frozen model of reference.path or, if that is empty, of model.path.
 
-    It is sharded over the learner's ranks like the policy and has the compute type; with reference.offload it is in CPU
-    memory between uses. With LoRA and no reference.path it is the policy without its adapters, which costs no memory.
+    The model is sharded over the learner's ranks like the policy and has the compute type; with reference.offload it is
+    in CPU memory between uses. With LoRA and no reference.path it is the policy without its adapters, which costs no
+    memory.
 
     Raises:
         ConfigError: it has another vocabulary size than the policy.

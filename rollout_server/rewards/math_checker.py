@@ -1,4 +1,4 @@
-"""math-verify (https://github.com/huggingface/Math-Verify) in child processes.
+"""Compares answers with math-verify (https://github.com/huggingface/Math-Verify), which runs in child processes.
 
 Its own timeouts are signals, which only a main thread receives, and an answer like `9^9^9^9` would hold the interpreter
 lock of the rollout worker for minutes. A child process can be killed.

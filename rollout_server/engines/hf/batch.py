@@ -72,7 +72,7 @@ class WindowLayer(CacheLayerMixin):
         return layer
 
     def join(self, other: WindowLayer) -> WindowLayer:
-        """Copy the rows of both, with the narrower one padded with zeros on the left."""
+        """Return a new layer with the rows of both layers; the narrower one is padded with zeros on the left."""
         layer = WindowLayer()
         layer.end, layer.is_initialized = max(self.end, other.end), True
         both = (self, other)

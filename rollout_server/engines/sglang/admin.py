@@ -173,5 +173,5 @@ class SGLangAdmin:
 
 
 def _update(version: int | None) -> dict[str, Any]:
-    """The fields that every request with weights has. SGLang would flush its cache by default."""
+    """The fields that every request with weights has. `flush_cache` is among them because SGLang's default is true."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

@@ -211,7 +211,7 @@ def run_forwarder(target: str, pipe: Connection, number: int) -> None:
 
 
 def plain(config: Config, steps: int, forwarded: bool = False) -> Figures:
-    """The same bytes from PUSH to PULL, counted after the warm-up; `forwarded`: through a process between."""
+    """Measure groups sent from a ZMQ PUSH to a PULL socket, after a warm-up; `forwarded`: through a process between."""
     data = encode_group(make_group(config, SLOT))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size

@@ -12,7 +12,12 @@ AddConfig = Callable[[argparse.ArgumentParser], None]
 
 
 def add_benchmarks(commands: Any, add_config: AddConfig) -> None:
-    """`commands` are argparse's subparsers; each command sets `run`, which returns the exit code."""
+    """Add the commands to an argument parser.
+
+    Args:
+        commands: the subparsers object of argparse. The parser of each command sets `run`, which returns the exit code.
+        add_config: adds the arguments CONFIG and key=value.
+    """
     _add_sweep(commands, add_config)
     report = commands.add_parser("report", help="table, plots and report.html of a sweep or a run")
     report.add_argument("folder", type=Path, metavar="RUN_DIR")

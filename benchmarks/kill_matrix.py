@@ -126,7 +126,7 @@ def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> floa
         before = _steps(run_dir)
         seconds += wait_until(lambda: _steps(run_dir) > before + 1 or is_over(), END_TIMEOUT_S, "two more steps")
     if is_over():
-        raise RuntimeError(f"the run ended:\n{command.text()[-3000:]}")
+        raise RuntimeError(f"the run ended, but it should have recovered and gone on:\n{command.text()[-3000:]}")
     return seconds
 
 

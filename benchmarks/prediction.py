@@ -113,7 +113,7 @@ def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
 
 
 def with_learner_of(workload: Workload, found: Sequence[Stages]) -> Workload:
-    """The workload with the durations of training, push and hand-out of these runs."""
+    """Return the workload with the mean durations of training, push and hand-out of the runs in `found`."""
     return dataclasses.replace(
         workload, train_s=_mean(found, "train_s"), train_cv=_mean(found, "train_cv"), sync_s=_mean(found, "sync_s"),
         pause_s=_mean(found, "pause_s"), handout_s=_mean(found, "handout_s"),

@@ -40,7 +40,7 @@ class EvalSchedule:
         self._idle.set()
 
     def wait(self) -> None:
-        """Wait until the evaluation that pins the version has ended, if one runs.
+        """Wait until the running evaluation has ended, if eval.pin_version holds the next push back for it.
 
         Raises:
             WaitTimeoutError: it did not end within timeouts.eval_s.

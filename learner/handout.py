@@ -1,4 +1,4 @@
-"""What the learner does next: rank 0 asks the buffer, and every rank gets the same answer."""
+"""Rank 0 of the learner asks the buffer for a batch, and every rank gets the answer: a batch, a push, or the end."""
 
 from __future__ import annotations
 

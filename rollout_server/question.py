@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A task makes it; it travels as `Prompt.reference` to the reward."""
+    """A question of a task, with the reference answer that the reward reads. `Prompt.reference` holds it."""
 
     messages: tuple[dict[str, str], ...]
     """Chat messages with the keys `role` and `content`."""

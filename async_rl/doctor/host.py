@@ -181,7 +181,10 @@ def _cores() -> Check:
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
-    """The checks that a run makes before it starts; their messages say what to do."""
+    """Run the checks that a run makes of its inputs before it starts; return the results as checks of the doctor.
+
+    A check that needs another one is skipped, with a warning, if that one is not ok.
+    """
     checks: dict[str, Check] = {}
     for each in inputs:
         if each.needs and checks[each.needs].state != "ok":

@@ -85,10 +85,10 @@ class ActorGroup:
         return results
 
     async def call(self, name: str, call: ObjectRef, limit: Limit, what: str) -> Any:
-        """The result of a call of process `name`; raises WaitTimeoutError if there is none within `limit`.
+        """Return the result of a call to process `name`. Raises WaitTimeoutError if it takes longer than `limit`.
 
         Args:
-            what: is waited for, to go before "of <name>" in the error.
+            what: what is waited for; the error's text is made of it and of the name of the process.
         """
         try:
             async with asyncio.timeout(limit.seconds) as scope:

@@ -74,7 +74,7 @@ class BufferActor:
         dump_stacks()
 
     def close(self) -> dict[str, float]:
-        """Drop what is left as `shutdown`, check the accounting identity, return the counters."""
+        """Drop the remaining groups with the reason `shutdown`, check that all groups add up, return the counters."""
         return self._server.close()
 
 

@@ -14,7 +14,7 @@ class ServerLostError(Exception):
 
 
 class LostProcesses:
-    """Joins the task that follows a process with whoever finds out, elsewhere, that the process is dead."""
+    """Ends the driver's work with a process as soon as another task declares that process lost."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, asyncio.Future[AsyncRLError]] = {}

@@ -83,8 +83,8 @@ def ray_bundles(
 ) -> tuple[list[HostDemand], list[dict[str, float]], str]:
     """The bundles of the placement group: (demand of each, Ray resources of each, placement strategy).
 
-    Ray chooses the hosts itself. But if pairs share the GPUs of several hosts, Ray can't be told which bundles belong
-    together, so each is tied to the host in `hosts`.
+    Ray chooses the hosts itself. But if learner ranks and servers share GPUs in pairs on several hosts, each pair is a
+    bundle, and Ray can't be told which bundles belong on one host: each is tied to the host in `hosts`.
     """
     parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
     resources = [_ray_resources(part) for part, _ in parts]

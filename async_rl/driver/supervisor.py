@@ -163,7 +163,7 @@ class Supervisor:
                 dead = buffer
 
     async def _live_buffer(self, dead: ActorHandle | None) -> ActorHandle:
-        """The buffer's actor, once there is one other than `dead`."""
+        """Wait until the buffer runs again and return its actor, which is not `dead`. Raises WaitTimeoutError."""
         limit = Limit(2 * self._config.timeouts.join_s, "twice timeouts.join_s")
         await self._wait_until(lambda: self._buffer is not None and self._buffer is not dead, limit, "another buffer")
         assert self._buffer is not None

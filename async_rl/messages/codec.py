@@ -151,7 +151,10 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
         WireError: names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
-        raise WireError(f"group: {len(data)} bytes, allowed at most {limits.max_group_bytes}")
+        raise WireError(
+            f"group: {len(data)} bytes, allowed at most {limits.max_group_bytes} (from rollout.group_size, "
+            "task.max_prompt_tokens and rollout.max_response_tokens)"
+        )
     fields = Fields(unpack(data), _GROUP_FIELDS)
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
     size = limits.group_size

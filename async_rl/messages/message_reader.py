@@ -1,4 +1,4 @@
-"""Reading msgpack messages field by field; an invalid one is refused with the name of the field and its value."""
+"""Reads msgpack messages field by field and refuses an invalid one, naming the field and its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking up a name of the configuration: an entry of a table, or an object elsewhere that is named `module:name`."""
+"""Looks up a name of the configuration: an entry of a table, or an object elsewhere that is named `module:name`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ Mode = Literal["online", "offline", "disabled"]
 
 
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
-    """The wandb run that `logging.wandb` asks for, or None; if it is less than asked, one `note` says why."""
+    """Return the wandb run that `logging.wandb` asks for, or None if it is off or can't start.
+
+    If it is offline or off against the user's wish, `note` gets the reason.
+    """
     mode, why = choose_mode(config.logging.wandb)
     if why:
         note(f"wandb: {why}")

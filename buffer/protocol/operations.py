@@ -184,7 +184,11 @@ class Operations:
         self._answer(identity, request, result)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Add to the one reply for all groups that a worker delivered in this turn."""
+        """Answer a `put`. The puts of one worker that come between two calls of `answers` share a reply.
+
+        Args:
+            stored: False if the group had been stored before, or was dropped.
+        """
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})

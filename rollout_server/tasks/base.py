@@ -45,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def train_question(self, position: int) -> Question:
-        """Return question number `position` of 0..num_prompts - 1, which must be short enough."""
+        """Return question number `position` of 0..num_prompts - 1, of at most task.max_prompt_tokens tokens."""
 
     @abstractmethod
     def eval_questions(self) -> list[Question]:

@@ -218,7 +218,7 @@ class Store:
         self.state.check_accounting()
 
     def describe(self, now_s: float) -> str:
-        """What the next batch is waiting for, for the error of a learner that waits too long."""
+        """Say what the next batch is waiting for, for the error of a learner that waits too long."""
         state, size = self.state, self.rules.prompts_per_step
         parts = [f"{len(state.finished)} of {size} groups finished"]
         if state.running:

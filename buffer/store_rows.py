@@ -16,7 +16,7 @@ group may be dropped instead. The last two states are final."""
 
 
 class Outcome(NamedTuple):
-    """What the rules and the accounting need of a finished group, so that the group is decoded only once."""
+    """The facts that the rules and the accounting need of a finished group, so that the group is decoded only once."""
 
     newest_version: int
     response_tokens: float

@@ -25,7 +25,7 @@ class Rule:
     is_floor: bool
     """True: the value must not be below the limit. False: its magnitude must not be above the limit."""
     advice: str
-    """What the condition means, and which setting to change."""
+    """The meaning of the condition, and the setting to change."""
 
     def is_broken(self, value: float) -> bool:
         return value < self.limit if self.is_floor else not abs(value) <= self.limit

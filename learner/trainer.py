@@ -238,7 +238,7 @@ class Learner:
         self._trained_groups = TrainedGroupLedger(self.config.buffer.max_uses, cut.trained_groups)
 
     def status(self) -> Status:
-        """What this rank does now; from any thread."""
+        """Say what this rank does now; may be called from any thread."""
         state, name, since_s = self._timeline.now()
         timeouts, others = self.config.timeouts, "buffer" if self.rank == 0 else "learner/0"
         match state:

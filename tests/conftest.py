@@ -1,10 +1,12 @@
-"""What tests of several folders share: a model folder, and one SGLang server on it for the session."""
+"""Fixtures of several folders, and the rule that unit tests start no process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +18,44 @@ from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, T
 from benchmarks.marked_command import MarkedCommand
 from tests.tiny_folder import save_tiny_model
 
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no tables of loaded weights between the tests
+warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
+
 Result = TypeVar("Result")
+STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
+"""Audit events of a new process."""
+SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
+"""Programs that a unit test may run: they end at once."""
+PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks"}
+"""Who uses one of these is marked `processes` without saying so."""
+_unit_test: str | None = None
+"""The test that runs now, if it must not start a process."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Keep `make unit` honest: a test that starts a process without the mark `processes` fails."""
+    global _unit_test
+    _unit_test = None if any(map(item.get_closest_marker, ("processes", "gpu", "nightly"))) else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _unit_test = None
+
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTING and _unit_test and (not arguments or Path(str(arguments[0])).name not in SMALL_PROGRAMS):
+        raise AssertionError(f"{_unit_test} starts a process {arguments[:2]}: mark it with @pytest.mark.processes")
+
+
+sys.addaudithook(_refuse_processes)
 
 
 class EngineInThread:

@@ -12,6 +12,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("async_rl", "buffer", "learner", "rollout_server", "benchmarks")
 FOLDERS = (*PACKAGES, "tests")
@@ -36,6 +38,8 @@ LIGHT_MODULES = (
     "buffer.server",
     "buffer.client",
 )
+MAX_FILES_AT_THE_TOP = 8
+MAX_TEST_NAME_LENGTH = 80
 HEAVY = ("torch", "ray", "sglang", "transformers")
 
 
@@ -73,12 +77,33 @@ def test_every_file_of_the_packages_says_what_it_is_for() -> None:
     assert [name for name, text in texts.items() if text and ast.get_docstring(ast.parse(text)) is None] == []
 
 
+def definitions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            yield node
+
+
+def test_no_docstring_begins_with_half_a_sentence() -> None:
+    texts = [(file.relative_to(ROOT), ast.get_docstring(node) or "") for file in python_files()
+             for node in definitions(file)]
+    assert [f"{file}: {text[:60]}" for file, text in texts if text.startswith(("Of ", "What ", "Than "))] == []
+
+
+def test_the_name_of_a_test_can_be_read_at_a_glance() -> None:
+    names = [getattr(node, "name", "") for file in python_files() for node in definitions(file)]
+    assert [name for name in names if name.startswith("test_") and len(name) > MAX_TEST_NAME_LENGTH] == []
+
+
+def test_the_top_of_async_rl_holds_few_files() -> None:
+    assert len(list((ROOT / "async_rl").glob("*.py"))) <= MAX_FILES_AT_THE_TOP
+
+
 def test_imports_point_down() -> None:
     run_tool("-c", "import importlinter.cli, sys; sys.exit(importlinter.cli.lint_imports_command())")
 
 
-def test_the_buffer_has_no_import_circle() -> None:
-    graph = grimp.build_graph("buffer")
+def test_there_is_no_import_circle() -> None:
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     graphlib.TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
 

@@ -29,6 +29,7 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.processes
 def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "none.yaml")],

@@ -45,7 +45,7 @@ class Check:
     state: Literal["ok", "warn", "broken"]
     found: str
     mend: str = ""
-    """What to do if it is not ok."""
+    """The advice for a check that is not ok."""
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:

@@ -99,7 +99,7 @@ class ActorGroup:
             raise self._overdue(limit, what, name) from None
 
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
-        """What the process yields, until its call ends."""
+        """Yield what the process yields, until its call ends."""
         with self.named_failure(name):
             async for ref in stream:
                 yield await ref

@@ -49,13 +49,13 @@ class TrainingEnded:
     version: int
     reason: str
     metrics: tuple[Metric, ...] = ()
-    """What was measured after the last step; reported by rank 0 alone."""
+    """The metrics measured after the last step; only rank 0 reports them."""
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a rollout worker has measured since its last report."""
+    """The measurements of a rollout worker since its last report."""
 
     metrics: tuple[Metric, ...] = ()
     spans: tuple[Span, ...] = ()

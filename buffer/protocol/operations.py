@@ -141,7 +141,7 @@ class Operations:
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
-        """What the next batch is waiting for."""
+        """Say what the next batch is waiting for."""
         missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"

@@ -11,6 +11,8 @@ from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.errors import AsyncRLError
 from benchmarks import generation
 
+pytestmark = pytest.mark.processes
+
 CONFIG = Config(
     model=ModelConfig(path="models/none"), task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=32),
     rollout=RolloutConfig(group_size=4, concurrency=8, max_response_tokens=16),

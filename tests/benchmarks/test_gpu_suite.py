@@ -51,6 +51,7 @@ def test_every_step_names_what_exists(tmp_path: Path) -> None:
     assert sum(s.minutes for s in STEPS) < 60
 
 
+@pytest.mark.processes
 def test_steps_fail_alone_and_the_next_call_goes_on_with_what_has_not_succeeded(tmp_path: Path) -> None:
     steps = [
         step("good", "print('fine')"), step("bad", "raise SystemExit('no luck')"), step("after", "", "bad"),
@@ -73,6 +74,7 @@ def test_steps_fail_alone_and_the_next_call_goes_on_with_what_has_not_succeeded(
     assert (tmp_path / "goes on.log").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dies_first", [False, True])
 def test_no_process_outlives_a_step_not_even_one_with_a_session_of_its_own(tmp_path: Path, dies_first: bool) -> None:
     code = f"""

@@ -175,6 +175,7 @@ def test_the_time_left_is_that_of_cells_with_the_same_settings(tmp_path: Path) -
     assert Progress(cells[:1], seconds={cells[0].name: 1.0}).time_left() == "done"
 
 
+@pytest.mark.processes
 def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> None:
     """A real process: the model folder does not exist."""
     sweep = make(tmp_path)
@@ -185,6 +186,7 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
 
 
+@pytest.mark.processes
 def test_an_interrupted_sweep_ends_the_run_of_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make(tmp_path)
     cell = all_cells(sweep.axes, sweep.folder)[0]

@@ -202,6 +202,7 @@ def test_over_sockets_the_bound_holds_and_every_group_is_trained_once(
     assert counters["buffer/trained"] == 240 and counters["buffer/dropped_failed"] > 0
 
 
+@pytest.mark.processes
 def test_importing_the_buffer_needs_no_heavy_library() -> None:
     code = (
         "import sys, buffer.client, buffer.server; print([m for m in ('torch', 'ray', 'sglang') if m in sys.modules])"

@@ -17,6 +17,8 @@ from tests.buffer.factories import make_config
 from tests.buffer.running import run_pipeline
 from tests.buffer.test_standalone import Alone
 
+pytestmark = pytest.mark.processes
+
 STEPS = 60
 
 

@@ -21,6 +21,8 @@ from buffer.client import LearnerClient, WorkerClient
 from tests.buffer.factories import make_group
 from tests.buffer.running import TIMEOUTS, with_worker
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -33,7 +33,7 @@ def test_the_slurm_script_asks_for_the_nodes_and_gpus_that_its_config_places() -
     assert text.index("async-rl doctor") < text.index("async-rl train")
 
 
-def test_the_kuberay_manifest_is_a_ray_job_with_the_nodes_and_gpus_that_its_config_places() -> None:
+def test_the_kuberay_manifest_asks_for_the_nodes_and_gpus_that_its_config_places() -> None:
     (job,) = yaml.safe_load_all((SCRIPTS / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     (config,) = re.findall(r"async-rl train /shared/(\S+)", job["spec"]["entrypoint"])

@@ -123,6 +123,7 @@ def test_every_command_in_the_documents_is_covered_and_no_other_is_listed() -> N
     assert sorted(set(documented)) == sorted([*QUICK, *NIGHTLY, *ELSEWHERE])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", QUICK)
 def test_a_quick_command_runs(command: str, checkout: Path) -> None:
     if "configs/quickstart.yaml" in command and not (checkout / "runs").exists():
@@ -192,7 +193,7 @@ def test_every_metric_in_the_documents_is_measured_somewhere() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name after `#`: GitHub's form of each heading."""
+    """The names that a link may have after `#`: GitHub's form of each heading."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -146,6 +146,7 @@ def run_ranks(ranks: int, store: Path, model: Path, folder: Path, save_at: int, 
     return tensors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_another_number_of_ranks_resumes_to_the_same_weights(
     before: int, after: int, tiny_model_path: Path, tmp_path: Path

@@ -11,6 +11,8 @@ import torch
 from tests.learner.conftest import run_ranks
 from tests.learner.rank_process import ALGORITHMS, Case, measure, measure_roles
 
+pytestmark = pytest.mark.processes
+
 
 def test_two_ranks_with_four_micro_batches_give_the_gradient_and_metrics_of_one(
     tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]

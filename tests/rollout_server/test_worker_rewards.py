@@ -18,6 +18,8 @@ from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
 
+pytestmark = pytest.mark.processes
+
 SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, batch_s=20, shutdown_s=5)
 
 

@@ -17,6 +17,8 @@ from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
 from rollout_server.engines.sglang.admin import SGLangAdmin
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 MB = 2**20
 CONFIG = Config(

@@ -121,6 +121,7 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
     publisher.close()
 
 
+@pytest.mark.processes
 def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
     """A server of rollout.server_url would otherwise keep a group of every run."""
     with ReceiverProcess(num_tensors=1, config=CONFIG) as receiver:
@@ -133,6 +134,7 @@ def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
             admin.leave_group(group_name)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> None:
     receivers = [ReceiverProcess(num_tensors=8, config=CONFIG) for _ in range(2)]

@@ -22,6 +22,8 @@ from tests.rollout_server.engines.hf_cases import (
     with_engine,
 )
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,8 @@ import pytest
 from rollout_server.engines.sglang import import_stubs
 from rollout_server.engines.sglang.import_stubs import Absent, MissingKernelError
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 
 

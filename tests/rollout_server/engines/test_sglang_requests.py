@@ -177,6 +177,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> 
         token_versions(spans, 3)
 
 
+@pytest.mark.processes
 def test_importing_the_engine_imports_no_sglang() -> None:
     code = "import sys, rollout_server.engines.sglang.engine; assert not {'torch', 'sglang'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

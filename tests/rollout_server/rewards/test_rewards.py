@@ -60,6 +60,7 @@ def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
     assert gsm8k(answer + "x" * (301 - len(answer)), "72") == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [
@@ -75,6 +76,7 @@ def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
     assert math_verify(response, answer) == reward
 
 
+@pytest.mark.processes
 def test_math_verify_works_from_several_threads_at_once() -> None:
     wrong = []
 
@@ -90,6 +92,7 @@ def test_math_verify_works_from_several_threads_at_once() -> None:
     assert wrong == []
 
 
+@pytest.mark.processes
 def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +102,7 @@ def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     assert math_verify("$\\boxed{9}$", "9") == 1
 
 
+@pytest.mark.processes
 def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[str]] = []
 
@@ -117,6 +121,7 @@ def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytes
     assert checker.is_equal("$\\boxed{9}$", "9")  # another takes its place
 
 
+@pytest.mark.processes
 def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

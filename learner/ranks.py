@@ -43,7 +43,10 @@ def init_distributed(
 
 
 def open_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """Return the mesh that FSDP2 shards over: all ranks; with learner.sharding hybrid [nodes that hold copies, ranks of a node]."""
+    """Return the mesh that FSDP2 shards over.
+
+    It holds all ranks; with learner.sharding hybrid it has the shape [nodes that hold copies, ranks of a node].
+    """
     ranks = dist.get_world_size()
     if config.learner.sharding == "full":
         return init_device_mesh(device.type, (ranks,))

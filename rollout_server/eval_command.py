@@ -1,4 +1,4 @@
-"""`async-rl eval`: the held-out evaluation of a model without a run. An engine starts, answers and stops."""
+"""`async-rl eval`: starts an engine, evaluates a model on the held-out prompts without a run, and stops the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 
 _NO_BUFFER = "tcp://127.0.0.1:1"
-"""A worker connects to its buffer when it first asks for slots, which this one never does."""
+"""An address without a buffer. A worker connects only when it first asks for slots, which this one never does."""
 
 
 def evaluate_model(config: Config) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One item of a task: what is asked, and what an answer is compared with."""
+"""The type of one item of a task: a question and its reference answer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Question:
     answer: Any
     """The reference answer (`ground_truth` of a file's row)."""
     solution: str = ""
-    """A worked answer for supervised fine-tuning; empty: `answer`."""
+    """A worked answer for supervised fine-tuning, which uses `answer` if this is empty."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """`extra_info` of a file's row, `metadata` of a reasoning_gym item."""
+    """The `extra_info` of a file's row, or the `metadata` of a reasoning_gym item."""
     source: str = ""
-    """`data_source` of a file's row; else `task.name`."""
+    """The `data_source` of a file's row, or `task.name` for other tasks."""

@@ -1,4 +1,4 @@
-"""The held-out evaluation: accuracy of sampled answers, on the engine that also rolls out."""
+"""The held-out evaluation: measures the accuracy of sampled answers, with the engine that also rolls out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
 
 CORRECT = 1 - 1e-6
-"""An answer with at least this reward counts as accurate; verifiers also give partial credit."""
+"""An answer with at least this reward counts as right; verifiers may also give partial credit."""
 _SEED_OFFSET = 2**32
-"""Added to run.seed, so that the random numbers are not those of training, and are the same in every evaluation."""
+"""Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
 Answer = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
 
@@ -30,7 +30,7 @@ class Evaluation:
     """Answers the held-out prompts at the training temperature and scores them.
 
     Args:
-        answer: gives the completions of a request and their rewards.
+        answer: returns the completions of a request and their rewards.
     """
 
     def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
@@ -41,16 +41,16 @@ class Evaluation:
         self._ids = itertools.count(-1, -1)  # negative, so that no group of the buffer has the same
 
     async def run(self, version: int, *, beside_training: bool) -> EvaluationDone:
-        """Report `eval/accuracy` and the other held-out metrics, or none without a held-out set.
+        """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
         eval.size prompts get eval.samples answers each. An answer whose reward fails counts as reward 0, and in
         `eval/failed`.
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.concurrency groups in flight, as training does. All prompts at once
-                would delay the groups that the learner waits for. With eval.pin_version the next push waits for the
-                end of the evaluation, so there is no such limit.
+            beside_training: keep at most rollout.concurrency prompts in flight, as training does, because all at once
+                would delay the groups that the learner waits for. There is no such limit with eval.pin_version, where
+                the next push waits for the end of the evaluation.
         """
         evaluation = self._config.eval
         is_limited = beside_training and not evaluation.pin_version
@@ -77,7 +77,7 @@ class Evaluation:
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> tuple[Sequence[float | None], list[Completion]]:
-        """Return the rewards of a prompt's answers, and the answers; only Nones if a reward failed."""
+        """Return the rewards of a prompt's answers, and the answers. If a reward fails: only Nones, and no answers."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -95,14 +95,14 @@ class Evaluation:
 def pass_at_k(correct: int, samples: int, k: int) -> float:
     """Return the unbiased estimate of pass@k from n = `samples` answers of which c = `correct` are right.
 
-    It is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
+    pass@k is the chance that k answers drawn without replacement hold a right one: 1 - C(n - c, k) / C(n, k).
     Source: Chen et al. 2021, arXiv 2107.03374, section 2.1.
     """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield pass@k for k = 2, 4, ... and n, and avg@n (the mean share of right answers), if a prompt has n > 1."""
+    """Yield avg@n (the mean share of right answers) and pass@k for each k in eval.pass_at, if eval.samples n > 1."""
     samples = evaluation.samples
     if samples == 1:
         return
@@ -113,7 +113,7 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
 
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
-    """Yield the oldest and newest version that sampled an answer: beside training, weights may change meanwhile."""
+    """Yield the oldest and newest token version, which differ if the weights changed during the evaluation."""
     if versions:
         tokens = np.concatenate(versions)
         yield Metric("eval/oldest_version", float(tokens.min()), "min")

@@ -1,4 +1,4 @@
-"""The rollout worker: slots in, scored rollout groups out, hundreds of them at once in one event loop.
+"""The rollout worker: one event loop in which hundreds of slots become scored rollout groups at the same time.
 
     loop     consumes           produces           waits for                 unblocked by
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
@@ -37,14 +37,14 @@ from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
 _GREEDY_TEMPERATURE = 1e-4
-"""Not 0, which each engine treats in its own way. A token 1e-3 nats behind the best has a chance of e^-10."""
+"""Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
 _BASELINE_IDS = -(2**32)
-"""The greedy answer to group g has the request id _BASELINE_IDS - g, which no group and no evaluation has."""
+"""The greedy answer of group g has the request id _BASELINE_IDS - g, which no group and no evaluation has."""
 _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
 class Worker:
-    """Keeps one engine busy. Create it in the event loop it runs in."""
+    """Asks the buffer for slots, has one engine answer them, and sends the groups. Create it in its event loop."""
 
     def __init__(
         self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any,
@@ -71,11 +71,11 @@ class Worker:
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> AsyncIterator[WorkerReport]:
-        """Roll out until `stop`, and yield a report twice a second.
+        """Roll out until `stop` is called, and yield a report twice a second.
 
         Raises:
             RewardError: task.max_failures groups in a row failed. The message has the cause of the last failure.
-            AsyncRLError: the engine or the buffer is gone.
+            AsyncRLError: the engine or the buffer does not answer.
         """
         self._admitting = asyncio.create_task(self._admit())
         try:
@@ -88,7 +88,7 @@ class Worker:
             await self._cancel_groups()
 
     def status(self) -> Status:
-        """Return what the worker does now."""
+        """Return what the worker does now and what it waits for."""
         return self._stats.status()
 
     async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
@@ -96,7 +96,7 @@ class Worker:
         return await self._evaluation.run(version, beside_training=beside_training)
 
     async def stop(self) -> None:
-        """End `run` and cancel the groups in flight."""
+        """End `run`, cancel the groups in flight, and close the connection to the buffer."""
         self._is_stopped = True
         await self._cancel_groups()
         await self._client.close()
@@ -109,7 +109,7 @@ class Worker:
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Run one task per slot, at most rollout.concurrency at once. The first that raises ends all of them."""
+        """Run one task per slot, at most rollout.concurrency at once. The first task that raises ends all tasks."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
@@ -117,11 +117,11 @@ class Worker:
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
-                        await self._group_ended.wait()  # a group ends by itself after generate_s, reward_s and wire_s
+                        await self._group_ended.wait()  # generate_s, reward_s and wire_s limit the time of a group
                     slots = await self._client.admit(num_free)
                     granted_s = time.monotonic()
-                    # All prompts before the first task starts: groups that are granted together reach the engine
-                    # together, which makes runs repeatable.
+                    # All prompts are made before the first task starts: groups that are granted together reach the
+                    # engine together, which makes runs repeatable.
                     prompts = await asyncio.to_thread(self._prompts, slots)
                     for slot, prompt in zip(slots, prompts, strict=True):
                         begun = self._stats.begin_group()
@@ -132,7 +132,7 @@ class Worker:
             raise _first_error(group) from None
 
     def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
-        """A callback of the task: one that is cancelled before its first step runs no code of its own."""
+        """Count the group as ended. A done-callback, because a task cancelled before its first step runs no code."""
         del self._groups[group_id]
         self._stats.end_group(begun)
         self._group_ended.set()
@@ -176,7 +176,7 @@ class Worker:
         self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of the most probable answer, if the advantage is measured against it (ReMax)."""
+        """Return the reward of the greedy answer, or None if the advantage does not use one (ReMax does)."""
         if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
@@ -185,7 +185,7 @@ class Worker:
         return (await self._answer(greedy))[1][0]
 
     async def _answer(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
-        """Return the engine's completions and their rewards.
+        """Wait for the engine's completions and their rewards, and return both lists.
 
         Raises:
             WaitTimeoutError: the engine did not answer within timeouts.generate_s, or the rewards queued for too long.
@@ -223,7 +223,7 @@ class Worker:
             await self._client.fail(slot.group_id, str(error), requeue=False)
 
     async def _report(self) -> WorkerReport:
-        """Report what happened since the last report."""
+        """Return counts, timeline spans and load samples since the last report."""
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()

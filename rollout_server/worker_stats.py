@@ -1,4 +1,4 @@
-"""Statistics of one rollout worker: its timeline, its status, and how long its groups took at which load."""
+"""Statistics of one rollout worker: its timeline, its status, and the durations of its groups by load."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class WorkerStats:
         self._timeline = Timeline(pool)
         self._span_start_s = time.time()
         self._changed_s = self._span_start_s
-        """When in_flight last went from none to some, or back."""
+        """The time at which in_flight last rose from 0 or fell to 0."""
         self._waits: dict[int, _Wait] = {}
-        """All running waits: of groups, of the greedy answers beside them, and of held-out prompts."""
+        """The waits that have begun and not ended: of groups, of their greedy answers, and of held-out prompts."""
         self._num_evaluations = 0
         self.in_flight = 0
-        """Groups between their grant and the buffer's acknowledgement."""
+        """The number of groups that were granted and that the buffer has not yet acknowledged."""
         self._group_seconds = 0.0
-        """Integral of in_flight over time, up to _counted_s."""
+        """The integral of in_flight over time, up to _counted_s."""
         self._counted_s = time.monotonic()
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
 
     def begin_group(self) -> tuple[float, float]:
-        """Count a group as in flight. Pass the result to `end_group`."""
+        """Count a group as in flight, and return the values to pass to `end_group`."""
         self._change_in_flight(+1)
         return self._counted_s, self._group_seconds
 
@@ -58,7 +58,7 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """An evaluation runs inside the block."""
+        """Count an evaluation as running while the block runs."""
         self._close_span()
         self._num_evaluations += 1
         try:
@@ -69,7 +69,7 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def waiting(self, doing: str, waits_on: str, limit_s: float) -> Iterator[None]:
-        """A request waits inside the block. The caller enforces `limit_s`; here it is only shown."""
+        """Show a request as waiting while the block runs. The caller enforces `limit_s`; here it is only shown."""
         wait = _Wait(doing, waits_on, time.monotonic(), limit_s)
         self._waits[id(wait)] = wait
         try:
@@ -78,7 +78,7 @@ class WorkerStats:
             del self._waits[id(wait)]
 
     def status(self) -> Status:
-        """Return how many requests do what, and the wait that is closest to its limit."""
+        """Return how many requests are in which phase, and the wait that is closest to its limit."""
         now_s = time.time()
         if not self._waits:
             doing, waits_on = "waits for admission", "buffer (learner)"
@@ -88,19 +88,19 @@ class WorkerStats:
         first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
         counts = Counter(wait.doing for wait in self._waits.values())
         doing = ", ".join(f"{doing} {number} requests" for doing, number in sorted(counts.items()))
-        # From the monotonic clock, so that a wait does not look overdue after the system clock was set.
+        # The duration is from the monotonic clock, so that no wait looks overdue after the system clock was set.
         since_s = now_s - (time.monotonic() - first.began_s)
         return Status(doing=doing, waits_on=first.waits_on, since_s=since_s, told_s=now_s, limit_s=first.limit_s)
 
     def drain_spans(self) -> tuple[Span, ...]:
-        """Return the spans since the last call, up to now."""
+        """Return the timeline spans from the last call until now."""
         self._close_span()
         return self._timeline.drain()
 
     def drain_groups(self) -> list[Metric]:
-        """Return the means over the groups that ended since the last call; empty if none did.
+        """Return metrics of the groups that ended since the last call, or an empty list if none ended.
 
-        The mean of the seconds in flight, of their square, and of the number of groups in flight at once tell the
+        The means of the seconds in flight, of their square, and of the number of groups in flight at once tell the
         prediction how fast the engine is at which load.
         """
         finished, self._finished = self._finished, []
@@ -123,7 +123,7 @@ class WorkerStats:
         self.in_flight += change
 
     def _close_span(self) -> None:
-        """Record the time since the last call under the state that held meanwhile."""
+        """Record the time since the last call in the timeline, under the state of that time."""
         now_s = time.time()
         idle: State = "eval" if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)

@@ -1,7 +1,7 @@
-"""The interface of rollout engines, which generate answers. rollout.engine chooses one of the table ENGINES.
+"""The interface of rollout engines, which generate answers. `rollout.engine` names the engine of a run.
 
-An engine consists of a class that implements `Engine`, a `ServerAdmin` (async_rl/weights/server_admin.py) by which the
-learner pauses and updates it, and an entry of ENGINES, or one elsewhere that is named as `module:name`.
+An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/weights/server_admin.py) with which the
+learner pauses and updates it, and an entry in the table ENGINES, or an entry elsewhere named as `module:name`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class GenerationRequest:
     """A request for `n` answers to one prompt."""
 
     group_id: int
-    """Unique among the engine's running requests; negative for evaluations."""
+    """The request's id, unique among the engine's running requests; negative for evaluations."""
     prompt: Prompt
     start_version: int
-    """Served version when the group was admitted; no token of the answers may be older."""
+    """The served version when the group was admitted; no token of the answers may be older."""
     seed: int
     n: int
     max_tokens: int
@@ -43,46 +43,47 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine at one instant, as it reports it."""
+    """The load that an engine reports for one instant."""
 
     running: int
-    """Rollouts in the running batch."""
+    """The number of rollouts in the running batch."""
     slots: int
-    """The largest number of rollouts that it runs at once."""
+    """The largest number of rollouts that the engine runs at once."""
 
 
 class Engine(Protocol):
-    """Serves one policy, from weight version 0 on."""
+    """A rollout engine: samples answers from one policy, whose weights have version 0 at the start."""
 
     url: str
-    """Address by which the engine's `ServerAdmin` reaches it, e.g. http://127.0.0.1:41234. Valid after `start`."""
+    """The address at which the engine's `ServerAdmin` reaches it, e.g. http://127.0.0.1:41234. Valid after `start`."""
     vocab_size: int
-    """Token ids are below this. Valid after `start`."""
+    """The number of token ids, 0..vocab_size - 1. Valid after `start`."""
 
     async def start(self) -> None:
-        """Start and return when version 0 is served.
+        """Start the engine and return when it serves version 0.
 
         Raises:
-            AsyncRLError: it can't start; says why, with the last lines of its log.
+            AsyncRLError: the engine can't start. The message says why, with the last lines of its log.
         """
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Sample `n` completions. Calls run concurrently, one for each group; the engine batches them.
+        """Sample and return `request.n` completions. Calls run concurrently, one per group; the engine batches them.
 
-        The caller limits the time (timeouts.generate_s) by cancelling, which ends the requests in the engine too.
+        The caller limits the time (timeouts.generate_s) by cancelling the call, which also ends it in the engine.
         """
 
     async def load(self) -> Load | None:
-        """The load now; None if it is not known. Called twice a second, so it must be cheap."""
+        """Return the load now, or None if it is not known. The worker calls this twice a second: it must be cheap."""
 
     async def aclose(self) -> None:
-        """End the engine and everything that it started, within `timeouts.shutdown_s`."""
+        """End the engine and all processes and threads that it started, within `timeouts.shutdown_s`."""
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """
+    """Check that the engine can take the prompt.
+
     Raises:
-        ValueError: the prompt has no tokens, or one that the model does not know, which would end SGLang's server.
+        ValueError: the prompt has no tokens, or a token outside the vocabulary, which would end SGLang's server.
     """
     tokens = prompt.tokens
     if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -92,7 +93,7 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """Open the engine that rollout.engine names, not started yet, as rollout server number `index`.
+    """Create the engine of rollout server `index` from `rollout.engine`, and return it before its start.
 
     Raises:
         ConfigError: the engine can't be imported.

@@ -1,8 +1,8 @@
-"""The reward of a run: `task.reward` names a rule of `RULES` or a function of the user's as `module:name`.
+"""The reward of a run: `task.reward` names a rule in `RULES`, or a function of the user's as `module:name`.
 
 A function of the user's is called as `function(prompt, response, answer, extra)`: the text of the prompt with the chat
-template applied, the text of the response without special tokens, the reference answer, and `extra_info` of the row
-with its `data_source`. It returns a number, may block, and must be `def`.
+template applied, the text of the response without special tokens, the reference answer, and the row's `extra_info`
+with its `data_source`. The function returns a number, may block, and must not be `async def`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rollout_server.rewards.reward_threads import MAX_THREADS
 from rollout_server.rewards.rules import RULES
 
 Reward = Callable[[Prompt, str], float]
-"""(prompt, response text without special tokens) -> reward. It is called in threads; an exception fails the group."""
+"""Takes (prompt, response text without special tokens), returns the reward. Called in threads; if it raises, the
+group fails."""
 _KEY = "task.reward"
 
 
@@ -30,11 +31,11 @@ class Verifier(Protocol):
     """The part of a task that rewards use."""
 
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response."""
+        """Return the reward of a response. It is used if task.reward is empty."""
 
 
 def open_reward(config: Config, task: Verifier) -> Reward:
-    """Return the reward that `task.reward` names; empty: the task's own verifier.
+    """Return the reward that `task.reward` names, or the task's own verifier if `task.reward` is empty.
 
     Raises:
         ConfigError: there is no such rule or function, or the function is `async def`.
@@ -51,8 +52,8 @@ def open_reward(config: Config, task: Verifier) -> Reward:
 def num_threads(config: Config) -> int:
     """Return how many answers are scored at once.
 
-    A function of the user's may wait for other machines. A rule computes, and may need a math-verify process, which
-    its thread must find free: the wait for one would count as scoring.
+    A function of the user's may wait for other machines, so it gets many threads. Rules get one thread per math-verify
+    process, because a thread's wait for a free process would count against timeouts.reward_s.
     """
     return MAX_THREADS if ":" in config.task.reward else num_children()
 

@@ -1,7 +1,7 @@
 """Compares answers with math-verify (https://github.com/huggingface/Math-Verify), which runs in child processes.
 
-Its own timeouts are signals, which only a main thread receives, and an answer like `9^9^9^9` would hold the interpreter
-lock of the rollout worker for minutes. A child process can be killed.
+math-verify's own timeouts are signals, which only a main thread receives, and an answer like `9^9^9^9` would hold the
+interpreter lock of the rollout worker for minutes. A child process can be killed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rollout_server.rewards.reward_threads import MAX_THREADS
 CHECK_TIMEOUT_S = 5.0
 """A child whose check takes longer ends itself."""
 ANSWER_TIMEOUT_S = 30.0
-"""A child that takes longer, including its start, is killed."""
+"""A child that does not reply within this time, including its start, is killed."""
 IDLE_TIMEOUT_S = 300.0
-"""Longest wait for an idle child, if a function of the user's calls from more threads than there are children. Such a
-function is usually ended by timeouts.reward_s before."""
+"""The longest wait for an idle child. A reward function of the user's may call from more threads than there are
+children; timeouts.reward_s usually ends its wait earlier."""
 
 
 def num_children() -> int:
-    """Return the number of cores that this process may use, because a check computes all the time.
+    """Return the number of child processes: one for each core that this process may use, in 2..MAX_THREADS.
 
-    It is at least 2, so that one slow answer does not hold up all others. A child takes 60 MB.
+    With at least 2, one slow answer does not hold up all others. A child takes 60 MB.
     """
     return min(MAX_THREADS, max(2, usable_cores()))
 
 
 class MathChecker:
-    """Compares answers from any thread. The children start with the first calls and end with this process."""
+    """A pool of math-verify processes. Any thread may call it; children start when needed and end with this process."""
 
     def __init__(self) -> None:
         self._num_children = num_children()
@@ -46,12 +46,12 @@ class MathChecker:
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
-        """Return whether the response's final answer equals `gold`, a LaTeX or plain expression.
+        """Wait for an idle child, and return whether the response's final answer equals `gold`, a LaTeX expression.
 
-        It is also False if the comparison takes more than 5 s or too much memory, as nobody could check the answer.
+        The result is also False if the comparison takes more than 5 s or too much memory.
 
         Raises:
-            RewardError: math-verify can't run, its process hangs, or no process was idle for 300 s.
+            RewardError: math-verify can't run, its process hangs, or no process was idle within 300 s.
         """
         try:
             child = self._idle.get(timeout=IDLE_TIMEOUT_S)
@@ -66,7 +66,7 @@ class MathChecker:
             if reply:
                 kept = child
                 return bool(json.loads(reply))
-            returncode = child.wait(ANSWER_TIMEOUT_S)  # it has closed its output, so it is ending
+            returncode = child.wait(ANSWER_TIMEOUT_S)  # the child has closed its output, so it is ending
             if returncode == -signal.SIGALRM:
                 return False
             raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
@@ -75,10 +75,10 @@ class MathChecker:
 
 
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
-    """Return the child's line; empty if the child has ended.
+    """Send the request and return the child's line, or "" if the child has ended.
 
     Raises:
-        RewardError: the child neither answered nor ended; it was killed.
+        RewardError: the child neither answered nor ended within 30 s, and was killed.
     """
     answers = cast(IO[str], child.stdout)
     try:

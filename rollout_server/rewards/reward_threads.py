@@ -1,4 +1,4 @@
-"""Threads for the reward functions of users, which may block, hang or raise and must not stop the event loop."""
+"""Threads that call reward functions, which may block, hang or raise, without stopping the event loop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ MAX_THREADS = 32
 
 
 class _Call:
-    """One call, with the future that its thread sets and the one that the event loop waits for."""
+    """One call, with the future that its thread sets and the future that the event loop waits for."""
 
     def __init__(self, function: Callable[[], float]) -> None:
         self.function = function
         self.future: Future[float] = Future()
         self.reward = asyncio.wrap_future(self.future)
-        """To cancel it cancels the call, unless a thread has begun it."""
+        """Cancelling this future cancels the call, unless a thread has begun it."""
 
 
 class RewardThreads:
-    """Daemon threads that take one call at a time, in the order of `run`.
+    """A pool of daemon threads, each of which runs one call at a time, in the order in which `run` gets them.
 
-    A thread whose call hangs is given up, and another one takes its place.
+    A thread whose call takes longer than the timeout is given up, and a new thread takes its place.
 
     Args:
-        timeout_s: for each call, from when a thread begins it.
+        timeout_s: the time limit of each call, from when a thread begins it.
     """
 
     def __init__(self, timeout_s: float, num_threads: int) -> None:
@@ -40,16 +40,18 @@ class RewardThreads:
         self._num_threads = num_threads
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._begun_s: dict[_Call, float] = {}
-        """When each running call began. Whoever removes a call sets its outcome: its thread, or `_replace_overdue`."""
+        """When each running call began. Its thread or `_replace_overdue`, whichever removes it, sets its outcome."""
         for _ in range(num_threads):
             self._start_thread()
 
     async def run(self, functions: Sequence[Callable[[], float]]) -> list[float]:
-        """Return the results in order. No further call begins once one has failed or `run` is cancelled.
+        """Call all functions in threads, wait, and return their results in order.
+
+        No further call begins once one has failed or `run` is cancelled.
 
         Raises:
             RewardError: a call raised, did not return a finite number, or took longer than the timeout.
-            WaitTimeoutError: there are no results after `limit_s`, because calls still wait for a thread.
+            WaitTimeoutError: results are missing after `limit_s`, because calls still wait for a thread.
         """
         limit_s, num_before = self.limit_s(len(functions)), self._queue.qsize()
         end_s = time.monotonic() + limit_s
@@ -71,15 +73,15 @@ class RewardThreads:
                     raise errors[0]
                 if not waiting:
                     return [reward.result() for reward in rewards]
-                self._replace_overdue()  # of all groups: nobody else looks after the calls of a cancelled one
+                self._replace_overdue()  # the calls of all groups, because a cancelled group no longer checks its own
         finally:
             for reward in rewards:
                 reward.cancel()
 
     def limit_s(self, num_calls: int) -> float:
-        """Return how long so many more calls may take: twice as long as if every call took the whole timeout.
+        """Return the time limit of `run` for `num_calls`: twice the time needed if every call took the whole timeout.
 
-        The calls that are queued before them count too. The factor of two is for a busy host.
+        The calls that are already queued count too. The factor of two is for a busy host.
         """
         rounds = 1 + math.ceil((self._queue.qsize() + num_calls) / self._num_threads)
         return 2 * rounds * self._timeout_s
@@ -92,7 +94,7 @@ class RewardThreads:
         threading.Thread(target=self._work, name="rewards", daemon=True).start()
 
     def _until_overdue_s(self) -> float:
-        """Return the time until the first running call is overdue; a call that begins later is overdue later."""
+        """Return the time until the first of the running calls is overdue."""
         now_s = time.monotonic()
         return max(0.0, min(self._begun_s.copy().values(), default=now_s) + self._timeout_s - now_s)
 

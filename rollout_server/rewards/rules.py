@@ -12,23 +12,23 @@ from async_rl.errors import ConfigError
 from rollout_server.rewards.math_checker import MathChecker
 
 Rule = Callable[[str, Any], float]
-"""(response text, reference answer) -> 1.0 or 0.0."""
+"""Takes (response text, reference answer), returns 1.0 or 0.0."""
 
 TAIL_CHARACTERS = 300
-"""The GSM8K rule looks for the answer in so many last characters of the response."""
+"""The number of last characters of the response in which the GSM8K rule looks for the answer."""
 _MARKED_NUMBER = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
 
 
 def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
-    """Return 1 if the last `#### number` in the tail of the response equals the answer as a number, else 0.
+    """Return 1 if the last `#### number` in the response's last 300 characters equals the answer, else 0.
 
-    Thousands separators are ignored, and 42 equals 42.0.
+    Numbers are compared: thousands separators are ignored, and 42 equals 42.0.
     Source: the answer format of GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
 
     Args:
-        flexible: the last number counts, whether it is marked by `####` or not.
+        flexible: take the last number, whether it is marked by `####` or not.
     """
     found = (_NUMBER if flexible else _MARKED_NUMBER).findall(response[-TAIL_CHARACTERS:])
     return float(bool(found) and _number(found[-1]) == _number(str(answer)))
@@ -53,7 +53,7 @@ def rule_for_source(source: str) -> Rule:
     A source that ends in `gsm8k` gets gsm8k; one that contains math, aime, amc or olympiad gets math_verify.
 
     Raises:
-        ConfigError: it is any other source. A guessed rule would train on a meaningless reward.
+        ConfigError: the source is none of these. A guessed rule would train on a meaningless reward.
     """
     if source.lower().endswith("gsm8k"):
         return gsm8k

@@ -1,6 +1,6 @@
-"""Where prompts come from: the contract of a task, and the table of tasks.
+"""Tasks, the source of prompts: their base class, and the table that names them.
 
-The index of a prompt alone determines it, in every process and in every run with the same seed.
+Every process, and every run with the same seed, gets the same prompt for the same index.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rollout_server.question import Question
 
 
 class Task(ABC):
-    """Training prompts by index, a disjoint held-out set, and a verifier.
+    """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
     `task.name: my_module:MyTask` names a subclass of yours. It is created with (config, tokenizer), sets `num_prompts`
     in its `__init__`, and defines `train_question`, `eval_questions` and `verify`. Its own settings are in
-    `config.task.params`. The first two methods are called by one thread at a time, `verify` by many at once.
+    `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call `verify` at once.
     """
 
     num_prompts: int
-    """Training prompts of one epoch, at least 1."""
+    """The number of training prompts in one epoch, at least 1."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config.task
@@ -49,16 +49,16 @@ class Task(ABC):
 
     @abstractmethod
     def eval_questions(self) -> list[Question]:
-        """Return at most eval.size held-out questions, short enough, and the same whatever run.seed is."""
+        """Return at most eval.size held-out questions, of at most max_prompt_tokens, the same for every run.seed."""
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response."""
+        """Return the reward of a response. It is used if task.reward is empty."""
 
     def prompt(self, index: int) -> Prompt:
-        """Return training prompt `index` of 0, 1, ...
+        """Return training prompt `index`, from 0 without end.
 
-        Every epoch of `num_prompts` indices holds each question once, in an order of its own.
+        Each epoch of `num_prompts` indices holds every question once; each epoch has another order.
         """
         epoch, place = divmod(index, self.num_prompts)
         with self._lock:
@@ -66,7 +66,7 @@ class Task(ABC):
         return self._encode(question, index)
 
     def eval_prompts(self) -> list[Prompt]:
-        """Return the held-out prompts. They are tokenized once, while other threads get training prompts."""
+        """Return the held-out prompts. The first call tokenizes them; meanwhile other threads may call `prompt`."""
         if self._eval_prompts is None:
             with self._lock:
                 questions = self.eval_questions()
@@ -74,7 +74,7 @@ class Task(ABC):
         return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
-        """Return (prompt tokens, answer tokens with the final eos) of the first `n` training prompts.
+        """Return (prompt tokens, answer tokens and the eos token) of each of the first `n` training prompts.
 
         Raises:
             ConfigError: a question has no reference answer.
@@ -94,10 +94,10 @@ class Task(ABC):
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
-        """Return whether the prompt has at most task.max_prompt_tokens tokens; a longer one is counted as skipped.
+        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one as skipped.
 
         Raises:
-            ConfigError: it is longer, and task.long_prompts is `refuse`.
+            ConfigError: the prompt is longer, and task.long_prompts is `refuse`.
         """
         text = self._text(question)
         length = len(self._tokens(text))
@@ -113,7 +113,7 @@ class Task(ABC):
         return False
 
     def _text(self, question: Question) -> str:
-        """Return the messages in the tokenizer's chat template; without one, their contents, a line each.
+        """Return the messages in the tokenizer's chat template, or without a template their contents, one per line.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -123,7 +123,7 @@ class Task(ABC):
         messages = list(question.messages)
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is code, which may raise what it wants
+        except Exception as error:  # a template is code, which may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"the chat template of the model's tokenizer can't be applied to a prompt of {question.source} "
@@ -132,7 +132,7 @@ class Task(ABC):
             ) from error
 
     def _tokens(self, text: str) -> IntArray:
-        # A chat template writes the special tokens itself.
+        # With a chat template, the text already has the special tokens.
         special = not self._tokenizer.chat_template
         return np.asarray(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
 
@@ -155,7 +155,7 @@ def open_task(config: Config, tokenizer: Any) -> Task:
     """Return the task that `task.path` or `task.name` names: one of `TASKS`, or a subclass of Task as `module:name`.
 
     Raises:
-        ConfigError: it can't be imported, is no task, or refuses its settings.
+        ConfigError: the task can't be imported, is no subclass of Task, or refuses its settings.
     """
     name = config.task.name
     place = name if ":" in name else TASKS["files" if config.task.path else name.partition("/")[0]]

@@ -1,4 +1,4 @@
-"""Reading JSONL files: lines with their numbers, for error messages."""
+"""Reads JSONL files line by line, with line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from async_rl.errors import ConfigError
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, each with its number from 1.
+    """Yield (line number from 1, text) of each line that is not blank.
 
-    A line ends at a line feed only. A JSON string may hold U+2028, U+0085 and others at which str.splitlines cuts.
+    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
 
     Raises:
         ConfigError: the file can't be read, or a line is not UTF-8.

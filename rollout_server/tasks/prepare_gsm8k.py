@@ -17,13 +17,13 @@ DATA_SOURCE = "openai/gsm8k"
 
 
 def prepare_gsm8k(source: Path, target: Path) -> int:
-    """Write `target` (.parquet or .jsonl) from lines of {"question", "answer"}, and return the number of rows.
+    """Convert `source`, lines of {"question", "answer"}, to `target` (.parquet or .jsonl); return the number of rows.
 
     The ground truth is the text after `####` in the answer, without thousands separators. The whole answer is kept as
     `extra_info.answer`.
 
     Raises:
-        ConfigError: a line of `source` can't be used, which the message names, or `target` has another suffix.
+        ConfigError: a line of `source`, named in the message, can't be used, or `target` has another suffix.
     """
     if not source.is_file():
         raise ConfigError(f"no such file: {source}")

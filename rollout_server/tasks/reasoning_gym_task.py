@@ -20,21 +20,22 @@ from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
 _MAX_DRAWS = 50
-"""Draws of one training question, all too long or held out, after which the task counts as exhausted."""
+"""After so many draws for one training question, all too long or held out, the task counts as exhausted."""
 _FRUITLESS_DRAWS = 20
-"""Draws without a new held-out question, per question found, after which there are no others."""
+"""After so many draws without a new held-out question, per question found, the search for more of them ends."""
 _EVAL_CHUNK = 1000
-"""Held-out questions generated with one seed."""
+"""The number of held-out questions that are generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
 _COMPOSITE = "composite"
 _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGymTask(Task):
-    """Generates a question when it is first asked for, because some datasets need 30 ms for each.
+    """The questions of a reasoning_gym dataset. Each is generated when first asked for, as some take 30 ms.
 
     The seeds of the held-out set do not depend on run.seed: a model that was warm-started under one seed has not
-    learned the questions that a run with another seed is tested on. Training questions in that set are replaced.
+    learned the questions that a run with another seed is tested on. A training question that is also held out is
+    replaced by another one.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -54,7 +55,7 @@ class ReasoningGymTask(Task):
         return list(self._held_out.values())
 
     def verify(self, question: Question, response: str) -> float:
-        """Return the dataset's own score of the last <answer>...</answer>, or of all text if there is none.
+        """Return the dataset's own score of the last <answer>...</answer>, or of the whole response if it has none.
 
         An answer that the dataset can't read scores 0.
         """
@@ -85,7 +86,7 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Question]:
-        """The held-out questions by their text."""
+        """The held-out questions by their text, eval.size of them, generated at the first access."""
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
@@ -112,13 +113,13 @@ class ReasoningGymTask(Task):
 
     def _create_dataset(self, kind: int, draw: int) -> Any:
         run_seed = self._seed if kind == _TRAIN else 0
-        # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give shifted copies.
+        # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give the same items, shifted.
         seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
         size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
         try:
             params = {**self._config.params, **self._parts}
             return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
-        except Exception as error:  # each dataset checks its parameters in its own way, or only uses them
+        except Exception as error:  # datasets raise any kind of error for bad parameters
             raise ConfigError(
                 f"task.params {self._config.params} do not suit {self._config.name}: {type(error).__name__}: {error}"
             ) from error

@@ -23,7 +23,7 @@ _USED = (*_NEEDED, "extra_info")
 
 
 class VerlFilesTask(Task):
-    """Reads and checks both files at the start, and leaves out prompts that are too long."""
+    """The rows of task.path and task.eval_path. Both files are read and checked when the task is created."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

@@ -16,16 +16,16 @@ from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.sampling import sample_tokens, uniforms
 
 PREFILL_TOKENS = 16_384
-"""The most padded prompt tokens of one prefill forward. This bounds the memory of its activations."""
+"""The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
 _GROWTH = 64
-"""The columns that are added when the cache is full: few copies, little unused memory."""
+"""The number of columns that are added to a full cache: enough that copies are rare, without much unused memory."""
 _COMPACT_FRACTION = 0.125
-"""The share of finished rows at which they are removed: moving the others costs more than a few idle rows."""
+"""Finished rows are removed when they exceed this share: to copy the other rows costs more than a few idle rows."""
 Item = TypeVar("Item")
 
 
 class WindowLayer(CacheLayerMixin):
-    """Keys and values of one layer, right-aligned: the newest token of every row is in column `end - 1`."""
+    """The KV cache of one layer, right-aligned: the newest token of every row is in column `end - 1`."""
 
     is_sliding = False
     keys: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
@@ -64,7 +64,7 @@ class WindowLayer(CacheLayerMixin):
         return -1
 
     def take(self, rows: Tensor, width: int) -> WindowLayer:
-        """Copy the last `width` columns of these rows, which may repeat."""
+        """Return a new layer with the last `width` columns of the given rows; a row may be given more than once."""
         layer = WindowLayer()
         layer.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
         layer.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
@@ -90,7 +90,7 @@ def _right_aligned(
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One request and its answers while they grow."""
+    """One request and those of its answers that are complete."""
 
     request: GenerationRequest
     completions: list[Completion | None] = field(init=False)
@@ -118,7 +118,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        """The number of tokens whose keys and values are cached: all but the newest."""
+        """The number of tokens whose keys and values are cached: the prompt and all sampled tokens but the newest."""
         return len(self.group.request.prompt.tokens) + len(self.tokens) - 1
 
     @property
@@ -127,7 +127,7 @@ class _Row:
 
 
 class DecodingBatch:
-    """Rows that advance together by one token a step. Groups join between steps and are returned when complete."""
+    """The running answers, one per row. A step samples one token for each; groups are added between steps."""
 
     def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
@@ -135,20 +135,20 @@ class DecodingBatch:
         self._rows: list[_Row] = []
         self._cache: list[WindowLayer] = []
         self._retracted: list[_Row] = []
-        """Unfinished rows without KV."""
+        """Unfinished rows whose KV was dropped."""
         self._sampling: tuple[Tensor, Tensor | None] | None = None
-        """Temperature and top_p of the rows [B, 1]; None: the rows have changed."""
+        """Temperature and top_p of the rows, [B, 1] each; None after the rows have changed."""
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._retracted)
 
     def retract(self) -> None:
-        """Drop the KV of all rows. The next step recomputes it."""
+        """Drop the KV of all rows. The next step recomputes it with the weights of that time."""
         self._retracted += [row for row in self._rows if not row.done]
         self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Prefill each prompt once for all its samples and sample first tokens; return the groups completed by them."""
+        """Prefill each group's prompt once and sample the first tokens; return the groups that this completes."""
         complete: list[Group] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
@@ -163,7 +163,7 @@ class DecodingBatch:
         return complete
 
     def step(self, version: int) -> list[Group]:
-        """Sample one token for every row; return the groups completed by it."""
+        """Sample one token for every row; return the groups that this completes."""
         device = self._model.device
         self._recompute()
         self._compact()
@@ -186,7 +186,7 @@ class DecodingBatch:
             self._join(chunk, cache)
 
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
-        """Return caches as wide as the longest prompt, and next-token logits [B, V]."""
+        """Run the model over the prompts; return its KV, as wide as the longest, and the next-token logits [B, V]."""
         device = self._model.device
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
@@ -208,7 +208,7 @@ class DecodingBatch:
         cache: list[WindowLayer],
         mask: Tensor | None,  # [B, cached + S]
     ) -> Tensor:
-        """Return the logits after the last column [B, V]."""
+        """Run the model, add the tokens' KV to `cache`, and return the logits after the last column [B, V]."""
         output = self._model(
             input_ids=tokens, attention_mask=mask, position_ids=positions,
             past_key_values=Cache(layers=[*cache]), use_cache=True, logits_to_keep=1,
@@ -222,7 +222,7 @@ class DecodingBatch:
         version: int,
         sampling: tuple[Tensor, Tensor | None],
     ) -> list[Group]:
-        """Sample one token for each row; return the groups whose last row has ended."""
+        """Sample one token for each row from `logits`; return the groups whose last row has ended."""
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
@@ -249,7 +249,7 @@ class DecodingBatch:
         self._sampling = None
 
     def _compact(self) -> None:
-        """Drop finished and cancelled rows, and columns that no row needs any more, when there are enough of them."""
+        """Remove finished and cancelled rows, if they are many, and the columns that no other row needs."""
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
@@ -265,7 +265,7 @@ def _random_numbers(request: GenerationRequest, sample: int) -> npt.NDArray[np.f
 
 
 def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return temperature [B, 1] and top_p [B, 1], or None in place of a top_p that is 1 in all rows."""
+    """Return the rows' temperature [B, 1] and top_p [B, 1]; top_p is None if it is 1 in all rows."""
     requests = [row.group.request for row in rows]
     top_p = torch.tensor([[request.top_p] for request in requests], device=device)
     temperature = torch.tensor([[request.temperature] for request in requests], device=device)
@@ -273,7 +273,7 @@ def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | 
 
 
 def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
-    """Return the attention mask [B, width]: True in the last `length` columns of a row; None: it is True everywhere."""
+    """Return the mask [B, width], True in the last `length` columns of each row, or None if it is True everywhere."""
     if all(length == width for length in lengths):
         return None
     first = width - torch.tensor(lengths, device=device)
@@ -286,7 +286,7 @@ def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowL
 
 
 def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
-    """Split into lists of consecutive items with at most PREFILL_TOKENS padded tokens, or with one item."""
+    """Split `items` into lists of consecutive items with at most PREFILL_TOKENS padded tokens, or with one item."""
     chunks: list[list[Item]] = []
     longest = 0
     for item, length in zip(items, lengths, strict=True):

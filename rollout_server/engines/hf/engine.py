@@ -1,4 +1,4 @@
-"""The engine in the worker's process: a batched sampling loop over a transformers model, the reference for others.
+"""The hf engine: a batched sampling loop over a transformers model in the worker's process; other engines' reference.
 
 One thread owns the model and advances all rows by one token at a time. Everything else that uses the model (a weight
 update, the logprobs for a verification) is a job that this thread runs between two tokens, so a token is sampled either
@@ -6,8 +6,8 @@ before or after an update, and its version is exact. Running answers keep their 
 depending on `weight_sync.on_update`.
 
 Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups requested in
-the same turn of the event loop enter the batch together. Evaluations have their own batch, so that the time at which
-one starts does not change the shapes, and with them the rounding, of training answers.
+the same turn of the event loop enter the batch together. Evaluations have their own batch, so that their timing does
+not change the batch shapes, and with them the rounding, of training answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class HFEngine:
-    """Implements `Engine`. It runs in this process and shares its log, so `log_dir` stays empty."""
+    """The `Engine` that runs in this process and shares its log, so that it writes nothing into `log_dir`."""
 
     def __init__(self, config: Config, index: int, log_dir: Path | None = None) -> None:
         self.url = ""
@@ -44,14 +44,14 @@ class HFEngine:
         self._config = config
         self._name = f"hf engine rollout/{index}"
         self._changed = threading.Condition()
-        # _changed guards the next four.
+        # _changed guards the next four attributes.
         self._arrivals: list[Group] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
         self._stopping = False
         self._failure: BaseException | None = None
         self._collected: list[Group] = []
-        """Requests made in the current turn of the event loop."""
+        """The requests made in the current turn of the event loop."""
         self._futures: dict[object, asyncio.Future[Any]] = {}
         """The futures of waiting requests by group, and of waiting jobs by job."""
 
@@ -67,9 +67,10 @@ class HFEngine:
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """
+        """Wait until the decode thread has sampled `request.n` answers, and return them.
+
         Raises:
-            ValueError: the prompt has no tokens, or one that the model does not know.
+            ValueError: the prompt has no tokens, or a token outside the vocabulary.
             ProcessDiedError: the engine has failed or is closed.
         """
         check_prompt(request.prompt, self.vocab_size)
@@ -102,10 +103,13 @@ class HFEngine:
             raise WaitTimeoutError(f"the end of {self._name} waited {limit} for its decode thread")
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Return when no token is being sampled any more.
+        """Stop sampling, and return when no token is being sampled any more.
 
-        Running answers wait for `resume` and then continue from their KV or, without `keep_kv`, from KV that is
+        Running answers wait for `resume` and then continue: with `keep_kv` from their KV, without it from KV that is
         recomputed with the weights of that time.
+
+        Raises:
+            WaitTimeoutError: the decode thread did not stop within timeouts.push_s.
         """
         with self._changed:
             self._paused = True
@@ -117,15 +121,20 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the model's weights and set the version, between two tokens."""
+        """Replace the model's weights and their version between two tokens; return when this is done."""
         await self.between_tokens(lambda: self._load_weights(tensors, version))
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i, len(tokens) - 1 numbers."""
         return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Run `job` in the thread that owns the model, even in a pause; return its result or raise its error."""
+        """Run `job` in the thread that owns the model, also in a pause; return its result or raise its error.
+
+        Raises:
+            WaitTimeoutError: the job was not done within timeouts.push_s.
+            ProcessDiedError: the engine has failed or is closed.
+        """
         future: asyncio.Future[Result] = self._loop.create_future()
         self._futures[job] = future
 
@@ -164,9 +173,9 @@ class HFEngine:
             self._changed.notify()
 
     def _decode(self) -> None:
-        """Run the thread that owns the model.
+        """Sample and run jobs until the engine stops or fails. This is the thread that owns the model.
 
-        Consumes requests and jobs; produces completed groups. Waits for either, or for the end of a pause.
+        Consumes requests and jobs; produces completed groups. Waits for a request, a job, or the end of a pause.
         """
         try:
             with torch.inference_mode():
@@ -179,10 +188,10 @@ class HFEngine:
         self._loop.call_soon_threadsafe(self._fail_all)
 
     def _advance(self) -> bool:
-        """Run the waiting jobs, admit new groups, sample one token for every row. False: the engine is to stop."""
+        """Wait for work; run the jobs, add new groups, sample one token per row. Return False if the engine stops."""
         with self._changed:
             while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
-                self._changed.wait()  # for work: its caller notifies, and has a timeout of its own
+                self._changed.wait()  # whoever adds work notifies, and has a timeout of its own
             if self._stopping:
                 return False
             jobs, self._jobs = self._jobs, deque()
@@ -208,7 +217,7 @@ class HFEngine:
             _succeed(self._futures[group], group.completions)
 
     def _fail_all(self) -> None:
-        """Fail all waiting requests and jobs after the end of the thread."""
+        """Fail all waiting requests and jobs, because the decode thread has ended."""
         try:
             self._check_alive()
         except ProcessDiedError as error:
@@ -231,7 +240,7 @@ class HFEngine:
 
 
 def _load(config: Config) -> PreTrainedModel:
-    """Load the model in its serving dtype on the first GPU or the CPU."""
+    """Load the model in its serving dtype onto the first GPU, or the CPU if there is none, and return it."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=serving_dtype(config, device.type),

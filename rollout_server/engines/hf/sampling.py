@@ -1,4 +1,4 @@
-"""Sampling as a pure function of logits and counter-based random numbers, so that timing never changes an answer."""
+"""Token sampling as a pure function of logits and counter-based random numbers: timing never changes an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORD = 2**64
 
 
 def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """The first `count` numbers in [0, 1) of the stream that belongs to (seed, prompt, sample). [count]
+    """Return the first `count` random numbers in [0, 1) of the stream that belongs to (seed, prompt, sample). [count]
 
     Number t decides token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a
     function of key and counter: streams of different keys or samples never overlap (the sample is the
@@ -46,7 +46,7 @@ def _nucleus(
     probabilities: Tensor,  # [B, V]
     top_p: Tensor,  # [B, 1]
 ) -> Tensor:
-    """Keep the smallest set of most probable tokens with `top_p` of the mass; the others get 0. [B, V]"""
+    """Return `probabilities` [B, V] with 0 outside the smallest set of most probable tokens with mass `top_p`."""
     descending, order = probabilities.sort(dim=-1, descending=True)
-    before = descending.cumsum(dim=-1) - descending  # mass of the tokens above
+    before = descending.cumsum(dim=-1) - descending  # mass of the more probable tokens
     return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(before >= top_p, 0.0))

@@ -1,6 +1,6 @@
 """The HTTP endpoints of the hf engine: the part of SGLang's API that weight pushes and their verification use.
 
-Tensors are collected between /begin_weight_update and /end_weight_update and loaded at the end in one step between
+Tensors are collected between /begin_weight_update and /end_weight_update and loaded at the end, all between the same
 two tokens, so a push that breaks off changes nothing.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from rollout_server.engines.hf.engine import HFEngine
 
 _MAX_BODY_BYTES = 64 * 2**20
-"""The largest request. It names tensors and does not carry them."""
+"""The largest accepted request. Requests name tensors and do not carry their data."""
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""The JSON body of a request -> fields of the reply beside `success` and `message`."""
+"""Takes the JSON body of a request; returns the fields of the reply beside `success` and `message`."""
 
 
 class WeightEndpoints:
-    """An HTTP server on a free port. A refusal is answered with status 400, `success: false` and the reason."""
+    """The engine's HTTP server, on a free port. A refused request gets status 400, `success: false` and the reason."""
 
     def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
@@ -42,11 +42,11 @@ class WeightEndpoints:
         self._headers = authorization(network)
         self._receiver = Receiver()
         self._staged: dict[str, Tensor] | None = None
-        """The tensors received in the current update; None outside an update."""
+        """The tensors received in the current weight update; None outside an update."""
         self._staged_version: int | None = None
 
     async def start(self) -> str:
-        """Listen at a free port and return the base URL."""
+        """Start to listen on a free port, and return the base URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_key])
         app.router.add_get("/ready", self._ready)
         for path, handler in self._handlers().items():
@@ -94,7 +94,7 @@ class WeightEndpoints:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])
 
     async def _pause(self, body: dict[str, Any]) -> None:
-        """Answers are kept in the engine and not in HTTP requests, so `retract` and `abort` both recompute their KV."""
+        """Pause. Here no HTTP request holds an answer, so `abort` does the same as `retract`: it drops the KV."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
@@ -144,14 +144,14 @@ class WeightEndpoints:
         staged, version = self._staged, self._staged_version
         if staged is None:
             raise ValueError("/end_weight_update without /begin_weight_update")
-        self._staged = self._staged_version = None  # a learner that gives the push up sends this a second time
-        if version is not None:  # it comes with the last bucket: without it the push has broken off
+        self._staged = self._staged_version = None  # a learner that gives up the push sends /end_weight_update again
+        if version is not None:  # the version comes with the last bucket: without it the push has broken off
             _check_complete(self._engine.model, staged)
             await self._engine.load_weights(staged, version)
             self._receiver.end_push()
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Compute the logprobs of the given tokens, for the verification after a push. Nothing is sampled."""
+        """Return the logprobs of the given tokens, for the verification after a push. Nothing is sampled."""
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
@@ -162,7 +162,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors`: nothing is copied while answers stand still."""
+    """Make the model use the memory of `tensors` as its weights. No copy keeps the answers waiting."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
@@ -182,7 +182,7 @@ def _as_endpoint(handler: Handler) -> Callable[[web.Request], Awaitable[web.Resp
 
 
 def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    # Copied, because safetensors maps the file itself, which a later push removes.
+    # The tensors are copied, because safetensors maps the file itself, which a later push removes.
     return [
         (name, tensor.to(device, copy=True))
         for file in weight_files(folder)
@@ -191,7 +191,7 @@ def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]
 
 
 def _check_complete(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError unless `tensors` replace every weight. One name is enough for weights that are tied."""
+    """Raise ValueError unless `tensors` replace every weight. For tied weights one of the names is enough."""
     state = model.state_dict()
     covered = {state[name].data_ptr() for name in tensors}
     missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API for administration. The hf engine answers the part of it that weight pushes need."""
+"""The client of SGLang's HTTP API for administration. The hf engine serves the part of it that weight pushes need."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from async_rl.weights.buckets import Bucket
 
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
-"""SGLang's mode of a pause by weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
+"""SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
 _PROBE = Limit(3.0, "of a probe")
 FLUSH_S = 30
 """The time that SGLang waits for aborted requests to end before it flushes its cache."""
 RELEASED = ("weights", "kv_cache")
-"""The memory that a server releases. Its CUDA graphs stay: SGLang can release them only in a mode that its default
-graphs for prefill refuse."""
+"""The memory that a server releases. CUDA graphs stay: SGLang's mode to release them excludes its default graphs for
+prefill."""
 
 
 class SGLangAdmin:
-    """Implements `ServerAdmin`."""
+    """The `ServerAdmin` of an SGLang server: one method per HTTP request, which waits for the reply."""
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
@@ -45,28 +45,28 @@ class SGLangAdmin:
         return False
 
     def serves_model(self, name: str) -> bool:
-        """Whether this is the server that was started with `--served-model-name name`."""
+        """Return whether this is the server that was started with `--served-model-name name`."""
         return name in str(self.ask("GET", "/v1/models"))
 
     def server_info(self) -> dict[str, Any]:
-        """The arguments that the server was started with, and its state."""
+        """Return the arguments that the server was started with, and its state."""
         return dict(self.ask("GET", "/server_info"))
 
     def served_version(self) -> str:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Leave all objects that exist now out of garbage collection, which would walk them for 0.3 s at a time.
+        """Leave all objects that exist in the server now out of garbage collection, which would take 0.3 s each time.
 
-        SGLang does so after its warm-up, which it does not have on a CPU.
+        SGLang itself does this only after its warm-up, which a server on a CPU does not have.
         """
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
-        """`retract` and `abort` leave no KV in use, so the cache is flushed: a prompt may wait in it for its answers.
+        """Pause generation. After `retract` and `abort` no KV is in use and the prefix cache is flushed too.
 
-        `in_place` relies on prefix-cache keys that no two groups share. A server that is told to flush while requests
-        are paused in place refuses, and one that is told so by the update itself (`flush_cache`) dies.
+        `in_place` does not flush; it relies on prefix-cache keys that no two groups share. While requests are paused in
+        place, a server refuses to flush, and it dies if the update itself asks for a flush (`flush_cache`).
         """
         mode = PAUSE_MODES[on_update]
         self.ask("POST", "/pause_generation", {"mode": mode})
@@ -76,11 +76,11 @@ class SGLangAdmin:
             self.flush_when_idle()
 
     def flush_when_idle(self) -> None:
-        """Empty the KV cache as soon as no request uses it, which must be within FLUSH_S."""
+        """Wait until no request uses the KV cache, at most FLUSH_S, and empty it."""
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
-        """End all requests, with the tokens that they have."""
+        """End all requests. Each is answered with the tokens sampled so far."""
         self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
@@ -112,7 +112,7 @@ class SGLangAdmin:
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         from rollout_server.engines.sglang.share_bucket import share_bucket
 
-        tensors = [share_bucket(bucket)]  # for this server alone: the memory counts who maps it
+        tensors = [share_bucket(bucket)]  # shared anew for each server, because torch counts who maps the memory
         body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **_update(version)}
         self.ask("POST", "/update_weights_from_tensor", body)
 
@@ -125,7 +125,7 @@ class SGLangAdmin:
         self._released = RELEASED
 
     def resume_memory(self, part: str) -> None:
-        if part in self._released:  # a server dies of a tag that it has not released
+        if part in self._released:  # a server dies if it is asked to resume memory that it has not released
             self.ask("POST", "/resume_memory_occupation", {"tags": [part]})
             self._released = tuple(tag for tag in self._released if tag != part)
 
@@ -133,17 +133,17 @@ class SGLangAdmin:
         body = {
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True, "logprob_start_len": 0,
-            "extra_key": f"score-{time.time_ns()}",  # no KV of older weights from the prefix cache
+            "extra_key": f"score-{time.time_ns()}",  # a new key, so that no KV of older weights is reused
         }
         reply = self.ask("POST", "/generate", body)
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send one request and return the server's JSON reply, {} if it is none.
+        """Send one request, wait for the reply, and return its JSON, or {} if the reply is not JSON.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
-            WaitTimeoutError: it did not answer within `limit`, by default timeouts.push_s.
+            WaitTimeoutError: the server did not answer within `limit`, by default timeouts.push_s.
         """
         limit, url = limit or self._push_limit, urlsplit(self.url)
         connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
@@ -173,5 +173,5 @@ class SGLangAdmin:
 
 
 def _update(version: int | None) -> dict[str, Any]:
-    """The fields that every request with weights has. `flush_cache` is among them because SGLang's default is true."""
+    """Return the fields of every request with weights. SGLang's default for `flush_cache` is true."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

@@ -1,4 +1,4 @@
-"""Attaching to a running SGLang server, so that nothing of an earlier run is left in it."""
+"""Attaches a run to an SGLang server that is already running, and removes what earlier runs left in it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rollout_server.engines.sglang.admin import SGLangAdmin
 
 
 def attach_server(admin: SGLangAdmin, config: Config) -> None:
-    """Return when the server runs no request, holds the weights of model.path as version 0, and has an empty cache.
+    """Reset the server: end its requests, load the weights of model.path as version 0, and empty its cache.
 
     Raises:
-        ConfigError: it would tag tokens with wrong versions.
+        ConfigError: the server's settings would make it tag tokens with wrong versions.
         WeightSyncError: the server can't be reached, or refuses.
-        WaitTimeoutError: it did not answer within `timeouts.push_s`.
+        WaitTimeoutError: the server did not answer within `timeouts.push_s`.
     """
     try:
         is_disabled = admin.server_info().get("disable_overlap_schedule")
@@ -25,7 +25,7 @@ def attach_server(admin: SGLangAdmin, config: Config) -> None:
             "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
             "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
         )
-        admin.resume()  # an earlier run may have left it in the middle of a push
+        admin.resume()  # an earlier run may have left the server paused in the middle of a push
         admin.abort_all()
         admin.pause("in_place")
         admin.begin_update()

@@ -1,8 +1,8 @@
 """Two changes to SGLang for CPUs: an attention backend for many short sequences, and a paused scheduler that sleeps.
 
 SGLang's torch_native backend calls torch once per sequence and layer; with hundreds of short sequences in a batch the
-calls, not the arithmetic, take most of the server's time. The backend here does the same arithmetic for slices of the
-batch and leaves every other case to SGLang's code.
+calls, not the arithmetic, take most of the server's time. The backend here computes the same for several sequences per
+call where each has one new token, and leaves every other case to SGLang's code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_server.engines.sglang.decode_attention import decode_attention
 
 
 class BatchedDecodeBackend(TorchNativeAttnBackend):
-    """Overrides the two loops over sequences; their arguments are SGLang's."""
+    """SGLang's torch_native backend with its two loops over sequences overridden. The arguments are SGLang's."""
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
@@ -39,10 +39,13 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Samples of one prompt find all but its last token in the prefix cache, so each has one new token."""
+        """Compute sequences with one new token as in decoding, and leave the others to SGLang.
+
+        Such a sequence is common: a sample finds all but the last token of its prompt in the prefix cache.
+        """
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
-        tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: whether it is the only new one
+        tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one of its sequence?
         if single.any():
             self._run_sdpa_forward_decode(
                 query[tokens], part := torch.empty_like(output[tokens]), k_cache, v_cache, req_to_token,
@@ -61,7 +64,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Install both changes. Call it in the scheduler's process before the scheduler starts."""
+    """Replace SGLang's backend and pause loop. Call this in the scheduler's process before the scheduler starts."""
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
     Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
 
@@ -70,9 +73,9 @@ _record_paused = Scheduler._record_scheduler_state_for_paused_engine
 
 
 def _wait_while_paused(scheduler: Scheduler) -> None:
-    """With `sleep-on-idle`, let a paused scheduler wait for the next message.
+    """Let a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
 
-    SGLang's scheduler polls for it, on the core that its own HTTP process, or the learner, needs for the push.
+    SGLang's own scheduler polls for messages, on the core that its HTTP process or the learner needs for the push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 SLICE_TOKENS = 16_384
-"""The most cached tokens (sequences * longest) that are gathered at a time, so that they fit a CPU's caches."""
+"""The most cached tokens (sequences times the longest length) gathered at a time, so that they fit a CPU's caches."""
 
 
 def decode_attention(
@@ -18,7 +18,7 @@ def decode_attention(
     lengths: Tensor,  # [B] tokens of each sequence, the new one included
     scaling: float | None,
 ) -> Tensor:  # [B, H, D]
-    """Compute softmax(q k^T * scaling) v over the cached tokens of each sequence."""
+    """Return softmax(q k^T * scaling) v over the cached tokens of each sequence."""
     order = torch.argsort(lengths)
     sorted_lengths = lengths[order].tolist()
     output = torch.empty_like(query)

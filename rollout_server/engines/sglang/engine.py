@@ -1,10 +1,10 @@
-"""The SGLang engine: a server process, a few HTTP requests for each rollout group, a version for every token.
+"""The SGLang engine starts a server process and sends it two HTTP requests for each rollout group.
 
-A group is sent as a primer, which computes the prompt's KV once, and one request with a sample for each answer, which
-finds that KV in the prefix cache. Each group has its own prefix-cache key, so that no request reads the KV of an
-earlier one, which may come from older weights: an update in place keeps the cache. SGLang's samples depend on how it
-batches, so its runs don't repeat exactly (the hf engine's do) unless `rollout.server_args` has
-enable-deterministic-inference (GPUs only): then an answer is a function of weights, seed, prompt and sample.
+The first request, the primer, computes the prompt's KV once; the second samples all answers and finds that KV in the
+prefix cache. Each group has its own prefix-cache key, so that no request reads the KV of an earlier group, which may
+come from older weights: an update in place keeps the cache. SGLang's samples depend on how it batches, so its runs
+don't repeat exactly (the hf engine's do) unless `rollout.server_args` has enable-deterministic-inference (GPUs only):
+then an answer is a function of weights, seed, prompt and sample.
 
 With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
 again, from prompt and answer so far, under a new cache key, so that all of its KV comes from the new weights.
@@ -39,15 +39,15 @@ LOAD_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class Answer:
-    """One answer while it grows. It takes more than one request only if a push aborts it."""
+    """One answer while it grows. It needs more than one request only if a push aborts the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    """Empty until the answer has ended."""
+    """`stop` or `length`; empty until the answer has ended."""
     seed: int = 0
-    """Only servers with deterministic inference use it."""
+    """The sampling seed. Only servers with deterministic inference use it."""
 
     def completion(self) -> Completion:
         return Completion(
@@ -57,7 +57,7 @@ class Answer:
 
 
 class SGLangEngine:
-    """Implements `Engine`."""
+    """The `Engine` that starts an SGLang server, or attaches to the running one at rollout.server_url."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         self.url = ""
@@ -66,13 +66,20 @@ class SGLangEngine:
         self._name = f"SGLang server rollout/{index}"
         self._log_file = log_dir / f"sglang-rollout-{index}.log"
         self._server: ServerProcess | None = None
-        """None if the run uses a server that was running before."""
+        """The server process; None if the run uses the server at rollout.server_url."""
         self._resubmits = config.weight_sync.on_update == "abort"
         self._attempts = itertools.count()
         self._cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
-        """Raises ConfigError, ProcessDiedError with the log's last lines, or WaitTimeoutError."""
+        """Start the server, or attach to the one at rollout.server_url; return when it serves version 0.
+
+        Raises:
+            ConfigError: the server can't be used with this configuration.
+            ProcessDiedError: the server ended. The message has the last lines of its log.
+            WaitTimeoutError: the server did not answer in time.
+            WeightSyncError: the server at rollout.server_url can't be reached, or refuses.
+        """
         model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
         self._session = aiohttp.ClientSession(
@@ -93,12 +100,12 @@ class SGLangEngine:
         self.url = self._server.url
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Sample `request.n` answers. When cancelled, end the requests on the server too.
+        """Wait for the server to sample `request.n` answers, and return them. If cancelled, end its requests too.
 
         Raises:
-            ValueError: the model can't take the prompt.
-            ProcessDiedError: the server is gone.
-            AsyncRLError: the server refuses, aborts or garbles the answer.
+            ValueError: the prompt has no tokens, or a token outside the vocabulary.
+            ProcessDiedError: the server broke the connection.
+            AsyncRLError: the server refused the request, ended an answer early, or sent an incomplete reply.
         """
         check_prompt(request.prompt, self.vocab_size)
         answers = [Answer(seed=sampling_seed(request, sample)) for sample in range(request.n)]
@@ -107,8 +114,8 @@ class SGLangEngine:
         return [answer.completion() for answer in answers]
 
     async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Extend `answers` to their ends, or until a push aborts them."""
-        # SGLang aborts every request whose id begins with the given one, so no id may begin with another.
+        """Extend `answers` in place, each to its end or until a push aborts it."""
+        # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         key = f"{request.group_id}.{next(self._attempts)}."
         bodies = [request_body(request, answers, self._end_tokens, key)]
         if len(answers) > 1:
@@ -141,18 +148,21 @@ class SGLangEngine:
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
     async def _abort_cancelled(self) -> None:
-        """End the requests on the server whose callers were cancelled."""
+        """End the requests of cancelled callers on the server. Runs until it is cancelled itself."""
         while True:
             rid = await self._cancelled.get()
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
-            # A server that is gone has nothing to end, and callers that wait for its answers get an error of their own.
+            # A server that is gone has no request left to end, and its other callers raise their own errors.
             with suppress(TimeoutError, aiohttp.ClientError):
                 async with self._session.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=timeout):
                     pass
             self._cancelled.task_done()
 
     async def load(self) -> Load | None:
-        """The load by the server's /v1/loads, which reads shared memory and does not disturb its scheduler."""
+        """Return the load from the server's /v1/loads, or None if it does not answer within LOAD_TIMEOUT_S.
+
+        The server reads it from shared memory, without work for its scheduler.
+        """
         rollout = self._config.rollout
         try:
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
@@ -176,13 +186,13 @@ class SGLangEngine:
 
 
 def sampling_seed(request: GenerationRequest, sample: int) -> int:
-    """The seed of one answer, in 0..2**31 - 1. With one seed for all, the answers of a group would be equal."""
+    """Return the seed of one answer, in 0..2**31 - 1. With the same seed, the answers of a group would be equal."""
     source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
     return int(source.generate_state(1)[0]) >> 1
 
 
 def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
-    """The body of a /generate request that computes the prompt's KV and samples nothing."""
+    """Return the body of a /generate request that computes the prompt's KV and samples nothing."""
     return {
         "rid": [f"{key}prompt."], "input_ids": [request.prompt.tokens.tolist()],
         "sampling_params": [{"max_new_tokens": 0}], "extra_key": key,
@@ -192,9 +202,9 @@ def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
 def request_body(
     request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
 ) -> dict[str, Any]:
-    """The body of a /generate request for the missing parts of the answers.
+    """Return the body of a /generate request that samples the missing rest of each answer.
 
-    Every parameter that could narrow the support of the distribution is set, even if to its default.
+    It sets every parameter that could exclude tokens from sampling, even if to SGLang's default.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {
@@ -214,10 +224,10 @@ def request_body(
 
 
 def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int]) -> None:
-    """Append the tokens that one request sampled.
+    """Append the tokens of the reply to `answer`, and set its finish_reason if it has ended.
 
     Raises:
-        AsyncRLError: the reply is incomplete, or the request was ended by neither the model nor an abort.
+        AsyncRLError: the reply is incomplete, or the answer ended for a reason other than stop, length or an abort.
     """
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
@@ -240,7 +250,7 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_to
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:
-    """The version of each token [num_tokens] from SGLang's spans `{version, start, end}`.
+    """Return the version of each token, [num_tokens], from SGLang's spans `{version, start, end}`.
 
     Raises:
         AsyncRLError: the spans do not cover the tokens in order.

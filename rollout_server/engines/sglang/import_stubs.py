@@ -1,8 +1,8 @@
 """Stubs for packages that SGLang imports but does not use when it serves text on this host.
 
-They are triton and sgl_kernel without a GPU, flashinfer with one, and torchvision. With a stub SGLang's modules can be
-imported: its names can be used as annotations, base classes, decorators and default values, and calling one raises
-MissingKernelError. A stub computes nothing, so it never computes a wrong number.
+The packages are torchvision and, without a GPU, triton and sgl_kernel, with a GPU flashinfer. With a stub SGLang's
+modules can be imported: a stub's names can be used as annotations, base classes, decorators and default values, and
+calling one raises MissingKernelError. A stub computes nothing, so it never computes a wrong number.
 
 A stub is installed only if the real package can't be imported: it is not installed, or built for a GPU that this host
 does not have. Stubs exist in the server's processes only: launch.py installs them at its top, which runs again in each
@@ -24,7 +24,7 @@ from typing import Any
 
 ON_CPU = ("triton", "sgl_kernel", "torchvision")
 ON_GPU = ("flashinfer", "torchvision")
-"""On a GPU SGLang needs triton and sgl_kernel, so an error of their import is shown."""
+"""triton and sgl_kernel get no stub on a GPU: SGLang needs them there, so an error of their import is shown."""
 
 _WITH_FALLBACK = re.compile(r"triton\.knobs|sgl_kernel\..+|flashinfer\.norm")
 """Modules that SGLang imports in try/except and can do without."""
@@ -38,7 +38,7 @@ _CURES = {
 
 
 class MissingKernelError(NotImplementedError):
-    """A function of a package that is missing on this host was called."""
+    """Raised when a function of a package that is missing on this host is called."""
 
 
 class Absent:
@@ -74,7 +74,7 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """@triton.jit, with or without options. The body can only run as a compiled kernel, so it is dropped."""
+    """Stand in for @triton.jit, with or without options: return an Absent, as the function needs triton to run."""
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
@@ -82,7 +82,7 @@ def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: obj
     return Absent(f"triton.jit({function.__module__}.{function.__qualname__})")
 
 
-_REAL: dict[str, Any] = {  # names that modules call while they are imported
+_REAL: dict[str, Any] = {  # names that SGLang's modules call while they are imported
     "triton.jit": _kernel,
     "triton.autotune": lambda *_args, **_kwargs: _kernel,
     "triton.heuristics": lambda *_args, **_kwargs: _kernel,
@@ -120,7 +120,7 @@ class _Finder(MetaPathFinder, Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: `_AbsentModule` creates names when they are used."""
+        """Do nothing: `_AbsentModule` creates its names when they are used."""
 
 
 def _is_usable(package: str) -> bool:
@@ -144,16 +144,16 @@ def _needed_here() -> tuple[str, ...]:
 
 
 def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Install stubs for those `packages` that can't be imported; return their names. Call it before importing sglang.
+    """Install stubs for those `packages` that can't be imported; return their names. Call this before importing sglang.
 
     Args:
-        packages: None: the packages that SGLang can do without on this host.
+        packages: names of packages; None: the packages that SGLang can do without on this host.
     """
     packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))
     if "sgl_kernel" in missing:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    if "triton" in missing:  # torch looks once and remembers: it must not take the stub for a compiler
+    if "triton" in missing:  # torch looks for triton once, now: it must not take the stub for a compiler later
         from torch.utils._triton import has_triton_package
 
         has_triton_package()

@@ -1,4 +1,4 @@
-"""The program of an SGLang server: python -m rollout_server.engines.sglang.launch <SGLang's flags>
+"""The program that runs an SGLang server: python -m rollout_server.engines.sglang.launch <SGLang's flags>
 
 The code outside `main` runs in SGLang's child processes too, because multiprocessing imports this file in each of them.
 """
@@ -14,24 +14,27 @@ from typing import Any
 from rollout_server.engines.sglang import import_stubs
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
-"""Process id of the parent. If it is set, the server ends with that process."""
+"""The environment variable with the process id of the parent. If it is set, the server ends with that process."""
 API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
-"""The server's API key. On the command line every user of the host could read it."""
+"""The environment variable with the server's API key, which on the command line every user of the host could read."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL. Without PARENT_VARIABLE do nothing."""
+    """Let the kernel kill this process when its parent dies, even by SIGKILL, and its children when it dies.
+
+    The first process of the server does so only if PARENT_VARIABLE is set.
+    """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # the processes that this one starts end with it
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler, the process that runs the model, with this project's attention for CPUs."""
+    """Run SGLang's scheduler, which owns the model, with this project's changes for CPUs (cpu_backend)."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from rollout_server.engines.sglang import cpu_backend
@@ -54,7 +57,7 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # this is a process of the server, not one that imports this module
+if __name__ in ("__main__", "__mp_main__"):  # only in processes of the server, not where this module is imported
     die_with_parent()
     import_stubs.install()
 

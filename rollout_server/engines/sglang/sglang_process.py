@@ -1,6 +1,6 @@
-"""One SGLang server as a child process: its flags from the config, its port, its start, its end.
+"""Runs one SGLang server as a child process: makes its flags from the config, starts it, watches it and ends it.
 
-No process outlives its parent: the kernel kills the server when the thread that started it dies (so start it from a
+The server does not outlive this process: the kernel kills it when the thread that started it dies (so start it from a
 thread that lives as long as the engine, such as the event loop's), and SGLang's own children then end too.
 """
 
@@ -34,15 +34,15 @@ from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIAB
 LOG_TAIL_LINES = 20
 _START_ATTEMPTS = 3
 _RESERVED_TOKENS = 8
-"""The positions of a context that SGLang keeps for itself."""
+"""The number of positions of a context that SGLang keeps for itself."""
 _KV_SHARE = 0.25
-"""The share of the free memory for the KV cache on a CPU; the learner needs the rest."""
+"""The share of a CPU host's free memory that all KV caches may take; the learner needs the rest."""
 
 Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """SGLang's flags without the port. `model` is the text part of the model's transformers config.
+    """Return SGLang's flags, without the port. `model` is the text part of the model's transformers config.
 
     Raises:
         ConfigError: the configured lengths exceed the model's.
@@ -57,20 +57,20 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",
-        # With overlap a forward runs while the tokens of the one before are read. A pause in place leaves that forward
-        # unread: its tokens, of the old weights, would get the new version. The other pauses read it first.
+        # With overlap a forward runs while the tokens of the one before are read. A pause in place leaves the tokens of
+        # that forward unread, and later tags these tokens of the old weights with the new version. Other pauses do not.
         "disable-overlap-schedule": not on_gpu or config.weight_sync.on_update == "in_place",
     }
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.takes_turns else {}
-        # On Hopper SGLang would take FA3, which can't compute float32.
+        # On Hopper GPUs SGLang's default is FA3, which can't compute float32.
         flags |= {"attention-backend": "triton"} if dtype == "float32" else {}
     else:
         flags |= {
             "device": "cpu",
             "skip-server-warmup": True,  # nothing to compile
-            "sleep-on-idle": True,  # an idle scheduler would spin on a core the learner needs
+            "sleep-on-idle": True,  # otherwise an idle scheduler polls on a core that the learner needs
             "max-total-tokens": _kv_tokens(config, model, dtype, free_memory_bytes),
         }
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
@@ -78,7 +78,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
 
 
 def _kv_tokens(config: Config, model: Any, dtype: str, free_memory_bytes: int) -> int:
-    """The tokens of all rollouts that can be in flight, at most what memory allows, at least those of one rollout."""
+    """Return the KV cache's size in tokens: for all rollouts in flight if memory allows, for one rollout at least."""
     groups = min(config.rollout.concurrency, config.max_slots)
     rollouts = groups * config.rollout.group_size + config.eval.size * config.eval.samples
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
@@ -89,7 +89,7 @@ def _kv_tokens(config: Config, model: Any, dtype: str, free_memory_bytes: int) -
 
 
 def command_line(flags: Flags) -> list[str]:
-    """`--key value ...`; True gives a flag without value, False none, a list several values, a dict JSON."""
+    """Return `--key value ...`. True gives a flag without value, False no flag, a list several values, a dict JSON."""
     words: list[str] = []
     for key, value in flags.items():
         if value is False:
@@ -103,7 +103,7 @@ def command_line(flags: Flags) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now, below the range from which the kernel serves outgoing connections."""
+    """Return a port that is free now and below the range that the kernel uses for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -112,14 +112,14 @@ def free_port(host: str) -> int:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """The folders in which wheels have put libcudart."""
+    """Return the folders in which installed wheels have put libcudart."""
     nvidia = importlib.util.find_spec("nvidia")  # a namespace package of many wheels, in one or more site-packages
     roots = nvidia.submodule_search_locations if nvidia else None
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 class ServerProcess:
-    """`rollout_server.engines.sglang.launch` with the given flags. `url` is valid after `start`."""
+    """The process that runs `rollout_server.engines.sglang.launch` with the given flags. `start` sets `url`."""
 
     def __init__(self, name: str, flags: Flags, threads: int, log_file: Path, config: Config) -> None:
         self.name = name
@@ -128,19 +128,19 @@ class ServerProcess:
         self._flags = flags
         self._config = config
         self._environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
-        # The context length may exceed the model's by the positions that SGLang reserves; without this it refuses.
+        # The context length may exceed the model's by the positions that SGLang reserves; this makes SGLang accept it.
         self._environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # By default a server closes an idle connection after 5 s, perhaps while the next request is on its way. The
         # clients close theirs after 15 s.
         self._environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"
         self._environment.setdefault("OMP_NUM_THREADS", str(threads))
-        # SGLang calls `ninja` to build kernels: that of this environment, even if it is not activated.
+        # SGLang calls `ninja` to build kernels. It must find this environment's, even if that is not activated.
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         self._environment["PATH"] = os.pathsep.join(programs)
         if flags["dtype"] == "float32":  # otherwise Triton rounds factors to 10 bits of mantissa (TF32)
             self._environment.setdefault("TRITON_F32_DEFAULT", "ieee")
         if "enable-memory-saver" in flags:
-            # The saver is loaded before Python is, and only Python knows where a CUDA runtime from wheels is.
+            # The memory saver is loaded before Python, and only Python finds a CUDA runtime that came in wheels.
             folders = [os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders()]
             self._environment["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,11 +148,11 @@ class ServerProcess:
         self._log_start_bytes = 0
 
     async def start(self) -> None:
-        """Return when the server answers. If another process has taken the port meanwhile, try another one.
+        """Start the server and return when it answers. If another process takes its port first, try another port.
 
         Raises:
-            ProcessDiedError: the server ended; shows the last lines of its log.
-            WaitTimeoutError: it did not answer within `timeouts.server_start_s`.
+            ProcessDiedError: the server ended. The message has the last lines of its log.
+            WaitTimeoutError: the server did not answer within `timeouts.server_start_s`.
         """
         for attempt in range(1, _START_ATTEMPTS + 1):
             port, identity = free_port(self._config.network.host), f"async-rl-{uuid.uuid4().hex}"
@@ -170,10 +170,7 @@ class ServerProcess:
                     raise
 
     def check_alive(self) -> None:
-        """
-        Raises:
-            ProcessDiedError: the server has ended; shows the last lines of its log and a hint.
-        """
+        """Raise ProcessDiedError, with the last lines of the log and a hint, if the server has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise ProcessDiedError(
@@ -185,7 +182,7 @@ class ServerProcess:
         return "\n".join("    " + line for line in self._log().splitlines()[-LOG_TAIL_LINES:])
 
     async def aclose(self) -> None:
-        """Kill the server and its children. It holds nothing for which an orderly end, of 5 s, would be needed."""
+        """Kill the server and its children, and remove their files. An orderly end would only take 5 s longer."""
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
@@ -195,7 +192,7 @@ class ServerProcess:
 
     def _spawn(self, flags: Flags) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="async-rl-sglang-")  # for its sockets, which it does not remove
+        self._scratch = tempfile.mkdtemp(prefix="async-rl-sglang-")  # for SGLang's sockets, which it does not remove
         with self.log_file.open("ab") as log:
             self._log_start_bytes = log.tell()
             return subprocess.Popen(
@@ -212,7 +209,7 @@ class ServerProcess:
             async with asyncio.timeout(timeout_s):
                 while not await asyncio.to_thread(_answers, admin, identity):
                     self.check_alive()
-                    await asyncio.sleep(0.1)  # there is no event to wait for
+                    await asyncio.sleep(0.1)  # the server sends no event when it is ready
         except TimeoutError:
             raise WaitTimeoutError(
                 f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
@@ -226,7 +223,7 @@ class ServerProcess:
 
 
 def _answers(admin: SGLangAdmin, identity: str) -> bool:
-    """Whether the server is ready, and not one of another run that has taken the port. Then it is also set up."""
+    """Return whether our server is ready, not another run's on the same port; if it is, also set it up."""
     with suppress(WeightSyncError, WaitTimeoutError):
         if admin.is_ready() and admin.serves_model(identity):
             admin.freeze_garbage_collection()
@@ -235,7 +232,7 @@ def _answers(admin: SGLangAdmin, identity: str) -> bool:
 
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Kill the server. The kernel then ends its children, and Python's resource tracker cleans up after them."""
+    """Kill the server and wait for its end. The kernel then ends its children; Python's resource tracker cleans up."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -247,7 +244,7 @@ def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
-    """The files of the schedulers' load reports, which SGLang does not remove."""
+    """Return the files of the schedulers' load reports, which SGLang does not remove."""
     files: set[Path] = set()
     with suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -256,7 +253,7 @@ def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
 
 
 def _hint(log: str) -> str:
-    """The advice that most likely helps, by the words in the server's log."""
+    """Return the advice that most likely helps, chosen by words in the server's log."""
     for sign, hint in (
         ("out of memory", "Lower rollout.mem_fraction."),
         ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),

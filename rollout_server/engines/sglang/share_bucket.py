@@ -1,4 +1,4 @@
-"""Sharing the memory of a bucket of weights with an SGLang server on the same GPU or, on a CPU, on the same host."""
+"""Shares the memory of a bucket of weights with an SGLang server on the same GPU or, on a CPU, on the same host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.multiprocessing as multiprocessing
 from async_rl.weights.buckets import Bucket, bucket_num_bytes
 
 _sharing = threading.Lock()
-"""Held while a bucket is shared: the way in which torch shares memory is a setting of the whole process."""
+"""Held while a bucket is shared, because torch's sharing strategy is a setting of the whole process."""
 
 
 def share_bucket(bucket: Bucket) -> str:
-    """The pickle, in base64, by which one SGLang server maps the bucket's memory and finds the tensors in it.
+    """Return the pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
 
-    SGLang takes nothing else, and lets nothing but tensors in. This process reads no pickle, and the configuration
-    keeps this one on loopback.
+    SGLang accepts no other format, and only tensors in it. This process itself reads no pickle, and the configuration
+    allows this transport on loopback only.
     """
     tensors, start = [], 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
@@ -32,7 +32,7 @@ def share_bucket(bucket: Bucket) -> str:
         start = end
     with _sharing:
         before = multiprocessing.get_sharing_strategy()
-        # Host memory is found by its name: a file descriptor would only go to a child of this process.
+        # The server finds host memory by its name: torch could pass a file descriptor only to a child process.
         multiprocessing.set_sharing_strategy("file_system")
         try:
             payload = ForkingPickler.dumps({"flattened_tensor": bucket.data, "metadata": tensors})

@@ -1,8 +1,8 @@
-"""The buffer's part of a training checkpoint: what is saved, and how a resumed run starts from it.
+"""Makes the buffer's part of a training checkpoint, and restores the buffer of a resumed run from it.
 
 Groups and versions after the checkpoint are discarded. Of the groups that were in no batch yet, the resumed run keeps
-those whose payload is still in the journal of the run before; the prompts of the others are granted again, before fresh
-ones. So no prompt is lost, and none is trained on twice.
+those whose payload is still in the journal of the earlier run; the prompts of the others are granted again, before
+new ones. So no prompt is lost, and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from buffer.store_state import StoreState
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """The scalars (prompt cursor, counts) and the groups that are in no trained batch yet, as plain values."""
+    """Return the scalars (prompt cursor, counts) and the groups that are in no trained batch yet, as plain values."""
     live = [row for row in state.rows() if row.is_fresh]
     return {
         "scalars": state.scalars(),
@@ -27,14 +27,14 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
 
 
 def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, past: Mapping[int, Row]) -> None:
-    """Make an empty state the one that `saved` holds.
+    """Fill an empty state from the checkpoint `saved`.
 
-    A group with a token of a version after the checkpoint is dropped as `future_version`, as its weights are gone. A
-    group that never arrived is dropped as `failed`. Groups over the capacity that `rules` allow, which may have changed
-    since, are dropped as `late`.
+    A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
+    version are gone. A group that never arrived is dropped as `failed`. Groups over the capacity under `rules`, which
+    may have changed since, are dropped as `late`.
 
     Args:
-        past: [group id] the groups that arrived before the old run ended, before or after the checkpoint.
+        past: [group id] the groups that arrived before the earlier run ended, even after the checkpoint.
     """
     rows = [
         Row(group_id=g, prompt_index=p, start_version=s, worker="", batch=b) for g, p, s, b in saved.buffer["live"]
@@ -74,7 +74,7 @@ def _last_batch(row: Row, rules: Rules) -> int:
 
 
 def _has_all_groups(rows: list[Row], version: int, first_version: int, rules: Rules) -> bool:
-    """Whether exact mode can continue: later versions can't sample the groups of the next `staleness.max` batches."""
+    """Return whether the groups of the next `staleness.max` batches are complete: later versions can't sample them."""
     bound = rules.max_staleness
     members = Counter(
         row.batch for row in rows

@@ -1,4 +1,4 @@
-"""The buffer's clients: the learner (blocking) and a rollout worker (asyncio).
+"""Defines the buffer's clients: one for the learner, which blocks, and one for a rollout worker, with asyncio.
 
 A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
 timeouts.wire_s the wait ends with an error that says who waited for what.
@@ -35,14 +35,18 @@ from buffer.protocol.wire import (
 )
 
 ATTEMPTS = 4
-"""Times a request is sent within timeouts.wire_s."""
+"""Number of times that a request is sent within timeouts.wire_s."""
 
 
 class LearnerClient:
-    """The learner's client. Its calls block; for use by one thread.
+    """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
 
     Args:
         keys: network.keys.
+
+    Raises:
+        WaitTimeoutError: in every method: the buffer did not answer within timeouts.wire_s.
+        WireError: in every method: the buffer refused the request.
     """
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -56,17 +60,17 @@ class LearnerClient:
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
-        """Batch number `version`, decoded; see take_raw for the errors."""
+        """Wait for batch number `version` and return it decoded. Raises the errors of `take_raw`."""
         return decode_batch(self.take_raw(version))
 
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
-        """The frames of batch number `version`, for `decode_batch` here or on another rank.
+        """Wait for batch number `version` and return its frames, for `decode_batch` here or on another rank.
 
-        Empty if `interrupted`, asked every few seconds, becomes true before there is a batch.
+        The list is empty if `interrupted`, asked every few seconds, returns True before there is a batch.
 
         Raises:
-            WaitTimeoutError: there was no batch within timeouts.batch_s; says what is missing.
-            WireError: the learner is at another version.
+            WaitTimeoutError: there was no batch within timeouts.batch_s; the message says what is missing.
+            WireError: `version` is not the number of the next batch.
             NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
@@ -81,7 +85,7 @@ class LearnerClient:
         when no group runs; none is granted until `served`.
 
         Raises:
-            WaitTimeoutError: not within timeouts.batch_s; says what is missing.
+            WaitTimeoutError: that was not so within timeouts.batch_s; the message says what is missing.
         """
         self._poll("may_push", version, f"to push version {version}", lambda: False)
 
@@ -94,7 +98,7 @@ class LearnerClient:
         self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
-        """The buffer's part of a checkpoint at `version`, the newest; see buffer/checkpoint.py."""
+        """Return the buffer's part of a checkpoint at `version`, the newest; see buffer/checkpoint.py."""
         return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
@@ -102,7 +106,7 @@ class LearnerClient:
         self._context.term()
 
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> Reply | None:
-        """Ask until the answer is not the state of a wait; None if `interrupted`."""
+        """Repeat a request until the answer is not "wait", and return that answer; None if `interrupted`."""
         limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
             left_s = limit.seconds - (time.monotonic() - start_s)
@@ -132,7 +136,7 @@ class LearnerClient:
 
 
 class WorkerClient:
-    """A rollout worker's client; any number of coroutines of one event loop may use it at once.
+    """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it at once.
 
     Args:
         worker: name of the worker, unique in the run; its slots are granted to this name.
@@ -153,7 +157,7 @@ class WorkerClient:
         self._socket.connect(address)
 
     async def admit(self, max_groups: int) -> list[Slot]:
-        """Slots for up to `max_groups` groups, in group id order, as soon as there are any; none after LONG_POLL_S.
+        """Wait until slots are granted and return them, sorted by group id; none if there are none for LONG_POLL_S.
 
         Only one call at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
         return as many slots as the cancelled call asked for.
@@ -165,11 +169,10 @@ class WorkerClient:
         return read_slots(reply.result)
 
     async def aborts(self, acknowledged: Sequence[int]) -> list[int]:
-        """Groups that the buffer has dropped while this worker runs them, as soon as there are any; none after
-        LONG_POLL_S.
+        """Wait until the buffer has dropped groups that this worker runs, and return their ids; none after LONG_POLL_S.
 
         Args:
-            acknowledged: the result of the call before; groups are listed again until they are acknowledged.
+            acknowledged: the result of the call before; ids are returned again until they are acknowledged.
         """
         reply = await self._call(
             next(self._ids), "aborts", "dropped groups", acknowledged=list(acknowledged), wait_s=LONG_POLL_S
@@ -178,11 +181,11 @@ class WorkerClient:
         return groups
 
     async def put(self, group: RolloutGroup) -> bool:
-        """Deliver a finished group. False if it changes nothing: the group had arrived already, or was dropped.
+        """Deliver a finished group. Returns False if it had arrived already, or was dropped.
 
         Raises:
-            WireError: the buffer refused the group; names the field and the value. Its slot is still held: see `fail`.
-            WaitTimeoutError: no acknowledgement within timeouts.wire_s.
+            WireError: the buffer refused the group, and says why. The group's slot is still held: see `fail`.
+            WaitTimeoutError: the buffer did not answer within timeouts.wire_s.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])
@@ -191,7 +194,7 @@ class WorkerClient:
         """Give up a running group: it counts as failed, and its slot is free.
 
         Args:
-            requeue: its prompt is granted again.
+            requeue: whether its prompt is granted again.
         """
         sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
         await self._call(
@@ -245,7 +248,7 @@ class WorkerClient:
 
 
 def _request_ids() -> itertools.count[int]:
-    """Ids from a random start, so that the buffer can tell a restarted client's requests from earlier ones."""
+    """Count ids from a random start, so that the buffer can tell a restarted client's requests from earlier ones."""
     return itertools.count(secrets.randbits(61))
 
 

@@ -1,20 +1,23 @@
-"""Frames of ZMQ messages: how they are received and read without copying their bytes."""
+"""Receives and reads the frames of ZMQ messages without copying their bytes."""
 
 from __future__ import annotations
 
 import zmq
 
 Frame = bytes | zmq.Frame
-"""Large frames stay in the memory that ZMQ received them in, and are sent on from there."""
+"""A frame of a message. A large one stays in the memory that ZMQ received it in, and is sent on from there."""
 
 
 def view(frame: Frame) -> memoryview:
-    """The bytes of a frame, not copied."""
+    """Return the bytes of a frame, not copied."""
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 
 def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
-    """The frames of one message. Faster than recv_multipart, which asks the socket after each frame for more."""
+    """Wait for a message and return its frames; with zmq.NOBLOCK among `flags`, raise zmq.Again if there is none.
+
+    This is faster than recv_multipart, which asks the socket after each frame for more.
+    """
     frames = [frame := socket.recv(flags, copy=False)]
     while frame.more:
         frames.append(frame := socket.recv(flags, copy=False))

@@ -1,4 +1,4 @@
-"""Accounting of rollout groups: how many ended in which way, and whether dropping some of them biases the data."""
+"""Counts how many rollout groups ended in which way, and measures whether dropping some of them biases the data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
 """The outcomes of a group for which means of length, reward and duration are kept."""
 
 OutcomeStats = dict[str, list[float]]
-"""By quantity (response_tokens, reward, duration_s): its total over the groups of one outcome, and their number."""
+"""[quantity: response_tokens, reward, duration_s] its total over the groups of one outcome, and their number."""
 
 
 @dataclass(slots=True)
 class GroupAccounting:
-    """Counts since the start of the run: admitted = trained at least once + dropped + what the store still has.
+    """Counts groups since the start of the run: admitted = trained at least once + dropped + still in the store.
 
-    The group of a requeued prompt is among the dropped ones; the prompt's next group is admitted anew.
+    A group whose prompt is requeued counts as dropped, and the prompt's next group counts as admitted.
     """
 
     admitted: int = 0
@@ -35,7 +35,7 @@ class GroupAccounting:
     last_failure: str = ""
 
     def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
-        """Count a dropped group. A group that was still running has only a duration, up to `now_s`."""
+        """Count a dropped group. Of a group that was still running only the duration up to `now_s` is measured."""
         self.dropped[reason] += 1
         self._measure(reason, row, now_s)
 
@@ -47,7 +47,7 @@ class GroupAccounting:
             self._measure("trained", row, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of groups since the start, and for each outcome the means that show what dropping favours."""
+        """Return numbers of groups since the start, and means by outcome, which show what groups dropping favours."""
         values = {f"buffer/{name}": float(getattr(self, name)) for name in ("admitted", "trained", "uses", "requeued")}
         values |= {f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS}
         for outcome, stats in self.outcome_stats.items():
@@ -56,14 +56,14 @@ class GroupAccounting:
         return values
 
     def scalars(self) -> dict[str, Any]:
-        """The accounting as plain values that JSON can hold."""
+        """Return the accounting as plain values that JSON can hold."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         stats = {outcome: dict(stats) for outcome, stats in self.outcome_stats.items()}
         return {**plain, "dropped": dict(self.dropped), "outcome_stats": stats}
 
     @classmethod
     def restored(cls, scalars: Mapping[str, Any]) -> GroupAccounting:
-        """The accounting whose `scalars` these were."""
+        """Return the accounting from which `scalars` were made."""
         stats = {outcome: dict(stats) for outcome, stats in scalars["outcome_stats"].items()}
         return cls(**{**scalars, "dropped": Counter(scalars["dropped"]), "outcome_stats": stats})
 

@@ -1,8 +1,8 @@
-"""The buffer of a run: one thread with one poll loop around a socket, the store, and the store's journal.
+"""Serves the buffer of a run: one thread with one poll loop around a socket, the store, and the store's journal.
 
 A turn of the loop handles the messages that have arrived, then collects the answers, then commits the journal, and only
-then sends the answers: a client that got one can rely on it. Messages are checked before they touch the store, see
-buffer/protocol/operations.py.
+then sends the answers. So whatever a client was told is in the journal. Messages are checked before they touch the
+store, see buffer/protocol/operations.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from buffer.store import Store
 from buffer.store_state import StoreState
 
 STOP_CHECK_S = 0.2
-"""The longest sleep of the loop, as no message announces that `stop` was set."""
+"""The longest sleep of the loop, which checks only between sleeps whether `stop` is set."""
 MESSAGES_A_TURN = 256
-"""At most so many messages are handled before parked requests are answered."""
+"""The most messages that are handled before parked requests are answered."""
 
 
 class BufferServer:
-    """The staleness-bounded buffer of one run, at network.host. It continues from its journal if the run has one.
+    """Serves the staleness-bounded buffer of one run at network.host. It continues from the run's journal, if any.
 
     All methods but `serve` may be called from other threads.
 
@@ -45,7 +45,7 @@ class BufferServer:
 
     def __init__(self, config: Config) -> None:
         self._shutdown_s = config.timeouts.shutdown_s
-        # The port is bound first: its owner is alone with the journal, also while an earlier buffer is still dying.
+        # The port is bound first: its owner alone uses the journal, even while an earlier buffer is still ending.
         # A message may be larger than any valid group, so that it is refused with a reason; if it is far larger, ZMQ
         # closes the connection.
         self._socket = BufferSocket(config.network, 2**20 + 4 * Limits.from_config(config).max_group_bytes)
@@ -65,7 +65,7 @@ class BufferServer:
         self._serving = threading.Lock()
 
     def serve(self, stop: threading.Event) -> None:
-        """Answer messages until `stop` is set; blocks.
+        """Answer messages, and return once `stop` is set.
 
         Raises:
             StalenessError: the staleness bound would have been violated; this is a bug.
@@ -95,16 +95,16 @@ class BufferServer:
             return self._operations.describe(time.monotonic())
 
     def abandon(self, worker: str) -> int:
-        """Fail the running groups of a worker that died; their prompts go to others. Returns their number."""
+        """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
         with self._lock:
             return self._operations.abandon(worker)
 
     def close(self) -> dict[str, float]:
-        """Drop what is left as `shutdown` once `serve` has returned. Returns the last counters.
+        """Wait until `serve` returns, drop the groups that are left as `shutdown`, and return the last counters.
 
         Raises:
             StalenessError: groups are unaccounted for.
-            WaitTimeoutError: `serve` has not returned; its `stop` must be set first.
+            WaitTimeoutError: `serve` did not return within timeouts.shutdown_s; set its `stop` first.
         """
         if not self._serving.acquire(timeout=self._shutdown_s):
             raise WaitTimeoutError(
@@ -120,14 +120,14 @@ class BufferServer:
             return self._operations.counters()
 
     def _resume(self, saved: TrainingState, run_dir: Path) -> None:
-        """Restore the store from a training checkpoint and from the journal of the run before."""
+        """Restore the store from a training checkpoint and from the journal of the earlier run."""
         past, groups = {}, {}
         ids = [group_id for group_id, *_ in saved.buffer["live"]]
         past_file = run_dir / PAST_FILE_NAME.format(lineage=saved.lineage)
         if self._journal:
             self._journal.import_past(past_file, saved)
         for group_id, row in read_arrived(past_file, ids).items():
-            with contextlib.suppress(WireError):  # the new configuration does not allow its sizes
+            with contextlib.suppress(WireError):  # the new configuration forbids the group's sizes
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
         restore_checkpoint(saved, self._store.state, self._store.rules, past)

@@ -1,9 +1,15 @@
-"""The rules that bound staleness, as pure functions, with the proof that they do.
+"""The rules that bound staleness, as pure functions, and the proof that they bound it.
+
+Summary: no token is more than `staleness.max` versions old when the learner trains on it. Two rules ensure this.
+Admission limits the number of groups that exist at a time, so that the coming batches have room for all of them before
+they are too old. Hand-out chooses the groups of a batch, those with the earliest deadline first. With the default,
+`staleness.late: wait`, the learner waits for a running group if a batch without it would leave later batches too little
+room. The proof comes first; the policies `drop` and `mask` and the exact mode, which have other rules, come after it.
 
 Notation:
     M  staleness.max                    B  learner.prompts_per_step
-    F  ceil(buffer.fresh_fraction * B): every batch holds at least so many fresh groups (groups that were in no batch
-       yet); without replay F = B
+    F  ceil(buffer.fresh_fraction * B), the lowest number of fresh groups in a batch. A fresh group was in no batch
+       yet; a used group was in one. Without replay F = B
     E  weight_sync.every_steps          v  number of the next batch to choose: v batches were chosen before it
     p  served version; it never falls, and p <= v
     s  start version of a group: p at its admission. Its tokens have versions >= s, because every server serves >= p
@@ -11,12 +17,12 @@ Notation:
        b - s <= M versions old
     live(d)  number of live groups with deadline <= d. Live: running, or finished and in no batch yet
 
-Admission:   a group may start while slots_held < (M + 1) F. It holds its slot until it is dropped or until a version
-             trained on it is served (batch b yields version b + 1). A used group holds no slot.
-Hand-out:    batch v consists of the n fresh groups with the earliest deadlines, ties broken by id, and of B - n used
-             groups that are within their deadlines. n is the smallest number >= F for which there are that many used
-             groups and for which live(d) <= (d - v) F holds afterwards for every d in v..v+M. While no n <= B
-             satisfies this, the learner waits.
+Admission:   a group may start while slots_held < (M + 1) F. It holds its slot until it is dropped or until the
+             version that its first batch yields is served (batch b yields version b + 1). A used group holds no slot.
+Hand-out:    with the policy `wait`, batch v consists of the n fresh groups with the earliest deadlines, ties broken
+             by id, and of B - n used groups that are within their deadlines. n is the smallest number >= F for which
+             there are that many used groups and for which live(d) <= (d - v) F holds afterwards for every d in
+             v..v+M. While no n <= B satisfies this, the learner waits.
 
 Claim: whenever the number of the next batch is v,   live(d) <= (d - v + 1) F   for every d >= v,              (*)
 and live(v - 1) = 0: no live group has missed its deadline. So no token of a batch is older than M versions.
@@ -33,31 +39,35 @@ Proof, by induction over events. At the start nothing is live.
       checkpoint, those continue that finished with tokens of versions <= w, up to the number that (*) allows
       (`within_capacity`; that is all of them unless M or F was changed). The others are dropped. Nothing else holds a
       slot.
-Waiting is right whenever this choice of groups fails the condition: taking the earliest deadlines removes, for every d
-at once, as many groups with deadline <= d as any choice of n finished groups can, so every other choice fails too.
+The learner never waits without need: if the n groups with the earliest deadlines fail the condition, every other choice
+of n finished groups fails it too, because none removes more groups with deadline <= d, for any d.
 
 No deadlock: a wait for a batch ends at the latest when every running group has finished. Then the earliest F of the
 live groups leave max(0, live(d) - F) <= (d - v) F by (*). And there are B live groups, or there is room to admit more:
 of the (M + 1) F slots at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so
-(M + 1) F >= E B leaves at least B. The configuration refuses anything else. This is necessary for E = 1 (the first
-batch has no used groups to fill up with) and for F = B. For E > 1 with replay it may refuse more than necessary,
+(M + 1) F >= E B leaves at least B. The configuration refuses (M + 1) F < E B. The refusal is necessary for E = 1 (the
+first batch has no used groups to fill up with) and for F = B. For E > 1 with replay it may go further than necessary,
 because the number of used groups depends on which of them expire. Running groups wait for nothing but their engine.
 
-The other late policies (`staleness.late`) do not wait for running groups, so (*) is not what bounds the staleness:
-    drop     batch v is taken from finished groups with deadline >= v, so it is within the bound. After its hand-out
-             every live group with deadline <= v would miss it and is dropped. No other group is dropped.
-    mask     there is no deadline. A finished group may be in batch v while it has a token of version >= v - M; older
-             tokens are masked (`young_enough`), so none of them is trained on. The oldest start version goes first,
-             ties broken by id.
-Both need nothing but B finished groups, and v does not change while the learner waits: no deadlock.
+Policy `drop` (`staleness.late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
+taken from finished groups with deadline >= v, so it is within the bound. After its hand-out every live group with
+deadline <= v would miss its deadline and is dropped; no other group is dropped. A batch needs nothing but B finished
+groups, and v does not change while the learner waits: no deadlock.
 
-Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): at admission a group gets its batch number t, the lowest with
-a vacancy among those that may start: max(0, t - k) <= p, that is t <= p + k. Batch t consists of the B groups with
-number t. A push waits until no group runs and none of the batches <= p + k has a vacancy. So a group of batch t starts
-and ends at version max(0, t - k): when p = t - k > 0 is served, the batches up to t - 1 are full and stay full. Its
-tokens are exactly min(t, k) versions old in batch t. The slots are the same: while p is served, the batches p..p+k hold
-(k + 1) B of them. After a resume at w for which the batches w..w+k-1 could not be restored completely, w takes the
-place of 0, because earlier versions are gone.
+Policy `mask` (`staleness.late: mask`): the learner does not wait for running groups, and there are no deadlines. A
+finished group may be in batch v while it has a token of version >= v - M. Its older tokens are masked (`young_enough`),
+so none of them is trained on. Groups with the oldest start version go first, ties broken by id. As with `drop`, there
+is no deadlock.
+
+Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): every token of batch t is exactly min(t, k) versions old.
+    Admission: a group gets its batch number t, the lowest with a vacancy among the batches that may start: those with
+        max(0, t - k) <= p, that is t <= p + k.
+    Hand-out: batch t consists of the B groups with number t.
+    Push: it waits until no group runs and none of the batches <= p + k has a vacancy. So a group of batch t starts and
+        ends at version max(0, t - k): when p = t - k > 0 is served, the batches up to t - 1 are full and stay full.
+    Slots: the limit is the same, because while p is served the batches p..p+k hold (k + 1) B slots.
+    Resume at version w: if the batches w..w+k-1 could not be restored completely, w takes the place of 0 in these
+        formulas, because earlier versions are gone.
 """
 
 from __future__ import annotations
@@ -73,7 +83,7 @@ from async_rl.types import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that decide on admission and hand-out: M, B and F of the proof, and the policies."""
+    """The settings that decide on admission and hand-out. In the proof the first three are M, B and F."""
 
     max_staleness: int
     prompts_per_step: int
@@ -82,7 +92,7 @@ class Rules:
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
     drain: bool = False
-    """A push waits for the running groups, and no other group may start meanwhile."""
+    """Whether a push waits until no group runs; meanwhile no group may start."""
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
@@ -94,22 +104,22 @@ class Rules:
 
 
 def admission_capacity(slots_held: int, rules: Rules) -> int:
-    """Number of groups that may start now."""
+    """Return the number of groups that may start now."""
     return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
 def deadline(start_version: int, max_staleness: int) -> int:
-    """Number of the last batch that may hold a group started at `start_version`."""
+    """Return the number of the last batch that may hold a group started at `start_version`."""
     return start_version + max_staleness
 
 
 def last_batch(start_version: int, newest_version: int, rules: Rules) -> int:
-    """Number of the last batch that may hold this finished group: with `mask`, by its newest token."""
+    """Return the number of the last batch that may hold a group. With `mask` it depends on the group's newest token."""
     return deadline(newest_version if rules.late == "mask" else start_version, rules.max_staleness)
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
-    """Which tokens of these token versions may be trained on in batch `version`; the shape of `versions`."""
+    """Return, in the shape of `versions`, whether a token of each version may be trained on in batch `version`."""
     trainable: BoolArray = version - versions <= max_staleness
     return trainable
 
@@ -117,7 +127,7 @@ def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolAr
 def fresh_to_take(
     finished: Sequence[int], running: Iterable[int], reusable: int, version: int, rules: Rules
 ) -> int | None:
-    """Number of fresh groups in batch `version` (n in the hand-out rule); None while the learner has to wait.
+    """Return the number of fresh groups in batch `version` (n in the hand-out rule); None while the learner must wait.
 
     Args:
         finished: deadline of every fresh group that is finished, in any order.
@@ -142,7 +152,7 @@ def fresh_to_take(
 
 
 def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
-    """The first deadline that keeps batch `version` waiting: too many groups share it, and too few have finished."""
+    """Return the first d for which batch `version` needs more groups with deadline <= d than have finished, or None."""
     required = _required_by_deadlines(finished, running, version, rules)
     return next((d for d, (_, missing) in required.items() if missing > 0), None)
 
@@ -150,9 +160,10 @@ def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: 
 def _required_by_deadlines(
     finished: Iterable[int], running: Iterable[int], version: int, rules: Rules
 ) -> dict[int, tuple[int, int]]:
-    """For each d in v..v+M: groups with deadline <= d that batch v has to take, and how many of them are not finished.
+    """Return, by d in v..v+M, how many groups with deadline <= d batch v must take, and how many of them are missing.
 
     Taking the n earliest leaves live(d) - min(n, finished(d)), so at least live(d) - (d - v) F must be taken.
+    A missing group is not finished yet.
     """
     done, live = Counter(finished), Counter(running)
     live.update(done)
@@ -168,9 +179,9 @@ def _required_by_deadlines(
 
 
 def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
-    """Which of the finished groups with these ascending deadlines may continue in a run that resumes at `version`.
+    """Return whether each finished group, by ascending deadline, may continue after a resume at `version`.
 
-    With the policy `wait`, as many as (*) allows; with the other policies, all that have not missed their deadline.
+    With the policy `wait` as many continue as (*) allows; otherwise all that have not missed their deadline.
     """
     fit: list[bool] = []
     number = 0
@@ -182,20 +193,20 @@ def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> lis
 
 
 def exact_start_version(batch: int, max_staleness: int, first_version: int) -> int:
-    """The version that samples all of batch number `batch` in exact mode.
+    """Return the version that samples every token of batch number `batch` in exact mode.
 
     Args:
-        first_version: the oldest version that can be sampled from; 0, or that of a resume.
+        first_version: the oldest version that can be sampled from: 0, or the version of a resume.
     """
     return max(first_version, batch - max_staleness)
 
 
 def vacant_batches(members: Counter[int], number: int, first_batch: int, rules: Rules) -> list[int]:
-    """Batch numbers for the next `number` groups in exact mode: the lowest batches that are not full.
+    """Return batch numbers for the next `number` groups in exact mode: the lowest batches that are not full.
 
     Args:
-        members: [batch number] groups that are in it, without dropped ones.
-        first_batch: the lowest batch that is not handed out yet.
+        members: [batch number] number of its groups, without dropped ones.
+        first_batch: the lowest number of a batch that is not handed out yet.
     """
     batches: list[int] = []
     batch = first_batch

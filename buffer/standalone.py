@@ -1,4 +1,4 @@
-"""A buffer alone, in the foreground: `async-rl buffer`. Its clients connect to the address that it shows."""
+"""`async-rl buffer`: runs a buffer alone, in the foreground. Clients connect to the address that it shows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def serve_alone(config: Config, show: Callable[[str], None], every_s: float) -> 
     """Serve until Ctrl-C or SIGTERM; show the address, then every `every_s` seconds the counters if they changed.
 
     Returns:
-        The final counters: what was left is dropped as `shutdown`.
+        The final counters, in which the groups that were left are dropped as `shutdown`.
 
     Raises:
         ConfigError: the address can't be bound.
-        StalenessError: the bound or the accounting was violated; this is a bug.
+        StalenessError: the staleness bound or the accounting was violated; this is a bug.
     """
     server = BufferServer(config)
     stop, start_s = threading.Event(), time.monotonic()

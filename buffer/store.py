@@ -1,6 +1,6 @@
-"""The buffer's rollout groups, from admission to the release of their slots, in memory. No I/O and no clock.
+"""Keeps the buffer's rollout groups in memory, from admission to the release of their slots. No I/O and no clock.
 
-    admit --> running --finish--> finished --take--> held by the learner --trained--> slot free once that is served
+    admit --> running --finish--> finished --take--> held by the learner --trained--> slot free after `served`
                  |                    |                    ^                |
                  +--late, failed      +--late,             +---- used <-----+--> trained for the last time
                     shutdown             zero_variance,
@@ -32,11 +32,11 @@ from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
 
 EQUAL_BATCHES = 8
-"""After so many batches' worth of groups in a row, each with equal rewards, the task has nothing left to teach."""
+"""If this many batches' worth of groups in a row have equal rewards, the task has nothing left to teach."""
 
 
 class Store:
-    """The groups of one run, under the rules of buffer/staleness.py.
+    """Applies the rules of buffer/staleness.py to the groups of one run.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
     missed the answer asks again. After each call `state` is consistent, so a journal may commit it.
@@ -47,14 +47,14 @@ class Store:
         self.state = state or StoreState()
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
-        self._aborts: dict[str, list[int]] = {}  # [worker] running groups that were dropped, until it acknowledges
+        self._aborts: dict[str, list[int]] = {}  # [worker] groups dropped while it ran them, until it acknowledges
         self._num_equal, self._equal_reward = 0, 0.0  # groups of equal rewards in a row, their reward
         self._is_draining = False
 
     # --- for workers
 
     def capacity(self) -> int:
-        """Number of groups that may start now."""
+        """Return the number of groups that may start now."""
         if self._is_draining or self.state.served_version is None:
             return 0
         return admission_capacity(self.state.slots_held, self.rules)
@@ -63,7 +63,7 @@ class Store:
         return Counter(row.worker for row in self.state.running.values())
 
     def admit(self, worker: str, max_groups: int, now_s: float, grant: int = 0) -> list[Slot]:
-        """Grant up to `max_groups` slots, as many as there are; requeued prompts go first."""
+        """Grant up to `max_groups` slots, as many as are free, and return them. Requeued prompts go first."""
         number = min(max_groups, self.capacity())
         batches = self._vacant_batches(number) if self.rules.exact else [-1] * number
         slots = []
@@ -80,7 +80,7 @@ class Store:
         return slots
 
     def running_slot(self, group_id: int, worker: str) -> Slot | None:
-        """The slot of a group that `worker` runs; None if the group is already finished or dropped.
+        """Return the slot of a group that `worker` runs; None if the group is already finished or dropped.
 
         Raises:
             WireError: the group was never granted, or was granted to another worker.
@@ -96,7 +96,7 @@ class Store:
         return row.slot
 
     def finish(self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False) -> None:
-        """A running group has arrived whole. With `drop_equal` it is dropped if its rewards are all equal."""
+        """Store a running group that has arrived. With `drop_equal` it is dropped if its rewards are all equal."""
         assert self.state.served_version is not None
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
@@ -108,12 +108,12 @@ class Store:
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool) -> None:
-        """A running group ends without a result: its slot is free. With `requeue` its prompt is granted again."""
+        """Drop a running group that has no result, which frees its slot. With `requeue` its prompt is granted again."""
         self.state.accounting.last_failure = cause
         self.state.drop(self.state.running[group_id], "failed", requeue)
 
     def abandon(self, worker: str) -> int:
-        """Fail all running groups of a worker that died; their prompts are granted again. Returns their number."""
+        """Fail all running groups of a worker that died, and return their number. Their prompts are granted again."""
         lost = [group_id for group_id, row in self.state.running.items() if row.worker == worker]
         for group_id in lost:
             self.fail(group_id, f"{worker} is gone", requeue=True)
@@ -121,18 +121,19 @@ class Store:
         return len(lost)
 
     def aborts(self, worker: str) -> list[int]:
-        """The groups that were dropped while `worker` ran them, until `acknowledge_aborts`."""
+        """Return the groups that were dropped while `worker` ran them and that it has not acknowledged."""
         return self._aborts.get(worker, [])
 
     def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
-        """The worker has received these ids of `aborts`."""
+        """Remove from `aborts` the ids that the worker has received."""
         received = set(group_ids)
         self._aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in received]
 
     # --- for the learner
 
     def check_version(self, version: int) -> None:
-        """
+        """Check that the learner asks for the next batch.
+
         Raises:
             WireError: `version` is not the number of batches trained so far.
         """
@@ -140,7 +141,9 @@ class Store:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
     def take(self, version: int, now_s: float = 0.0) -> list[Row] | None:
-        """Batch number `version`, by group id, which the learner holds until `trained`; None while it has to wait.
+        """Return batch number `version`, sorted by group id; None while the learner has to wait. Does not block.
+
+        The learner holds the batch until `trained`; until then each call returns it again.
 
         Raises:
             WireError: see check_version.
@@ -156,12 +159,12 @@ class Store:
             for row in chosen:
                 self._check_bound(row, version)
                 self.state.put(row, "held")
-            if self.rules.late == "drop":  # the other groups with this deadline can only miss it
+            if self.rules.late == "drop":  # groups that are left with this deadline have missed it
                 self._drop_late([*self.state.running.values(), *self.state.finished.values()], version + 1, now_s)
         return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
     def trained(self, version: int) -> None:
-        """The held batch was trained on and yielded `version`; tokens of this version are legal from now on.
+        """Record that the held batch was trained on and yielded `version`, whose tokens are legal from now on.
 
         Raises:
             WireError: the learner holds no batch that yields this version.
@@ -183,10 +186,10 @@ class Store:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
-        """Whether the newest version may be served now.
+        """Return whether the newest version may be pushed now.
 
-        With `drain`: once nothing runs, and asking holds back new groups until `served`. In exact mode: once all groups
-        of the old version are finished. Otherwise always.
+        With `drain` it may once no group runs, and the question stops admission until `served`. In exact mode it may
+        once all groups of the old version are finished. Otherwise it always may.
         """
         if self.rules.exact:
             return not (self.state.running or self.capacity())
@@ -194,7 +197,7 @@ class Store:
         return not (self._is_draining and self.state.running)
 
     def served(self, version: int) -> None:
-        """Every live server serves `version` or a later one: the slots of the groups trained into it are free.
+        """Record that every live server serves `version` or a later one; slots held until then become free.
 
         Raises:
             WireError: this version was not trained yet, or the served version would fall.
@@ -218,7 +221,7 @@ class Store:
         self.state.check_accounting()
 
     def describe(self, now_s: float) -> str:
-        """Say what the next batch is waiting for, for the error of a learner that waits too long."""
+        """Return what the next batch is waiting for, for the error of a learner that waits too long."""
         state, size = self.state, self.rules.prompts_per_step
         parts = [f"{len(state.finished)} of {size} groups finished"]
         if state.running:
@@ -239,7 +242,7 @@ class Store:
     # --- private
 
     def _drop_late(self, rows: Iterable[Row], version: int, now_s: float) -> None:
-        """Drop the groups that may not be in batch `version` or a later one; the workers that run them are told."""
+        """Drop the groups that may not be in batch `version` or a later one; `aborts` tells the workers of it."""
         for row in list(rows):
             if self._last_batch(row) < version:
                 if row.state == "running":
@@ -258,7 +261,7 @@ class Store:
             )
 
     def _choose(self, version: int) -> list[Row] | None:
-        """The rows of batch `version`, or None while the learner has to wait for it."""
+        """Return the rows of batch `version`, or None while the learner has to wait for it."""
         if self.rules.exact:
             rows = [row for row in self.state.finished.values() if row.batch == version]
             return rows if len(rows) == self.rules.prompts_per_step else None
@@ -273,14 +276,15 @@ class Store:
         return None if fresh is None else finished[:fresh] + used[: self.rules.prompts_per_step - fresh]
 
     def _order(self, row: Row) -> tuple[int, int]:
-        """Sort key: the earliest deadline first, with `mask` the oldest start version first; ties by id."""
+        """Return a sort key: the earliest deadline first, with `mask` the oldest start version first; ties by id."""
         return row.start_version, row.group_id
 
     def _last_batch(self, row: Row) -> int:
         return last_batch(row.start_version, row.newest_version, self.rules)
 
     def _check_bound(self, row: Row, version: int) -> None:
-        """
+        """Check that a group may be in batch `version`.
+
         Raises:
             StalenessError: the group is too old for batch `version` (in exact mode: not of its version).
         """
@@ -298,7 +302,7 @@ class Store:
             )
 
     def _vacant_batches(self, number: int) -> list[int]:
-        """Batch numbers for groups admitted in exact mode."""
+        """Return batch numbers for the next `number` groups of exact mode."""
         live = (self.state.running, self.state.finished, self.state.held)
         members = Counter(row.batch for rows in live for row in rows.values())
         return vacant_batches(members, number, self.state.version + bool(self.state.held), self.rules)
@@ -310,7 +314,7 @@ class Store:
         return self.state.next_prompt - 1
 
     def _describe_expiring(self) -> str:
-        """Which running groups delay a batch for which enough groups are finished."""
+        """Return which running groups delay a batch that has enough finished groups; empty if none does."""
         if self.rules.late != "wait" or self.rules.exact:
             return ""
         bound = self.rules.max_staleness

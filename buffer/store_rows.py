@@ -1,4 +1,4 @@
-"""One row for each rollout group: all that the buffer knows of it, as plain values that a journal can keep."""
+"""Defines the row of a rollout group: all that the buffer knows of it, as plain values that a journal can keep."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from buffer.frames import Frame
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
 State = Literal["running", "finished", "held", "used", "trained", "dropped"]
-"""running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A running or a finished
-group may be dropped instead. The last two states are final."""
+"""The state of a group: running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A
+running or a finished group may be dropped instead. The last two states are final."""
 
 
 class Outcome(NamedTuple):
-    """The facts that the rules and the accounting need of a finished group, so that the group is decoded only once."""
+    """Holds what the rules and the accounting need of a finished group, so that the group is decoded only once."""
 
     newest_version: int
     response_tokens: float
-    """Mean over its rollouts."""
+    """Mean over the group's rollouts."""
     reward: float
-    """Mean over its rollouts."""
+    """Mean over the group's rollouts."""
     equal_rewards: bool
     duration_s: float
 
@@ -37,9 +37,10 @@ class Outcome(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A change makes a new row, so a journal may keep what it was given. A tuple, as rows change very often.
+    """Holds all that the buffer knows of one group. A change makes a new row, so a journal may keep the old one.
 
-    The fields up to `outcome` are the columns of the journal's table of groups, in the same order.
+    A row is a tuple, which is fast to make, because rows change very often. The fields up to `outcome` are the columns
+    of the journal's table of groups, in the same order.
     """
 
     group_id: int
@@ -49,16 +50,16 @@ class Row(NamedTuple):
     grant: int = 0
     """Id of the worker's request that was answered with this slot: a repeated request gets the same slots."""
     granted_s: float = 0.0
-    """On the buffer's clock; only for messages and durations."""
+    """When the slot was granted, on the buffer's clock; only for messages and durations."""
     batch: int = -1
-    """Exact mode: the batch it was admitted for."""
+    """In exact mode the number of the batch that the group was admitted for, else -1."""
     state: State = "running"
     drop_reason: DropReason | Literal[""] = ""
     finished_version: int = -1
-    """Served version when it arrived."""
+    """The served version when the group arrived; -1 before that."""
     outcome: Outcome | None = None
     trained_versions: tuple[int, ...] = ()
-    """Numbers of the batches it was trained in, one for each use."""
+    """Numbers of the batches that the group was trained in, one for each use."""
     payload: Frame = b""
     """The encoded group as it arrived; empty before that."""
 
@@ -68,10 +69,10 @@ class Row(NamedTuple):
 
     @property
     def newest_version(self) -> int:
-        """Version of its newest token; of a running group the lowest that this can be."""
+        """The version of the group's newest token; of a running group its start version, the lowest possible."""
         return self.outcome.newest_version if self.outcome else self.start_version
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it was in no trained batch yet."""
+        """Whether the group was in no trained batch yet."""
         return not self.trained_versions

@@ -1,4 +1,4 @@
-"""The state of the store: live rows and a few scalars, and how they are saved and restored."""
+"""Holds the state of the store, which is live rows and a few scalars, and saves and restores it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from buffer.store_rows import DropReason, Row, State
 
 
 class StoreState:
-    """Live rows by state, and scalars. `scalars()` and `rows()` together are the whole state, for `restore`.
+    """Holds live rows by state, and scalars. `restore` makes the same state from the results of `rows` and `scalars`.
 
     Args:
-        record: called with every row that is new or changed, final ones included, which the state does not keep.
+        record: called with every row that is new or changed, also with rows in a final state, which are not kept here.
     """
 
     def __init__(self, record: Callable[[Row], None] | None = None) -> None:
         self._record = record
         self.version = 0
-        """Batches trained: the newest policy version there is."""
+        """Number of batches trained, which is the newest policy version."""
         self.served_version: int | None = None
         self.first_version = 0
         """The version from which exact mode counts batches."""
         self.next_group_id = 0
         self.next_prompt = 0
         self.requeued: deque[int] = deque()
-        """Prompts to grant before fresh ones."""
+        """Indices of prompts that are granted again, before new ones."""
         self.unserved: Counter[int] = Counter()
-        """[version] fresh groups trained to yield it: they hold their slots until it is served."""
+        """[version] number of fresh groups in the batch that yielded it. They hold their slots until it is served."""
         self.accounting = GroupAccounting()
         self.running: dict[int, Row] = {}
         self.finished: dict[int, Row] = {}
@@ -53,7 +53,7 @@ class StoreState:
         return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
     def put(self, row: Row, state: State, **changes: Any) -> None:
-        """Move a row, with changes, to its new state. A row in a final state is recorded and not kept."""
+        """Move a row to `state` and change the given fields. A row in a final state is recorded and not kept."""
         self._live[row.state].pop(row.group_id, None)
         row = row._replace(state=state, **changes)
         if state in self._live:
@@ -69,13 +69,14 @@ class StoreState:
         self.put(row, "dropped", drop_reason=reason)
 
     def unaccounted(self) -> int:
-        """Admitted - (trained at least once + dropped + running + buffered + held): 0 by invariant 3, at any time."""
+        """Return admitted - (trained at least once + dropped + running + buffered + held), which must always be 0."""
         accounting = self.accounting
         live = len(self.running) + len(self.finished) + self.num_held_fresh
         return accounting.admitted - accounting.trained - accounting.dropped.total() - live
 
     def check_accounting(self) -> None:
-        """
+        """Check that each admitted group is in exactly one place.
+
         Raises:
             StalenessError: groups are lost or counted twice.
         """
@@ -88,7 +89,7 @@ class StoreState:
             )
 
     def counters(self) -> dict[str, float]:
-        """Numbers of groups: depth, running, held (by the learner), used and slots_held now; others since the start."""
+        """Return numbers of groups: depth (finished), running, held, used, slots_held now; others since the start."""
         return {
             "buffer/depth": float(len(self.finished)),
             "buffer/running": float(len(self.running)),
@@ -100,7 +101,7 @@ class StoreState:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Everything but the rows, as plain values that JSON can hold."""
+        """Return everything but the rows, as plain values that JSON can hold."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
@@ -109,7 +110,7 @@ class StoreState:
         }
 
     def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
-        """Make an empty state what `rows` and `scalars` said at one moment. Rows in a final state are left out."""
+        """Fill an empty state with `rows` and `scalars` of one moment. Rows in a final state are left out."""
         for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])

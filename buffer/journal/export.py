@@ -1,4 +1,4 @@
-"""A run's journal as one Parquet file, a row for each rollout: `async-rl export-trajectories`."""
+"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a row for each rollout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SCHEMA = pa.schema(
         "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
     }
 )
-"""`staleness` is that of the last use. The arrays are null if the journal has removed the group's payload."""
+"""The columns of the file. `staleness` is that of the last use. The arrays are null if the journal has removed the
+group's payload."""
 
 _ROLLOUTS = """
 SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
@@ -44,9 +45,9 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 
 
 def export_trajectories(run_dir: Path, target: Path) -> int:
-    """Write every rollout that arrived, before a resume too, to a Parquet file; returns their number.
+    """Write every rollout that arrived, before a resume too, to a Parquet file, and return their number.
 
-    The run may be going on.
+    The run may still be going on.
 
     Raises:
         ConfigError: the run has no journal, the journal is empty, or the file can't be written.
@@ -79,7 +80,7 @@ def _check_used(database: sqlite3.Connection, journal: Path) -> None:
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """The rows of the file, in chunks of whole groups."""
+    """Yield the rows of the Parquet file, in chunks of whole groups."""
     cursor = database.execute(_ROLLOUTS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The buffer's journal: its whole state in SQLite, written before it answers. A restarted buffer continues from it.
+"""Keeps the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer continues from it.
 
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
@@ -35,7 +35,7 @@ PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
 SCHEMA_VERSION = 2
-"""Version of the tables below, of the scalars and of the payloads; raise it with each change of one of them."""
+"""Version of the tables below, of the scalars and of the payloads. Each change of one of them must raise it."""
 SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
@@ -59,7 +59,7 @@ _OUTCOME = Row._fields.index("outcome")
 _IMPORT_PAST = (
     "REPLACE INTO groups SELECT * FROM past.groups "
     "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
-    # A group may have been in more batches after the checkpoint; these are discarded.
+    # Batches after the checkpoint, which a group may have been in as well, are discarded.
     "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
     "WHERE state <> 'dropped'",
     "REPLACE INTO rollouts SELECT * FROM past.rollouts WHERE group_id IN (SELECT group_id FROM groups)",
@@ -71,10 +71,10 @@ _IMPORT_PAST = (
 
 
 class Journal:
-    """Keeps what `record` and `record_group` are given; it is durable once `commit` has returned.
+    """Keeps what `record` and `record_group` are given. All of it is in the file once `commit` has returned.
 
     Args:
-        keep_steps: the payload of a trained or dropped group is kept for so many further versions; -1: for ever.
+        keep_steps: versions for which the payload of a trained or dropped group is kept; -1: for ever.
 
     Raises:
         AsyncRLError: in every method: the file can't be read or written. In the constructor: another schema version.
@@ -97,7 +97,7 @@ class Journal:
             self._open_payloads()
 
     def load(self) -> tuple[list[Row], dict[str, Any]] | None:
-        """The live rows and the scalars of the last commit; None if there was none."""
+        """Return the live rows and the scalars of the last commit; None if there was none."""
         with self._reporting_errors():
             found = self._db.execute("SELECT scalars FROM state").fetchone()
             if found is None:
@@ -116,9 +116,9 @@ class Journal:
         return rows, self._scalars
 
     def import_past(self, past: Path, saved: TrainingState) -> None:
-        """Copy into a new journal, from the one at `past`, the groups that were trained or dropped at the checkpoint.
+        """Copy into a new journal, from the one at `past`, the groups trained or dropped before the checkpoint `saved`.
 
-        So the tables hold the whole run, resumed or not; what came after the checkpoint is discarded. Payload files are
+        So the tables hold the whole run, also after a resume, without what came after the checkpoint. Payload files are
         linked where the disk allows it. Without a journal at `past` this does nothing; a second call is harmless.
 
         Raises:
@@ -150,7 +150,7 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Keep a line for each rollout of a group that arrived."""
+        """Keep a row for each rollout of a group that arrived."""
         ends = list(itertools.accumulate(group.lengths))
         oldest = group.versions[[0, *ends[:-1]]].tolist()
         newest = group.versions[[end - 1 for end in ends]].tolist()
@@ -195,7 +195,7 @@ class Journal:
         self._scalars = scalars
 
     def close(self) -> None:
-        """Write everything into the one file; what was not committed is lost."""
+        """Merge the write-ahead log into the file and close it. What was not committed is lost."""
         with self._reporting_errors():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._db.close()
@@ -229,7 +229,8 @@ class Journal:
 
 
 def check_schema(database: sqlite3.Connection, file: Path) -> None:
-    """
+    """Check that this version of the program can read the journal.
+
     Raises:
         AsyncRLError: another version of this program wrote the journal.
     """
@@ -242,9 +243,9 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
 
 
 def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
-    """By id, those of the groups that arrived, were not dropped before the shutdown, and still have a payload.
+    """Return, by id, those groups that arrived, were not dropped before the shutdown, and still have a payload.
 
-    Empty if there is no journal at `file`: a resumed run then generates the groups again.
+    The result is empty if there is no journal at `file`: a resumed run then generates the groups again.
     """
     rows = {}
     with contextlib.ExitStack() as stack:
@@ -264,7 +265,7 @@ def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
 
 
 def _has_commits(file: Path) -> bool:
-    """Whether the file is a journal with at least one commit."""
+    """Return whether the file is a journal with at least one commit."""
     if file.is_file():
         with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as db:
             check_schema(db, file)
@@ -277,7 +278,7 @@ def payload_folder(file: Path) -> Path:
 
 
 def _columns(row: Row, version: int) -> tuple[Any, ...]:
-    """The row of the table of groups."""
+    """Return the values of the row in the table of groups."""
     return (*row[:_OUTCOME], *(row.outcome or (None,) * 5), version if row.state in FINAL else None)
 
 

@@ -1,4 +1,4 @@
-"""Files beside the journal that hold the encoded groups (payloads); the journal holds the place of each.
+"""Keeps the encoded groups (payloads) in files beside the journal, which holds the place of each.
 
 SQLite would write a payload three times (to the log, to the table, and when its pages are reused), which takes longer
 than everything else that the buffer does with a group. Here it is appended to the newest file, and a file is removed
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE_BYTES = 64 * 2**20
-"""Size at which a new file is begun: pruning frees disk space in such pieces."""
+"""Size at which a new file is begun. Pruning frees disk space by whole files."""
 MAX_BUFFERS = 512
 """The most buffers in one write; POSIX guarantees 1024."""
 
 
 class Place(NamedTuple):
-    """Where a payload is: the number of its file, its first byte, its length."""
+    """The place of a payload: the number of its file, its first byte, its length."""
 
     file: int
     start: int
@@ -33,7 +33,7 @@ class PayloadFiles:
     """Appends payloads to the files of a folder and removes files that are not needed any more.
 
     Args:
-        kept: the places in the journal; files without any of them are removed.
+        kept: the places that the journal holds; files without any of them are removed.
 
     Raises:
         OSError: in every method: the folder or a file can't be read or written.
@@ -52,7 +52,7 @@ class PayloadFiles:
         self._file: int | None = None
 
     def append(self, payloads: Sequence[memoryview]) -> list[Place]:
-        """Write payloads; returns the place of each."""
+        """Write payloads, and return the place of each."""
         places = []
         for first in range(0, len(payloads), MAX_BUFFERS):
             part = payloads[first : first + MAX_BUFFERS]
@@ -71,7 +71,7 @@ class PayloadFiles:
         return places
 
     def remove(self, places: Iterable[Place]) -> None:
-        """Forget payloads that are not needed any more."""
+        """Give up payloads. A file that holds no other is deleted, unless it is the newest."""
         for place in places:
             self._kept[place.file] -= 1
             if not self._kept[place.file]:
@@ -96,7 +96,7 @@ def share_files(source: Path, target: Path) -> list[int]:
     """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
 
     Returns:
-        The numbers of the files; none if there is no `source`. No `PayloadFiles` changes a file of another one.
+        The numbers of the files; none if there is no `source`. Both folders may use a file: nothing is appended to it.
 
     Raises:
         OSError: a file can't be read or written.
@@ -113,10 +113,10 @@ def share_files(source: Path, target: Path) -> list[int]:
 
 
 def read_payload(folder: Path, place: Place) -> bytes:
-    """The payload at a place.
+    """Return the payload at a place.
 
     Raises:
-        OSError: it is missing or incomplete.
+        OSError: the payload is missing or incomplete.
     """
     with (folder / str(place.file)).open("rb") as file:
         file.seek(place.start)

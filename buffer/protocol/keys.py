@@ -1,4 +1,4 @@
-"""Authentication between the buffer and its clients: ZMQ CURVE keys in a folder, made by `async-rl keys new`.
+"""Authenticates buffer and clients to each other by ZMQ CURVE keys in a folder, made by `async-rl keys new`.
 
     server.key   server.key_secret     the buffer's keys: its clients talk to nobody else
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
@@ -40,7 +40,7 @@ class CurveAuthenticator:
         socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the Z85 key of the client that connects."""
+        """Return whether a client may connect. The authenticator calls this with the client's Z85 key."""
         return key == self._client_key
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:
 
 
 def _load(file: Path) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file; the secret key is empty if the file holds only a public one.
+    """Return the public and the secret key in a file; the secret key is empty if the file holds only a public one.
 
     Raises:
         ConfigError: there is no such file, it holds no key, or other users can read a secret key.

@@ -1,4 +1,4 @@
-"""The effect of each request: checked before it touches the store, answered at once or parked until it can be answered.
+"""Checks each request, applies it to the store, and answers it at once or parks it until it can be answered.
 
     operation    asked by   answered
     admit        worker     with slots as soon as there are some, empty after its wait_s
@@ -71,13 +71,13 @@ class Answer:
 
 
 class Operations:
-    """The requests of one run's clients on its store.
+    """Applies the requests of one run's clients to its store.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
     once, so that the first worker does not get all slots.
 
     Args:
-        record_group: called with every group that was stored.
+        record_group: called with every group that is stored.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Operations:
         self._aborts: dict[str, Parked] = {}
         self._learner: Parked | None = None  # a take or may_push
         self._answers: list[Answer] = []
-        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # answers to put in this turn of the loop
+        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # answers to `put` since `answers`
 
     def restore(self, refused: int, restarts: int) -> None:
-        """Continue after a restart with a store that was restored; clients notice nothing."""
+        """Continue after a restart of the buffer, with a restored store, so that clients notice nothing."""
         self.refused, self.restarts = refused, restarts
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
@@ -110,7 +110,7 @@ class Operations:
             self._seen_workers.update(self._workers)
 
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Handle one message, valid or not."""
+        """Handle one message. An invalid one is answered with the reason and changes nothing."""
         try:
             self._handle(identity, frames)
         except WireError as error:
@@ -118,20 +118,20 @@ class Operations:
             self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
     def answers(self, now_s: float) -> list[Answer]:
-        """The answers to the messages handled since the last call, and to parked requests that are due."""
+        """Return the answers to the messages handled since the last call, and to parked requests that are due."""
         self._answer_parked(now_s)
         answers, self._answers = self._answers, []
         self._open_acks.clear()
         return answers
 
     def next_due_s(self) -> float:
-        """When the wait_s of the next parked request ends, by time.monotonic."""
+        """Return when the wait_s of the next parked request ends, by time.monotonic; infinity if none is parked."""
         learner = [self._learner] if self._learner else []
         parked = [*self._admits.values(), *self._aborts.values(), *learner]
         return min((p.until_s for p in parked), default=float("inf"))
 
     def abandon(self, worker: str) -> int:
-        """Fail the running groups of a worker that died; their prompts go to others. Returns their number."""
+        """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
         self._admits.pop(worker, None)
         self._aborts.pop(worker, None)
         return self.store.abandon(worker)
@@ -141,7 +141,7 @@ class Operations:
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
-        """Say what the next batch is waiting for."""
+        """Return what the next batch is waiting for."""
         missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
@@ -220,7 +220,7 @@ class Operations:
         self._aborts[worker] = parked
 
     def _put(self, worker: str, payload: Frame) -> bool:
-        """Store a group. False if nothing changes: it had been stored before, or was dropped."""
+        """Store a group. Returns False if nothing changes: the group had been stored before, or was dropped."""
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)
         if slot is None:
@@ -281,7 +281,7 @@ def _park(identity: bytes, request: Request, amount: int = 0) -> Parked:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """Number of groups for each worker: one at a time to the worker with the fewest running, up to what it asked for.
+    """Return the slots for each worker: one at a time goes to that with the fewest running, up to what it asked for.
 
     Args:
         capacity: groups that may start now.

@@ -1,4 +1,4 @@
-"""The buffer's socket: a ROUTER at network.host, which admits only clients with the keys of network.keys, if set."""
+"""Opens the buffer's socket: a ROUTER at network.host, which admits only clients with the keys of network.keys."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from async_rl.errors import ConfigError
 from buffer.protocol.keys import CurveAuthenticator
 
 BIND_S = 10.0
-"""How long a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
+"""Seconds that a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
 FREE_PORTS = (61000, 65536)
-"""Above the ports that Linux gives to outgoing connections, so that none takes the buffer's port while it restarts."""
+"""Range of ports for the buffer, above those that Linux gives to outgoing connections, which could take the buffer's
+port while it restarts."""
 
 
 class BufferSocket:
-    """The ROUTER socket, bound.
+    """Binds the ROUTER socket.
 
     Raises:
         ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.

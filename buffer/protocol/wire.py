@@ -1,10 +1,10 @@
-"""The messages between the buffer and its clients: a msgpack header frame, then raw frames.
+"""Packs and reads the messages between the buffer and its clients: a msgpack header frame, then raw frames.
 
     request   {schema, op, id, ...}              put: 1 frame, the group
     reply     {schema, ids, error, result}       take: the frames of a batch, or none while the learner has to wait
 
-A request is repeated with the same id until its reply arrives; the buffer makes the second one harmless. Requests of
-one client that have the same answer may be answered together, as many of `put` are.
+A request is repeated with the same id until its reply arrives; in the buffer the repetition has no effect. Requests of
+one client that have the same answer may be answered together, as those of `put` often are.
 
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
@@ -32,11 +32,12 @@ from buffer.frames import Frame, view
 from buffer.store_rows import Row
 
 LONG_POLL_S = 5.0
-"""The wait_s of requests whose answer may take longer: they are answered empty after it, and asked again."""
+"""The longest wait_s that a client sends. A request that can't be fulfilled by then gets an empty answer, and the
+client sends it again."""
 MAX_CAUSE_CHARS = 2000
 MAX_ERROR_CHARS = 2000
 MAX_ANSWERED = 256
-"""Requests that one reply may answer."""
+"""The most requests that one reply may answer."""
 
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
@@ -66,7 +67,7 @@ class Request:
 @dataclass(slots=True)
 class Reply:
     ids: list[int]
-    """The requests that it answers."""
+    """Ids of the requests that the reply answers."""
     error: str
     """Empty, or why the request was refused."""
     result: dict[str, Any]
@@ -78,9 +79,10 @@ def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
 
 
 def read_request(frames: Sequence[Frame]) -> Request:
-    """
+    """Return the request in the frames of a message.
+
     Raises:
-        WireError: not a request; names the field and the value.
+        WireError: the frames are not a request; the message names the field and the value.
     """
     if not frames:
         raise WireError("message: 0 frames, allowed a header and its payload")
@@ -97,7 +99,7 @@ def read_request(frames: Sequence[Frame]) -> Request:
 
 
 def read_request_id(frames: Sequence[Frame]) -> int:
-    """The id in a message that may be broken, so that its sender learns of the refusal; 0 if there is none."""
+    """Return the id in a message that may be broken, so that its sender learns of the refusal; 0 if it has none."""
     try:
         header = unpack(view(frames[0])) if frames else None
     except WireError:
@@ -111,9 +113,10 @@ def pack_reply(ids: Sequence[int], result: dict[str, Any], error: str = "") -> b
 
 
 def read_reply(frames: list[zmq.Frame]) -> Reply:
-    """
+    """Return the reply in the frames of a message.
+
     Raises:
-        WireError: not a reply.
+        WireError: the frames are not a reply.
     """
     fields = Fields(unpack(frames[0].buffer), _REPLY_FIELDS, "reply ")
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
@@ -130,7 +133,7 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
 
 
 def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float], limits: Limits) -> list[Frame]:
-    """Batch number `version` as frames that `decode_batch` reads, on the learner's rank 0 or on another rank."""
+    """Return batch number `version` as frames, which `decode_batch` reads on any rank of the learner."""
     header = {
         "version": version,
         "finished_versions": [group.finished_version for group in groups],
@@ -141,10 +144,10 @@ def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float]
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
-    """The batch in the frames of `LearnerClient.take_raw`.
+    """Return the batch in the frames of `LearnerClient.take_raw`.
 
     Raises:
-        WireError: names the field and the value.
+        WireError: a frame is not valid; the message names the field and the value.
     """
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
     sizes = fields.nested("limits")

@@ -1,13 +1,15 @@
-"""The loss of a micro-batch as a whole: advantages, policy loss, correction, KL term, critic, and their statistics.
+"""Computes the losses of a micro-batch: advantages, policy loss, correction, KL term, critic, and their statistics.
 
-    Objective.prepare   numbers that need all tokens of a batch or minibatch, after the forward passes at step start
-    Objective.losses    logprobs, entropy and values of a micro-batch -> losses summed over trained tokens
-    Objective.finish    the batch's totals -> metrics, and the KL coefficient of the next batch
+    Objective.prepare   once a batch, after the forward passes at step start: numbers that depend on all its tokens
+    Objective.losses    for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
+    Objective.finish    once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
 A loss is a sum over tokens; the caller divides it by the normaliser of the whole minibatch, which counts the tokens or
 answers of all ranks and micro-batches: any split gives the same gradient.
 
     L_t = kept_t * (weight_t * (policy loss_t + kl_coef * KL loss_t) - entropy_coef * entropy_t)
+
+kept_t is 1 for a trained token that no mask drops, else 0; weight_t is the importance weight of the correction.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
-"""One batch changes an adaptive KL coefficient by at most 0.2 * KL_STEP of itself."""
+"""In one batch an adaptive KL coefficient grows or shrinks by at most 0.2 * KL_STEP of its value."""
 KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
     "none": None, "k1_reward": None, "k2_loss": kl_k2, "k3_loss": kl_k3,
 }  # fmt: skip
-"""The estimate that each value of algorithm.kl.kind adds to the loss."""
+"""By value of algorithm.kl.kind, the KL estimate that is added to the loss; None: the loss gets none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """A rule by which losses of tokens become the loss of a minibatch: their sum, divided by a normaliser."""
+    """A rule that turns the losses of tokens into the loss of a minibatch: their sum, divided by a normaliser."""
 
     normaliser: Callable[[Sequence[int], int], int]
     """(counted tokens of each answer, rollout.max_response_tokens) -> what the sum is divided by."""
     divides_by_length: bool = False
-    """The loss of each token is first divided by the counted tokens of its answer."""
+    """Whether the loss of each token is first divided by the counted tokens of its answer."""
 
 
 AGGREGATIONS = {
@@ -72,7 +74,7 @@ class Losses:
 
 
 class Objective:
-    """The losses that a configuration asks for. `kl_coef` is its only state: a checkpoint must keep it.
+    """Computes the losses that a configuration asks for. Its only state, `kl_coef`, must be in every checkpoint.
 
     Raises:
         ConfigError: the configuration names a loss, advantage, correction or aggregation that does not exist.
@@ -93,28 +95,35 @@ class Objective:
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
         self.needs_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
-        """Whether proximal logprobs take a forward pass of their own at step start. Without one they are those of the
-        gradient's pass: with one optimizer step a batch and no dropout they are the same."""
+        """Whether proximal logprobs need a forward pass of their own at step start. Otherwise the pass with gradient
+        gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.needs_values = takes_several or self._whitens_at_start
-        """Whether values take a forward pass of the critic at step start, where there is a critic."""
+        """Whether a critic, if there is one, runs a forward pass at step start to give the old values."""
         self.needs_reference = algorithm.kl.kind != "none"
         """Whether the reference's logprobs are needed at step start."""
 
     def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
-        """The number that the summed policy loss of a minibatch is divided by, at least 1.
+        """Return the number that the summed policy loss of a minibatch is divided by, at least 1.
 
         Args:
-            pairs: (group, answer) of the minibatch.
+            pairs: (group, answer) of each answer of the minibatch.
 
-        Trained tokens count, and those that are only too old to be: masking tokens for their age takes their part of
-        the loss away and amplifies no other.
+        Counted are trained tokens and those masked only for their age. So masking tokens for their age removes their
+        loss and does not amplify that of the others.
         """
         rollouts = [groups[g].rollouts[i] for g, i in pairs]
         counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
         return float(max(1, self._aggregation.normaliser(counted, self.config.rollout.max_response_tokens)))
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The minibatches of a batch with the numbers that need all their tokens; collective."""
+        """Return the minibatches of a batch, completed with numbers that depend on the tokens of all ranks. Collective.
+
+        The numbers are `whitening` (of the batch), `m2po_limit` and `mean_weight` (of each minibatch); `MiniBatch` says
+        what they do. A number that the configuration does not use keeps its neutral default.
+
+        Args:
+            minibatches: all of one batch, after the forward passes at step start.
+        """
         correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:
             micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
@@ -140,7 +149,14 @@ class Objective:
         tally: MetricAccumulator,
         is_first_epoch: bool,
     ) -> Losses:
-        """The losses of a micro-batch; adds its statistics to `tally`."""
+        """Return the losses of a micro-batch, summed over its trained tokens, and add its statistics to `tally`.
+
+        Proximal logprobs and old values that were not computed at step start are those of this pass, detached.
+
+        Args:
+            minibatch: the minibatch that `micro` belongs to, as `prepare` returned it.
+            is_first_epoch: statistics of off-policyness are added only then, as later epochs would repeat them.
+        """
         algorithm, response = self.config.algorithm, micro.response
         trained = response.trained
         logprobs = torch.where(trained, logprobs, 0.0)  # -inf where not trained would make gradients NaN
@@ -170,7 +186,7 @@ class Objective:
             algorithm.correction.masks, log_rho, advantages, trained, response.answers, len(response.lengths)
         )
         if is_first_epoch:
-            # Interpolated logprobs at staleness 0 are the behaviour's own: they can't show a mismatch.
+            # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
             shows_mismatch = algorithm.proximal != "interpolate"
             tally_offpolicy(tally, response, log_rho, weights, truncated, dropped, shows_mismatch)
             self._tally_extras(tally, micro, proximal, log_rho)
@@ -183,10 +199,12 @@ class Objective:
         """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient. Every rank gets the same.
 
         Args:
+            totals: sums over the batch and all ranks, from `MetricAccumulator.reduce`.
             median_tokens: median of the trained tokens of the batch's answers.
 
-        The coefficient follows Ziegler et al. 2019, arXiv 1909.08593, section 2.2: it is multiplied by
-        1 + 0.1 * clip(kl / target - 1, -0.2, 0.2), with the KL divergence (k3) in nats a token.
+        If algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
+        KL(proximal || reference) of the batch, estimated by k3 in nats a token. Source: Ziegler et al. 2019, arXiv
+        1909.08593, section 2.2.
         """
         kl = self.config.algorithm.kl
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
@@ -201,7 +219,7 @@ class Objective:
         return metrics
 
     def _proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
-        """Proximal logprobs [N], detached, 0 where not trained."""
+        """Return the proximal logprobs [N]: interpolated, of step start, or `logprobs`. Detached, 0 if untrained."""
         if self.config.algorithm.proximal == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
         return logprobs.detach() if micro.proximal is None else _at_start(micro)
@@ -209,10 +227,10 @@ class Objective:
     def _advantages(
         self, micro: MicroBatch, proximal: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(advantages [N], the critic's targets [N]) after a penalty on the rewards of single tokens, not whitened.
+        """Return (advantages [N], the critic's targets [N]), with the KL penalty on rewards and not yet whitened.
 
         Args:
-            proximal: not used where advantages are whitened: that needs the logprobs of step start.
+            proximal: None: those of step start. They are always used where advantages are whitened.
         """
         response, algorithm = micro.response, self.config.algorithm
         if proximal is None or self._whitens_at_start:
@@ -229,7 +247,10 @@ class Objective:
         return response.advantages, None
 
     def _mean_weight(self, minibatch: MiniBatch) -> float:
-        """Mean weight of the trained tokens of all ranks, for a rule that doesn't read advantages; collective."""
+        """Return the mean weight of a minibatch's trained tokens on all ranks. Collective.
+
+        The correction's rule must not read advantages: it gets zeros.
+        """
         weights = []
         for micro in minibatch.micro_batches:
             log_rho = _log_rho_at_start(micro)
@@ -241,7 +262,7 @@ class Objective:
         return float(sums[0] / sums[1].clamp(min=1)) or 1.0
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
-        """(weights [N] of the loss, truncated [N] bool: the rule's weight is outside [floor, cap])."""
+        """Return (weights [N] of the loss, truncated [N] bool: the correction's weight was outside [floor, cap])."""
         correction = self.config.algorithm.correction
         raw = self._weights_of(log_rho, advantages, response.trained, response.answers, len(response.lengths))
         truncated = (raw < correction.floor) | (raw > correction.cap)
@@ -254,7 +275,7 @@ class Objective:
         return 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _reference(micro))
 
     def _total(self, loss: Tensor, response: ResponseTokens) -> Tensor:
-        """Sum of the loss [N], 0 where it doesn't count. An answer is divided by its trained and too old tokens."""
+        """Return the sum of the losses [N], each divided by its answer's counted tokens if that is asked for."""
         if self._aggregation.divides_by_length:
             tokens = sum_by_answer(response.trained.to(loss.dtype), response.answers, len(response.lengths))
             loss = loss / (tokens + response.too_old).clamp(min=1)[response.answers]
@@ -270,7 +291,7 @@ class Objective:
 
 
 def _at_start(micro: MicroBatch) -> Tensor:
-    """The proximal logprobs [N] that were computed at step start, 0 where not trained."""
+    """Return the proximal logprobs [N] that were computed at step start, 0 where not trained."""
     assert micro.proximal is not None
     return torch.where(micro.response.trained, micro.proximal, 0.0)
 
@@ -280,13 +301,13 @@ def _log_rho_at_start(micro: MicroBatch) -> Tensor:
 
 
 def _reference(micro: MicroBatch) -> Tensor:
-    """The reference's logprobs [N], 0 where not trained."""
+    """Return the reference's logprobs [N], 0 where not trained."""
     assert micro.reference is not None
     return torch.where(micro.response.trained, micro.reference, 0.0)
 
 
 def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
-    """The last of the trained tokens of all ranks that M2PO keeps; collective. tau 0: the mask is off."""
+    """Return the last token, of the trained ones of all ranks, that M2PO keeps. Collective. tau 0: the mask is off."""
     if tau == 0:
         return minibatch.m2po_limit
     squares, places = [], []
@@ -298,7 +319,7 @@ def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
 
 
 def _gather(parts: Sequence[Tensor]) -> Tensor:
-    """The values of all ranks, one after another; collective. [n_i] of this rank's micro-batches -> [n] of all"""
+    """Return the values of all ranks, concatenated. Collective. [n_i] of this rank's parts -> [n] of all ranks."""
     values = torch.cat(list(parts))
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(values)], device=values.device))

@@ -1,6 +1,6 @@
 """The configuration: one frozen section for each component. loading.py reads it from YAML and the command line.
 
-It states intent; derived values are properties, and `async-rl train CONFIG --dry-run` prints them.
+The keys state intent; derived values are properties, and `async-rl train CONFIG --dry-run` prints them.
 Importing this package imports neither torch, ray nor sglang.
 """
 
@@ -40,7 +40,7 @@ from async_rl.seams import CORRECTIONS, Correction
 
 @section("")
 class Config:
-    """A run of async-rl."""
+    """The whole configuration of a run."""
 
     model: Section[ModelConfig]
     task: Section[TaskConfig]
@@ -67,49 +67,51 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run."""
+        """The folder that holds all files of the run: run.dir/run.name."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def rollouts_per_step(self) -> int:
-        """Answers in a batch."""
+        """The number of rollouts in a batch."""
         return self.learner.prompts_per_step * self.rollout.group_size
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest prompt with the longest answer."""
+        """The length in tokens of the longest prompt with the longest answer."""
         return self.task.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def fresh_per_step(self) -> int:
-        """Rollout groups of a batch, at least, that no batch held before: F in buffer/staleness.py."""
+        """The smallest number of rollout groups of a batch that no batch held before: F in buffer/staleness.py."""
         return math.ceil(self.buffer.fresh_fraction * self.learner.prompts_per_step)
 
     @property
     def max_slots(self) -> int:
-        """Rollout groups admitted and not yet superseded by served weights: (M + 1) F in buffer/staleness.py."""
+        """The largest number of rollout groups that hold a slot at once: (M + 1) F in buffer/staleness.py."""
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
     def journal_kept_steps(self) -> int:
-        """Steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
+        """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
 
-        A resume needs the groups that were trained on after its checkpoint. The next checkpoint may still be being
-        written when the one after it is due; if that write is cut short, the run resumes from the one before.
+        A resume needs the groups that were trained on after its checkpoint. That can be the last checkpoint but one:
+        the last may still be being written when the next is due, and is lost if its writing is cut short.
         """
         kept = self.buffer.journal_keep_steps
         return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learner and engine share GPUs and never work at once: each has the memory in its turn."""
+        """Whether learner and engine share GPUs, never work at the same time, and take turns in using the memory."""
         engine = self.rollout.engine_entry
         return self.placement.colocated and self.staleness.max == 0 and engine.releases_memory
 
     @property
     def drops_zero_variance(self) -> bool:
-        """Whether the buffer drops groups of equal rewards: it must see the rewards that advantages are made of, and
-        a reward model gives others."""
+        """Whether the buffer drops groups whose rewards are all equal.
+
+        It can't with a reward model: advantages are then made of that model's rewards, which the buffer does not see.
+        """
         algorithm = self.algorithm
         compares = algorithm.advantage_entry.compares_group
         return algorithm.filter_zero_variance and compares and not self.reward_model.path
@@ -125,5 +127,5 @@ class Config:
 
     @property
     def correction_entry(self) -> Correction:
-        """The entry of `correction_kind` in the table."""
+        """The entry of `correction_kind` in the table CORRECTIONS, or the one it names as `module:name`."""
         return self.algorithm.correction.entry or CORRECTIONS[self.correction_kind]

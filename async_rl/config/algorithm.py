@@ -1,4 +1,4 @@
-"""The section `algorithm`: how a batch becomes a loss. docs/algorithms.md has the formulas, presets.py combinations."""
+"""The section `algorithm`: how a batch becomes a loss. docs/algorithms.md has the formulas, presets.py the presets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ClipConfig:
     low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - low."""
     high: Annotated[Unbounded, Field(gt=0)] = 0.28
-    """The ratio is clipped above 1 + high; .inf: no upper limit."""
+    """The ratio to the proximal policy is clipped above 1 + high; .inf: no upper limit."""
     dual: Annotated[NonNegativeFloat, checked(lambda dual: dual == 0 or dual > 1, "0 (off) or above 1")] = 3.0
     """With ppo_clip, the loss of a token with negative advantage is at most dual * |A|. 0 turns it off."""
     tv: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """With dppo_tv, a token is dropped once its probability has moved further than this the way its advantage points.
-    """
+    """With dppo_tv, a token is left out once its probability has moved by more than this in the direction of its
+    advantage."""
     tv_pull: NonNegativeFloat = 1e-3
-    """With dppo_tv, the coefficient of (log ratio)^2, which pulls every token back. 0 turns it off."""
+    """With dppo_tv, the coefficient of a (log ratio)^2 penalty on every token. 0 turns it off."""
 
 
 @section("algorithm.correction.masks")
@@ -45,9 +45,9 @@ class MasksConfig:
     token: Bounds = UNBOUNDED
     """A token is left out if its rho is outside of [low, high]. IcePop uses [0.5, 5.0]."""
     sequence: Bounds = UNBOUNDED
-    """An answer is left out if the product of its rho is outside of [low, high], e.g. [0.0, 3.0]."""
+    """An answer is left out if the product of its tokens' rho is outside of [low, high], e.g. [0.0, 3.0]."""
     geometric: Bounds = UNBOUNDED
-    """An answer is left out if the geometric mean of its rho is outside of [low, high], e.g. [0.99, 1.01]."""
+    """An answer is left out if the geometric mean of its tokens' rho is outside of [low, high], e.g. [0.99, 1.01]."""
     m2po: NonNegativeFloat = 0.0
     """Tokens with the largest (log rho)^2 are left out until the mean of the rest is below this, e.g. 0.04. 0: off."""
     opsm: NonNegativeFloat = 0.0
@@ -64,7 +64,7 @@ class CorrectionConfig:
     """Which weight a token has. auto: none at staleness.max 0 and where the loss or the advantage corrects already
     (algorithm.proximal behaviour, algorithm.advantage vtrace), else token_tis."""
     floor: NonNegativeFloat = 0.0
-    """Weights below this are raised to it. With the cap it makes a two-sided clip, e.g. {floor: 0.5, cap: 2.0}."""
+    """Weights below this are raised to it. Floor and cap together clip on both sides, e.g. {floor: 0.5, cap: 2.0}."""
     cap: Annotated[Unbounded, Field(gt=0)] = 2.0
     """Weights above this are lowered to it; .inf: no cap."""
     batch_normalised: bool = False
@@ -83,7 +83,7 @@ class CorrectionConfig:
 
     @property
     def entry(self) -> Correction | None:
-        """The entry of `kind` in the table; None for auto."""
+        """The entry of `kind` in the table CORRECTIONS; None for auto."""
         return None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
 
     @property
@@ -97,8 +97,8 @@ class KlConfig:
     """A penalty that keeps the policy near the frozen reference model."""
 
     kind: Literal["none", "k1_reward", "k2_loss", "k3_loss"] = "none"
-    """k1_reward takes the penalty off the reward of each token. k2_loss has the same gradient as a loss. k3_loss has
-    the gradient of the other KL divergence, KL(reference || policy)."""
+    """k1_reward subtracts the penalty from the reward of each token. k2_loss adds it to the loss, with the same
+    gradient. k3_loss has the gradient of the other KL divergence, KL(reference || policy)."""
     coef: PositiveFloat = 1e-3
     """The coefficient of the penalty. Turn the penalty off by kl.kind: none."""
     target: NonNegativeFloat = 0.0
@@ -126,29 +126,29 @@ class AlgorithmConfig:
     """The loss of the policy."""
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
-    (decoupled). interpolate: log-linear between behaviour and learner by version, which saves that forward pass.
-    behaviour: the one that sampled the tokens (coupled)."""
+    (decoupled), which takes a forward pass. interpolate: log-linear between behaviour and learner by version, without
+    that forward pass. behaviour: the policy that sampled the tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the losses of tokens are averaged: over all trained tokens; over answers, each with the mean of its tokens;
-    or as their sum divided by answers * rollout.max_response_tokens."""
+    """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over answers, each
+    with the mean of its tokens. constant: their sum divided by answers * rollout.max_response_tokens."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
     """The coefficient of the entropy bonus. 0 turns it off."""
     epochs: PositiveInt = 1
-    """How often a batch is gone through."""
+    """How often the learner goes through a batch."""
     minibatches: PositiveInt = 1
     """Parts into which a batch is split. Optimizer steps per batch are epochs * minibatches."""
     early_stop_kl: NonNegativeFloat = 0.0
     """When a minibatch's KL(proximal || learner) is above this, in nats a token, the policy's remaining optimizer steps
-    of the batch are left out. A critic takes all of its own. 0 turns it off."""
+    of the batch are left out. A critic still takes all of its steps. 0 turns it off."""
     skip_batch_kl: NonNegativeFloat = 0.0
     """A batch with a KL(behaviour || proximal) above this, in nats a token, is counted and not trained on. 0: off."""
     filter_zero_variance: bool = True
-    """Groups of equal rewards are dropped and counted, where advantages compare the answers of a group: all of theirs
-    would be zero. Many of them one after another with the same reward (a solved task, or a hopeless one) end the run.
-    Other advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
+    """Groups whose rewards are all equal are dropped and counted if advantages compare the answers of a group, because
+    their advantages would be zero. Many such groups in a row with the same reward (a solved task, or a hopeless one)
+    end the run. Other advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
 
     def __post_init__(self) -> None:
         self._check_limits()
@@ -158,17 +158,17 @@ class AlgorithmConfig:
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps per batch."""
+        """The number of optimizer steps per batch."""
         return self.epochs * self.minibatches
 
     @property
     def advantage_entry(self) -> Advantage:
-        """The entry of `advantage` in the table."""
+        """The entry of `advantage` in the table ADVANTAGES."""
         return find_entry(ADVANTAGES, self.advantage, "algorithm.advantage")
 
     @property
     def loss_entry(self) -> Loss:
-        """The entry of `loss` in the table."""
+        """The entry of `loss` in the table LOSSES."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
 
     def _check_limits(self) -> None:

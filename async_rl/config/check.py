@@ -1,4 +1,4 @@
-"""The error of a setting that can't work, and the check that raises it."""
+"""The error for settings that can't work, and the check that raises it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """One setting that can't work. The message is `text`, the place where the user set it, and `rest`."""
+    """One setting that can't work. Its line of the error is `text`, the place where `key` was set, and `rest`."""
 
     key: str
     text: str
@@ -17,10 +17,10 @@ class Problem(NamedTuple):
 
 
 class SettingsError(ConfigError):
-    """Settings that can't work, one line each.
+    """The error for settings that can't work. The message has one line for each.
 
     Args:
-        places: where each key was set (`run.yaml:7`, `command line`); keys that nobody set are missing.
+        places: where each key was set (`run.yaml:7`, `command line`); keys with their default are missing.
     """
 
     def __init__(self, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> None:
@@ -40,8 +40,8 @@ def check(condition: bool, key: str, got: object, allowed: str, hint: str = "") 
     """Check one setting.
 
     Raises:
-        SettingsError: `condition` is false. The message says that `key` must be `allowed` and got `got`; `hint` is what
-            to do.
+        SettingsError: `condition` is false. The message is "`key` must be `allowed`, got `got`", then `hint`, which
+            says what to do.
     """
     if not condition:
         raise SettingsError([Problem(key, f"{key} must be {allowed}, got {got!r}", f". {hint}" if hint else "")])

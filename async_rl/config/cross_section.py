@@ -1,4 +1,4 @@
-"""Checks of settings in different sections, which are valid by themselves and do not work together."""
+"""Checks for settings of different sections that are each valid but do not work together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_cross_section(config: Config) -> None:
-    """
+    """Check all settings that depend on settings of other sections.
+
     Raises:
-        SettingsError: two settings do not work together; gives the reason and the alternative.
+        SettingsError: two settings do not work together. The message gives the reason and the alternative.
     """
     _check_sizes(config)
     _check_algorithm(config)
@@ -65,7 +66,7 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_slots(config: Config) -> None:
-    """Groups of all batches between two pushes must fit: buffer/staleness.py proves that this is enough."""
+    """Check that there are slots for all batches between two pushes; buffer/staleness.py proves that this is enough."""
     every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
     fresh, needed = config.fresh_per_step, every_steps * prompts
     largest_every = config.max_slots // prompts
@@ -94,7 +95,7 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """The best checkpoint is known only if held-out prompts are evaluated at the version of each checkpoint."""
+    """Check that checkpoint.best_metric is measured at the version of each checkpoint."""
     metric = config.checkpoint.best_metric
     if not config.checkpoint.keep_best or not metric.startswith("eval/"):  # every step measures the other metrics
         return
@@ -118,7 +119,10 @@ def _check_best(config: Config) -> None:
 
 
 def _check_updates(config: Config) -> None:
-    """With SGLang's overlap schedule a token is on its way when a pause in place comes, and gets a wrong version."""
+    """Check that weight_sync.on_update goes with staleness.late and with SGLang's overlap schedule.
+
+    With that schedule, a token that is being sampled during a pause in place gets a wrong version.
+    """
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     check(
         late != "mask" or on_update != "drain", "staleness.late", late, "wait or drop with weight_sync.on_update drain",
@@ -134,7 +138,7 @@ def _check_updates(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    """An engine is asked only for what its entry declares."""
+    """Check that the engine's entry declares each capability that the configuration uses."""
     rollout, sync, entry = config.rollout, config.weight_sync, config.rollout.engine_entry
     servers, tp, most = config.placement.rollout.servers, config.placement.rollout.tp, entry.max_tensor_parallel
     with_engine = f"with rollout.engine {rollout.engine}"
@@ -162,7 +166,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_transport(config: Config) -> None:
-    """The engine must receive what the transport delivers, and both be on devices that the transport connects."""
+    """Check that the engine receives what the transport delivers, and that the transport connects their devices."""
     placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
@@ -182,18 +186,19 @@ def _check_transport(config: Config) -> None:
 
 
 def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
-    """The hint that names the engines that can do what another can't."""
+    """Return the hint that names the engines for which `can` is true, or an empty text if there is none."""
     names = [name for name, entry in ENGINES.items() if can(entry)]
     return f"Or set rollout.engine: {_either(names)}." if names else ""
 
 
 def _either(names: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return the names as `a, b or c`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _check_exact(config: Config) -> None:
-    """A batch comes whole from one version, so a push waits for its groups and nothing else decides what is in it."""
+    """Check the settings that staleness.mode exact needs: every batch comes from one version, whose push waits for it.
+    """
     late, on_update = config.staleness.late, config.weight_sync.on_update
     every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
     for key, got, needed, reason in (

@@ -1,4 +1,4 @@
-"""The sections that say what is rolled out, and how stale it may be when the learner gets it."""
+"""The sections on prompts, generation, the buffer, staleness and evaluation."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class TaskConfig:
     eval_path: str = ""
     """The file of held-out prompts. A reasoning_gym task makes its own, disjoint from the training prompts."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """Parameters of the reasoning_gym dataset; a task of your own reads what it needs."""
+    """Parameters of the reasoning_gym dataset, or those that a task of your own reads."""
     size: PositiveInt = 10_000
     """Training prompts to generate (reasoning_gym only)."""
     reward: str = ""
     """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
     task's own verifier."""
     max_prompt_tokens: PositiveInt = 512
-    """The longest prompt."""
+    """The longest allowed prompt, in tokens."""
     long_prompts: Literal["skip", "refuse"] = "skip"
-    """A prompt over max_prompt_tokens is skipped and counted, or ends the run at its start."""
+    """What happens with a prompt over max_prompt_tokens. skip: it is left out and counted. refuse: it ends the run."""
     max_failures: PositiveInt = 20
-    """Groups failing in a row that end the run."""
+    """The run ends when the rewards of this many groups in a row have failed."""
 
     def __post_init__(self) -> None:
         check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "one of task.name and task.path")
@@ -57,7 +57,7 @@ class RolloutConfig:
     group_size: PositiveInt = 8
     """Answers to each prompt."""
     max_response_tokens: PositiveInt = 256
-    """The longest answer."""
+    """The longest answer, in tokens; longer ones are cut off."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy rollouts have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -68,9 +68,9 @@ class RolloutConfig:
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """SGLang's --mem-fraction-static on GPUs."""
     server_url: str = ""
-    """The URL of a running SGLang server to take over. It is set back to model.path as version 0 and lives on after the
-    run. With weight_sync.on_update in_place it must run with --disable-overlap-schedule. Empty: the run starts its
-    own."""
+    """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
+    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. Empty: the run starts its own
+    servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of SGLang, e.g. {max-running-requests: 512}."""
 
@@ -83,13 +83,13 @@ class RolloutConfig:
 
     @property
     def engine_entry(self) -> EngineEntry:
-        """The entry of `engine` in the table."""
+        """The entry of `engine` in the table ENGINES."""
         return find_entry(ENGINES, self.engine, "rollout.engine")
 
 
 @section("staleness")
 class StalenessConfig:
-    """How old the weights may be that sampled what the learner trains on."""
+    """How old the weights may be that sampled the tokens the learner trains on."""
 
     max: NonNegativeInt = 0
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
@@ -98,7 +98,7 @@ class StalenessConfig:
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
     late: Literal["wait", "drop", "mask"] = "wait"
-    """How a group is treated that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
+    """What happens to a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
     prompt granted again (biased to short answers). mask: it is trained on, with the tokens that are too old masked."""
 
 
@@ -109,12 +109,13 @@ class BufferConfig:
     max_uses: PositiveInt = 1
     """Batches that a rollout group may be in, all of them within the staleness bound."""
     fresh_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The smallest share of a batch that no batch held before. The rest are groups used before, as far as there are."""
+    """The smallest share of a batch's groups that no batch held before. The rest are groups used before, if there are.
+    """
     journal: bool = True
-    """Keep everything in run_dir/trajectories.sqlite, so that the run survives the end of the buffer's process."""
+    """Keep all groups in run_dir/trajectories.sqlite, so that the run survives the end of the buffer's process."""
     journal_keep_steps: Annotated[int, Field(ge=-1)] = 100
-    """Steps for which the tokens of a trained or dropped group stay in the journal; -1: for ever. Where that is less
-    than 2 * checkpoint.every_steps, that many: a resume needs them. Rewards, lengths and versions always stay."""
+    """Steps for which the tokens of a trained or dropped group stay in the journal; -1: for ever. They stay for at
+    least 2 * checkpoint.every_steps, because a resume needs them. Rewards, lengths and versions always stay."""
 
 
 @section("eval")
@@ -123,14 +124,14 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps
-    rollout.concurrency groups in flight, as many as training may; with pin_version all of them at once."""
+    rollout.concurrency prompts in flight, as many as training may; with pin_version all of them at once."""
     size: NonNegativeInt = 256
-    """Held-out prompts. 0: no evaluation."""
+    """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1
-    """Answers to each of them."""
+    """The number of answers to each held-out prompt."""
     pin_version: bool = False
-    """An evaluation beside training holds the next push back, so that all its answers come from one version. Otherwise
-    nothing waits, and eval/oldest_version and eval/newest_version tell which versions sampled them."""
+    """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
+    no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers."""
 
     def __post_init__(self) -> None:
         check(

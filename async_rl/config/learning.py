@@ -1,4 +1,4 @@
-"""The sections that say which models are trained or used, and how they are trained."""
+"""The sections on the models of a run, on the optimizer and on supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @section("model.lora")
 class LoraConfig:
-    """Low-rank adapters that are trained in place of the whole policy; servers get, and the run saves, merged weights.
+    """Low-rank adapters that are trained in place of the whole policy. Servers get, and the run saves, merged weights.
     """
 
     rank: NonNegativeInt = 0
@@ -52,9 +52,9 @@ class CriticConfig:
     lr: PositiveFloat = 1e-5
     """The critic's learning rate."""
     warmup_steps: NonNegativeInt = 0
-    """Steps that train the critic alone before the policy moves."""
+    """Steps at the start that train the critic alone, without the policy."""
     value_clip: NonNegativeFloat = 0.2
-    """Values are clipped to this distance from those at the start of the step. 0 turns clipping off."""
+    """Values are clipped to this distance from the values at the start of the step. 0 turns clipping off."""
 
 
 @section("reference")
@@ -90,7 +90,7 @@ class LearnerConfig:
     weight_decay: NonNegativeFloat = 0.0
     """The weight decay of AdamW."""
     max_tokens_per_microbatch: PositiveInt = 16_384
-    """Tokens that one forward and backward pass holds, padding included."""
+    """The most tokens in one forward and backward pass, padding included."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
     third more work."""
@@ -102,12 +102,12 @@ class LearnerConfig:
     """Optimizer steps over which the learning rate rises linearly."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Over this last share of run.steps all learning rates fall linearly to 0, so that a run does not end on a large
-    step. 0: they stay."""
+    step. 0: no decay."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
     a node and copied to each node, so that only gradients travel between nodes."""
     max_skipped_steps: PositiveInt = 3
-    """An optimizer step without a finite loss and gradient is skipped and counted; this many in a row end the run."""
+    """An optimizer step whose loss or gradient is not finite is skipped and counted; this many in a row end the run."""
 
 
 @section("sft")
@@ -115,12 +115,13 @@ class SftConfig:
     """How `async-rl sft` makes model.path by supervised fine-tuning."""
 
     base: str = "tiny-qwen2"
-    """tiny-qwen2 or tiny-llama (made from scratch, with a character tokenizer), or a Hugging Face folder."""
+    """The model to start from: tiny-qwen2 or tiny-llama (made from scratch, with a character tokenizer), or a Hugging
+    Face folder."""
     steps: PositiveInt = 200
-    """Optimizer steps at most."""
+    """The largest number of optimizer steps."""
     batch_size: PositiveInt = 128
-    """Examples in a step."""
+    """The number of examples in a step."""
     lr: PositiveFloat = 2e-3
     """The learning rate."""
     target_loss: NonNegativeFloat = 0.0
-    """Training ends early once the mean loss of the last steps, in nats a token, is below this. 0: it does not."""
+    """Training ends once the mean loss of the last steps, in nats a token, is below this. 0: only after `steps`."""

@@ -1,4 +1,5 @@
-"""YAML files and `key.sub=value` overrides to a `Config`, and back. Errors say from which line or word they come."""
+"""Reads a `Config` from a YAML file and `key.sub=value` overrides, and writes it as YAML. Errors name the line or word.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ COMMAND_LINE = "command line"
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file, if one is given, with `key.sub=value` overrides on top, parsed as YAML.
+    """Return the configuration of a YAML file, if one is given, with `key.sub=value` overrides on top, parsed as YAML.
 
-    Paths in it stay as written: relative to the working directory, not to the file.
+    Relative paths in the configuration are relative to the working directory, not to the file.
 
     Raises:
-        ConfigError: the file or an override can't be read, or settings can't work. Names for each of them the key, the
-            value got, the line or word that set it, and what is allowed.
+        ConfigError: the file or an override can't be read, or settings can't work. The message names for each setting
+            the key, the value got, the line or word that set it, and what is allowed.
     """
     settings: dict[str, Any] = {"model": {}, "task": {}}
     places: dict[str, str] = {}
@@ -43,12 +44,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
+    """Return the resolved configuration as YAML, of which `load_config` makes an equal Config."""
     return write_yaml(dataclasses.asdict(config))
 
 
 def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> None:
-    """Add the settings of a file, and `FILE:LINE` for each of its keys."""
+    """Add the settings of a file to `settings`, and for each key its `FILE:LINE` to `places`."""
     try:
         content, lines = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -65,7 +66,7 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
-    """Set one key, or replace one section, by a word of the command line."""
+    """Set one key, or replace one section, from an override such as `staleness.max=2`."""
     key, equals, text = override.partition("=")
     key = key.strip()
     names = key.split(".")
@@ -88,7 +89,7 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
 
 
 def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
-    """Set the keys of `algorithm.preset` that were not given; an unknown name is left to the section's own check."""
+    """Set the keys of `algorithm.preset` that were not given. The section itself refuses an unknown preset."""
     if settings.get("algorithm") is None:
         settings["algorithm"] = {}
     section = settings["algorithm"]

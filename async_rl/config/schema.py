@@ -1,4 +1,4 @@
-"""The JSON schema of the configuration, and what pydantic refuses in the words of the configuration."""
+"""Makes the JSON schema of the configuration, and turns pydantic's errors into this project's SettingsError."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALLOWED = {
     "tuple_type": "a list, e.g. [a, b]",
     "dict_type": "a section of names and values",
 }
-"""Allowed values in the words of YAML, for errors in which pydantic names types of Python."""
+"""The allowed values in the words of YAML, for each kind of error in which pydantic names types of Python."""
 
 
 class _Generator(GenerateJsonSchema):
@@ -36,19 +36,19 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema of a section, or of the whole configuration. Callers must not change it."""
+    """Return the JSON schema of a section, or of the whole configuration. Callers must not change it."""
     text = json.dumps(TypeAdapter(kind).json_schema(schema_generator=_Generator))
     text = text.replace("Infinity", '".inf"').replace("\\n", " ")  # JSON has no infinity; descriptions are one line
     return {"$schema": GenerateJsonSchema.schema_dialect, **json.loads(text)}
 
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
-    """The error that names everything pydantic refused in a section of class `kind` whose own key is `prefix`."""
+    """Return the error that names all settings pydantic refused in a section of class `kind` with the key `prefix`."""
     return SettingsError([problem for each in error.errors() for problem in _problems(each, kind, prefix)])
 
 
 def describe(value: Any) -> str:
-    """A value with its type, for an error about the type."""
+    """Return a value with its type, for an error about the type."""
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
 
 
@@ -59,7 +59,7 @@ def _problems(error: ErrorDetails, kind: type, prefix: str) -> Sequence[Problem]
         return cause.problems
     if sort in ("unexpected_keyword_argument", "invalid_key"):
         return [_unknown_key(path, kind, prefix)]
-    if path[-1:] == ["[key]"]:  # a name that is no text, in free values
+    if path[-1:] == ["[key]"]:  # a dict of free names has a name that is not text
         path, sort = path[:-2], "dict_type"
     elif sort in ("missing", "too_long") and isinstance(value, (list, tuple)):
         path, sort = [name for name in path if isinstance(name, str)], "length"
@@ -93,7 +93,7 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
 
 
 def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
-    """A name that a section does not have, with the nearest one that there is."""
+    """Return the problem of a name that a section does not have, with the most similar name as a hint."""
     name, section = str(path[-1]), _dotted(path[:-1], prefix)
     names = list(_find(kind, path[:-1])["properties"])
     leaves: dict[str, list[str]] = {}
@@ -110,14 +110,14 @@ def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
 
 
 def _dotted(path: Iterable[str | int], prefix: str) -> str:
-    """`["learner", "betas", 1]` as learner.betas[1]."""
+    """Return a path such as `["learner", "betas", 1]` as learner.betas[1]."""
     for name in path:
         prefix += f"[{name}]" if isinstance(name, int) else f".{name}" if prefix else name
     return prefix
 
 
 def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
-    """The schema of one key; empty: there is none, or it belongs to an item of a list or of free values."""
+    """Return the schema of one key; empty if there is none, as for items of lists and of dicts of free names."""
     node = json_schema(kind)
     for name in path:
         node = node.get("properties", {}).get(name, {})
@@ -127,7 +127,7 @@ def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
 
 
 def _leaves(kind: type, path: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Every key that holds a value rather than a section, with its schema."""
+    """Return every key that holds a value rather than a section, with its schema."""
     node = _find(kind, path)
     if "properties" not in node:
         return {".".join(path): node}

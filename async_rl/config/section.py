@@ -1,4 +1,7 @@
-"""How a section of the configuration is declared: a frozen pydantic dataclass that converts and guesses nothing."""
+"""The decorator and types that declare a section of the configuration, a frozen pydantic dataclass.
+
+Values are checked strictly: none is converted to another type, except whole numbers to floats.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ _RULES = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def section(key: str) -> Callable[[type[T]], type[T]]:
-    """Make a frozen, validated dataclass of a class. The string under a field is its description.
+    """Return a class decorator that makes a frozen, validated dataclass. The string under a field is its description.
 
-    Unknown names, values of another type (only an int passes as a float), infinite numbers and values outside of the
-    range at the field raise SettingsError. A section inside another is validated together with it.
+    The dataclass raises SettingsError for unknown names, values of another type, infinite numbers and values outside of
+    the field's range. A section inside another is validated together with it.
 
     Args:
         key: the section's own key, e.g. `algorithm.clip`; empty for the whole configuration.
@@ -56,7 +59,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """The schema of a section: a dict may fill it, though its own fields are strict."""
+    """Return the schema of a section, changed so that a dict may fill it, though its own fields are strict."""
     schema = handler(source)
     resolved: Any = handler.resolve_ref_schema(schema)
     resolved["strict"] = False
@@ -64,7 +67,7 @@ def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> Cor
 
 
 class Named:
-    """Marks a text that is a name in `table`, one of `also`, or `module:name` of an entry like those in `table`."""
+    """Annotates a text field that must be a name in `table`, one of `also`, or `module:name` of an entry elsewhere."""
 
     def __init__(self, table: Mapping[str, Any], key: str, also: Sequence[str] = ()) -> None:
         self.table, self.key, self.also = table, key, also
@@ -82,7 +85,7 @@ class Named:
 
 
 def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
-    """A check of one field; `allowed` says in the error what the value must be."""
+    """Return an annotation that checks one field. The error says that the value must be `allowed`."""
 
     def validate(value: Any) -> Any:
         if not is_allowed(value):
@@ -93,8 +96,8 @@ def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
 
 
 Section = Annotated[T, BeforeValidator(lambda given: {} if given is None else given)]
-"""A section, or a dict of free names; left empty it has its defaults."""
+"""The type of a field that is a section, or a dict of free names. Left empty in YAML, it has its defaults."""
 List = Annotated[T, Strict(False)]
-"""A tuple that is written as a list."""
+"""The type of a field that is a tuple and is written as a list in YAML."""
 Unbounded = Annotated[float, Field(allow_inf_nan=True, json_schema_extra={"mayBeInfinite": True})]
-"""A limit that .inf turns off."""
+"""The type of a field that is a limit, which .inf turns off."""

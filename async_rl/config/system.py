@@ -1,4 +1,4 @@
-"""The sections that say where a run's processes are, how they talk, and what they keep."""
+"""The sections on the run, its processes, their network and timeouts, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from async_rl.config.section import Named, Section, checked, section
 from async_rl.seams import TRANSPORTS, TransportEntry, find_entry
 
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
-"""Eleven days at most: ZMQ counts the milliseconds of a wait in 32 bits."""
+"""A timeout of at most eleven days: ZMQ counts the milliseconds of a wait in 32 bits."""
 
 
 @section("run")
 class RunConfig:
-    """The run: its name, its length, and what it continues."""
+    """The run: its name, its seed, its length, and the run that it continues."""
 
     name: Annotated[str, checked(lambda name: bool(name) and "/" not in name, "a folder name without '/'")] = "run"
     """The name of the run's folder."""
     dir: str = "runs"
     """The folder that holds the run's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """The seed of prompts, sampling and training. Engines take no others."""
+    """The seed of prompts, sampling and training. Engines take no others than 0 to 2**32 - 1."""
     steps: PositiveInt = 100
     """Learner steps (batches) to take in this run."""
     seconds: NonNegativeFloat = 0.0
-    """The run ends after the learner step in which this much time has passed since the first one. 0: no limit."""
+    """The run ends after the learner step in which this many seconds have passed since the first step. 0: no limit."""
     resume: str = ""
     """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
@@ -42,7 +42,7 @@ class WeightSyncConfig:
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
     SGLang and one learner rank share one, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """How new weights treat the requests that are running. in_place: they pause, keep their KV cache and continue.
+    """What happens to running requests when new weights arrive. in_place: they pause, keep their KV cache and continue.
     retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
     they have."""
     every_steps: PositiveInt = 1
@@ -50,13 +50,13 @@ class WeightSyncConfig:
     background: bool = False
     """Servers go on generating while new weights arrive beside the old ones, and pause only to swap them."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    """Bytes that are sent at once."""
+    """Bytes of weights that are sent at once."""
     verify: bool = True
     """Compare the server's logprobs of a probe text with the learner's after the first push."""
 
     @property
     def transport_entry(self) -> TransportEntry | None:
-        """The entry of `transport` in the table; None for auto."""
+        """The entry of `transport` in the table TRANSPORTS; None for auto."""
         return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 
@@ -67,7 +67,7 @@ class LearnerPlacement:
     nodes: PositiveInt = 1
     """Nodes that hold learner ranks."""
     gpus_per_node: NonNegativeInt = 0
-    """Ranks on each node, with a GPU each. 0: `ranks` says how many, on the GPUs that there are, else on CPU."""
+    """Ranks on each node, with a GPU each. 0: `ranks` gives their number; they use the GPUs there are, else the CPU."""
     ranks: NonNegativeInt = 0
     """Ranks on all nodes together. 0: nodes * gpus_per_node, or one on each node."""
     resource: str = ""
@@ -89,7 +89,7 @@ class RolloutPlacement:
     """Where the rollout servers are."""
 
     nodes: NonNegativeInt = 0
-    """Nodes reserved for rollout servers. 0: they share the learner's."""
+    """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
     servers: PositiveInt = 1
     """Rollout servers on all nodes together."""
     tp: PositiveInt = 1
@@ -115,8 +115,8 @@ class PlacementConfig:
     colocated: bool = False
     """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
     pin_cpus: bool = False
-    """Each rollout server and learner rank keeps to cores of its own, an equal share of this host's. Without GPUs, they
-    overlap only with this."""
+    """Each rollout server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout
+    and learner work at the same time only with this."""
 
     def __post_init__(self) -> None:
         check(
@@ -131,33 +131,33 @@ class PlacementConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole run."""
+        """The number of nodes of the whole run."""
         return self.learner.nodes + self.rollout.nodes
 
     @property
     def processes_per_node(self) -> int:
-        """Learner ranks and servers on the fullest node: they share its cores."""
+        """The number of learner ranks and servers on the fullest node, which share its cores."""
         ranks = self.learner.ranks // self.learner.nodes
         return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
 
     @property
     def servers_per_node(self) -> int:
-        """Rollout servers on each node that has any."""
+        """The number of rollout servers on each node that has any."""
         return self.rollout.servers // (self.rollout.nodes or self.learner.nodes)
 
 
 @section("checkpoint")
 class CheckpointConfig:
-    """When learner and buffer are saved, to one consistent state, in run_dir/checkpoints."""
+    """When learner and buffer are saved, as one consistent state in run_dir/checkpoints, and which saves are kept."""
 
     every_steps: NonNegativeInt = 100
     """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints to keep."""
+    """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """Further checkpoints to keep: those with the highest `best_metric`."""
+    """The number of further checkpoints to keep: those with the highest `best_metric`."""
     best_metric: str = "eval/accuracy"
-    """The metric that the best checkpoints are chosen by."""
+    """The metric by which `keep_best` chooses."""
 
 
 @section("logging")
@@ -179,19 +179,19 @@ def _is_one_interface(host: str) -> bool:
 
 @section("network")
 class NetworkConfig:
-    """The sockets of a run on one host. On several, each process listens on the address by which Ray knows its node
-    (`ray start --node-ip-address` chooses it), and keys are made for the run if there are none."""
+    """The sockets of a run on one host. In a run on several hosts, each process listens on the address by which Ray
+    knows its node (`ray start --node-ip-address` chooses it), and keys are made for the run if none are given."""
 
     host: Annotated[str, checked(_is_one_interface, (
         "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
         "this host that the others reach)"
     ))] = "127.0.0.1"  # fmt: skip
-    """The IPv4 address that sockets bind and others reach. Beyond loopback it needs keys, or insecure."""
+    """The IPv4 address that sockets bind and others reach. An address beyond loopback needs keys, or insecure."""
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """The port of the buffer. 0: a free one."""
     keys: str = ""
-    """The folder made by `async-rl keys new`. With keys, groups and batches are encrypted, only clients that hold the
-    client's key are let in, and rollout servers beyond loopback ask for an API key made from it."""
+    """The folder made by `async-rl keys new`. With keys, groups and batches are encrypted, the buffer accepts only
+    clients that hold the client's key, and rollout servers beyond loopback ask for an API key made from that key."""
     insecure: bool = False
     """Accept that whoever reaches `host` can read the training data and write into it."""
 
@@ -209,7 +209,7 @@ class NetworkConfig:
 
 
 class Limit(NamedTuple):
-    """How long one wait may last, and the key that says so, for the error of a wait that lasts longer."""
+    """How long one wait may last, and the configuration key of that limit, for the error if the wait lasts longer."""
 
     seconds: float
     key: str
@@ -223,31 +223,32 @@ class TimeoutsConfig:
     """How long each wait may last, in seconds."""
 
     server_start_s: Seconds = 600.0
-    """The start of a rollout server."""
+    """How long a rollout server may take to start."""
     join_s: Seconds = 120.0
-    """Processes finding each other: torch.distributed, weight group, buffer."""
+    """How long processes may take to connect: torch.distributed, the weight group, the buffer."""
     generate_s: Seconds = 1800.0
-    """One group at the engine."""
+    """How long the engine may take to answer one group."""
     eval_s: Seconds = 3600.0
-    """One evaluation, before, beside or after training."""
+    """How long one evaluation may take, before, beside or after training."""
     reward_s: Seconds = 30.0
-    """One call of the reward function, from when a thread begins with it."""
+    """How long one call of the reward function may take, from when a thread begins with it."""
     batch_s: Seconds = 1800.0
-    """The learner waiting for a batch."""
+    """How long the learner may wait for a batch."""
     push_s: Seconds = 300.0
-    """One weight push."""
+    """How long one weight push may take."""
     wire_s: Seconds = 30.0
-    """One request to the buffer."""
+    """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
-    """A process that tells the driver nothing for this long counts as dead; a buffer with a journal does so after
-    wire_s / 3."""
+    """A process that tells the driver nothing for this long counts as dead; a buffer with a journal counts as dead
+    after wire_s / 3."""
     shutdown_s: Seconds = 30.0
-    """The end of a process that was asked to end."""
+    """How long a process that was asked to end may take."""
     interrupt_s: Seconds = 300.0
-    """After Ctrl-C or SIGTERM, the step that runs and its checkpoint. After that the run ends without them."""
+    """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
+    """
     checkpoint_s: Seconds = 1800.0
-    """The writing of one checkpoint."""
+    """How long the writing of one checkpoint may take."""
 
     def limit(self, name: str) -> Limit:
-        """The timeout `name` with its key."""
+        """Return the timeout `name` with its configuration key."""
         return Limit(getattr(self, name), f"timeouts.{name}")

@@ -1,4 +1,4 @@
-"""YAML 1.2 text to values with the line of each key, and back: `1e-4` is a number, and `off` and dates are text."""
+"""Reads and writes YAML by the rules of version 1.2: `1e-4` is a number, and `off` and dates are text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import yaml
 
 
 def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    """The values in `text`, and the line, counted from 1, of every dotted key.
+    """Return the values in `text`, and for every dotted key its line, counted from 1.
 
     Raises:
-        yaml.YAMLError: it is not valid YAML, holds a tag that stands for an object, or a key stands twice.
+        yaml.YAMLError: `text` is not valid YAML, has a tag that stands for a Python object, or repeats a key.
     """
     loader = _Loader(text)
     try:
@@ -29,7 +29,7 @@ def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def write_yaml(value: Any) -> str:
-    """`value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
+    """Return `value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that _Loader would read as something else."""
+    """Writes YAML with quotes around text that _Loader would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

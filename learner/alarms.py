@@ -1,7 +1,7 @@
-"""Alarms: a metric has left the range in which training is known to work.
+"""Raises an alarm when a metric has left the range in which training is known to work.
 
-Rank 0 of the learner checks every step. The first step of a condition gives a text for the console and wandb; the
-metric `alarm/<name>` is 1 while the condition lasts, and 0 otherwise.
+Every learner rank checks its metrics at each step, and rank 0 reports. The first step that breaks a rule gives a text
+for the console and wandb; the metric `alarm/<name>` is 1 while the rule is broken, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Rule:
     is_floor: bool
     """True: the value must not be below the limit. False: its magnitude must not be above the limit."""
     advice: str
-    """The meaning of the condition, and the setting to change."""
+    """The meaning of a broken rule, and the setting to change."""
 
     def is_broken(self, value: float) -> bool:
         return value < self.limit if self.is_floor else not abs(value) <= self.limit
 
 
 def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
-    """The rules of docs/algorithms.md. In bfloat16 rounding alone makes a ten times larger mismatch than in float32."""
+    """Return the rules of docs/algorithms.md. In bfloat16 rounding makes the mismatch ten times that in float32."""
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
     return (
         Rule(
@@ -70,16 +70,16 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
 
 
 class Alarms:
-    """Checks the rules step by step and remembers which conditions last."""
+    """Checks the rules at each step and remembers which are broken."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
         self._active: set[str] = set()
 
     def check(self, step: int, metrics: Sequence[Metric]) -> tuple[tuple[str, ...], list[Metric]]:
-        """Returns (a text for each condition that began with this step, `alarm/<name>` of each that was measured).
+        """Return (a text for each rule that is newly broken, the metric `alarm/<name>` of each rule that was checked).
 
-        A condition whose metric was not measured stays as it was.
+        A rule whose metric was not measured is not checked and stays as it was.
         """
         values = {metric.key: metric.value for metric in metrics}
         texts = []

@@ -17,8 +17,8 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
     """Check every token of the batch against staleness.max, after masking older ones with `staleness.late: mask`.
 
     Returns:
-        The batch, and, if tokens may be masked, metrics of the staleness before that. staleness/mean and staleness/max,
-        which the train step reports, are of the tokens that are trained on.
+        The batch, and, if tokens may be masked, metrics of the staleness before masking. The staleness/mean and
+        staleness/max that the train step reports are of the tokens that are trained on.
 
     Raises:
         StalenessError: see check_bound.
@@ -39,7 +39,7 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
 
 
 def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
-    """Check that the batch is for `version` and every trained token at most `max_staleness` versions older.
+    """Check that the batch is for `version` and that each trained token is at most `max_staleness` versions older.
 
     Raises:
         StalenessError: the batch is for another version, a trained token is too old, or a token is of a later version.

@@ -89,8 +89,8 @@ class Checkpointer:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            WaitTimeoutError: it is not complete after timeouts.checkpoint_s.
-            AsyncRLError: it could not be written.
+            WaitTimeoutError: the checkpoint is not complete after timeouts.checkpoint_s.
+            AsyncRLError: the checkpoint could not be written.
         """
         if self._running is None:
             return
@@ -110,7 +110,7 @@ class Checkpointer:
         self._running = None
 
     def check(self) -> None:
-        """Return at once.
+        """Report an error of the last write, without waiting for a write that still runs.
 
         Raises:
             AsyncRLError: the last checkpoint could not be written.
@@ -119,10 +119,12 @@ class Checkpointer:
             self.wait()
 
     def load(self, folder: Path) -> TrainingState:
-        """Restore networks, optimizers and this rank's random state, which a rank that is new keeps as it is.
+        """Restore networks, optimizers and random state from `folder`, and return its `TrainingState`.
+
+        A rank that the saved run did not have keeps its random state.
 
         Raises:
-            ConfigError: the checkpoint is of other networks.
+            ConfigError: the checkpoint holds other networks, or can't be loaded into these.
         """
         state = read_training_state(folder)
         if set(state.networks) != set(self._networks):

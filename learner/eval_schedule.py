@@ -9,7 +9,7 @@ from async_rl.errors import WaitTimeoutError
 
 
 class EvalSchedule:
-    """Kept by a learner rank. The driver reports the end of each evaluation from another thread."""
+    """Tracks evaluations for one learner rank. The driver reports the end of each one from another thread."""
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
@@ -19,13 +19,13 @@ class EvalSchedule:
         self._idle.set()
 
     def resume(self, version: int) -> None:
-        """Training goes on from `version`: an evaluation that was due then is due again, as it may not have ended."""
+        """Continue from `version`. An evaluation of this version that was due is due again: it may not have ended."""
         self._served = version - 1
 
     def served(self, version: int) -> bool:
-        """Every server serves `version` now; returns whether an evaluation of it is due.
+        """Record that every server serves `version`, and return whether an evaluation of this version is due.
 
-        That is so for the first version served at or after each multiple of eval.every_steps.
+        It is due for the first version served at or after each multiple of eval.every_steps.
         """
         before, self._served = self._served, version
         if self._eval.every_steps == 0 or self._eval.size == 0:
@@ -36,14 +36,14 @@ class EvalSchedule:
         return is_due
 
     def ended(self) -> None:
-        """The evaluation has ended, or its result is not wanted any more: pushes need not wait for it."""
+        """Let pushes go on: the evaluation has ended, or its result is not wanted any more."""
         self._idle.set()
 
     def wait(self) -> None:
         """Wait until the running evaluation has ended, if eval.pin_version holds the next push back for it.
 
         Raises:
-            WaitTimeoutError: it did not end within timeouts.eval_s.
+            WaitTimeoutError: the evaluation did not end within timeouts.eval_s.
         """
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(

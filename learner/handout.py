@@ -43,7 +43,9 @@ Handout = BatchFrames | PushWanted | Stopped | NothingToLearn
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
 ) -> Handout:
-    """Wait for batch number `version`, or until one of the two functions, asked every few seconds, returns True.
+    """Wait until batch number `version` is there or one of the functions returns True; return which happened.
+
+    The functions are called every few seconds.
 
     Raises:
         WaitTimeoutError: neither happened within timeouts.batch_s.
@@ -58,9 +60,9 @@ def ask_buffer(
 
 
 def share_handout(handout: Handout | None, device: torch.device) -> Handout:
-    """Rank 0's `handout` on every rank; the others pass None. Collective.
+    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective.
 
-    The first frame is a header with the kind and the reason, the others are those of a batch.
+    The first frame is a header with the kind and the reason; a batch's frames follow.
     """
     message: list[bytes | memoryview] = []
     if handout is not None:

@@ -16,7 +16,7 @@ from async_rl.errors import AsyncRLError
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Result of one optimizer step; the same on all ranks."""
+    """The result of one optimizer step, the same on all ranks."""
 
     loss: float
     grad_norm: float
@@ -26,19 +26,20 @@ class OptimizerStep:
 
 
 def lr_decay(done: int, steps: int, fraction: float) -> float:
-    """Share of the learning rate after `done` of `steps` steps: 1, then linearly to 0 over the last `fraction` of them.
+    """Return the share of the learning rate after `done` of `steps` steps.
 
-    Warmup-stable-decay (MiniCPM, arXiv 2404.06395, section 4) with a linear decay.
+    It is 1, then falls linearly to 0 over the last `fraction` of the steps. Source: warmup-stable-decay, MiniCPM, arXiv
+    2404.06395, section 4, here with a linear decay.
     """
     return min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
 
 
 class Optimizer:
-    """Steps a sharded network.
+    """Updates a sharded network with AdamW.
 
     Args:
         network: `policy` or `critic`, for the error message.
-        lr: after warm-up and before decay; the k-th step (from 1) uses lr * decay * min(1, k / warmup_steps).
+        lr: learning rate between warm-up and decay; the k-th step (from 1) uses lr * decay * min(1, k / warmup_steps).
     """
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
@@ -49,7 +50,7 @@ class Optimizer:
         )
         mesh = self._parameters[0].device_mesh if isinstance(self._parameters[0], DTensor) else None
         self._copies = mesh.size(0) if mesh and mesh.ndim == 2 else 1
-        """Ranks that hold the same shard."""
+        """Number of ranks that hold the same shard."""
         self._lr = lr
         self._warmup_steps = config.warmup_steps
         self._grad_clip = config.grad_clip
@@ -58,7 +59,7 @@ class Optimizer:
         self._skipped_in_a_row = 0
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
-        """Clip, step and clear the gradients; collective.
+        """Clip the gradients, take a step with them, clear them, and return the result. Collective.
 
         Args:
             loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
@@ -92,14 +93,14 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def counts(self) -> dict[str, int]:
-        """Counters for a checkpoint: steps taken, and steps skipped in a row. `state_of` gives the other state."""
+        """Return counters for a checkpoint: steps taken, and steps skipped in a row. `state_of` gives the rest."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
 
     def set_counts(self, counts: Mapping[str, int]) -> None:
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's own tensors for a parameter, not copies; zeros where no step was taken yet."""
+        """Return AdamW's own tensors for a parameter, not copies; they are zeros before the first step."""
         state: dict[str, Tensor] = self._adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

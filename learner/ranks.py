@@ -1,4 +1,4 @@
-"""The process group of all learner ranks, the mesh that FSDP2 shards over, and frames from rank 0 for every rank."""
+"""Opens the process group of all learner ranks and the mesh that FSDP2 shards over; broadcasts frames of rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def init_distributed(
     config: Config, rank: int, world_size: int, master_address: str, master_port: int,
     listener: socket.socket | None = None,
 ) -> torch.device:
-    """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPU's); returns the device.
+    """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPUs), and return the device.
 
     The group's timeout covers the longest that ranks wait for rank 0: a batch or an evaluation, then a push.
 
@@ -55,7 +55,7 @@ def open_mesh(config: Config, device: torch.device) -> DeviceMesh:
 
 
 def broadcast_frames(frames: Sequence[bytes | memoryview], device: torch.device) -> list[bytes]:
-    """Rank 0's frames on every rank; the other ranks pass an empty list. Collective."""
+    """Return rank 0's frames on every rank; the other ranks pass an empty list. Collective."""
     count = torch.tensor([len(frames)], device=device)
     dist.broadcast(count, 0)
     sizes = torch.zeros(int(count), dtype=torch.int64, device=device)

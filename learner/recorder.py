@@ -1,4 +1,4 @@
-"""Everything a learner rank measures between two reports to the driver, collected in one place."""
+"""Collects everything that a learner rank measures between two reports to the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_TIMES = {
     "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
     "drain": "time/drain_s", "held push": "time/held_by_eval_s",
 }
-"""Metric that the seconds of a span are counted in, by the span's name."""
+"""By name of a span, the metric that counts the span's seconds."""
 
 
 class Recorded(NamedTuple):
@@ -21,7 +21,7 @@ class Recorded(NamedTuple):
 
     metrics: list[Metric]
     spans: tuple[Span, ...]
-    """This rank's, and those of the servers that its pushes held up."""
+    """The spans of this rank, and the pauses of servers in its pushes."""
     samples: tuple[Sample, ...]
 
 
@@ -39,7 +39,7 @@ class Recorder:
         self._spans += spans
 
     def take(self) -> Recorded:
-        """Everything since the last call; each thing is handed out once."""
+        """Return everything that was measured since the last call."""
         recorded = Recorded(self._metrics, (*self.timeline.drain(), *self._spans), self._gpus.drain())
         self._metrics, self._spans = [], []
         return recorded
@@ -49,12 +49,13 @@ class Recorder:
 
 
 def step_times(spans: Sequence[Span], pool: str) -> list[Metric]:
-    """Seconds of a step by what they were spent on: `time/wait_data_s` waiting for a batch, `time/train_s` on the
-    update, `time/sync_s` on pushes and on taking the servers' memory; where there was any, `time/drain_s` and
-    `time/held_by_eval_s` on what a push had to wait for. Checkpoints are in none of them.
+    """Return how the seconds of a step were spent, without checkpoints.
+
+    `time/wait_data_s`: waiting for a batch; `time/train_s`: the update; `time/sync_s`: pushes, and taking the servers'
+    memory; `time/drain_s` and `time/held_by_eval_s`, where there was any: waiting before a push.
 
     Args:
-        pool: whose spans count.
+        pool: name of the pool whose spans count.
     """
     seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
     for span in spans:

@@ -20,16 +20,16 @@ class ServerMembership:
         """The end of the `join` of each server that waits, by URL."""
 
     def leave(self, name: str) -> None:
-        """Remove a server that died, so that no push has to find out."""
+        """Remove a server that died, before the next push tries to reach it."""
         with self._lock:
             self._fail(name)
             self._urls[name] = ""
 
     def join(self, name: str, url: str, limit: Limit) -> None:
-        """Add the new server `name` at `url`, and return when it holds the learner's current version.
+        """Add the new server `name` at `url`, and wait until it holds the learner's current version.
 
         Raises:
-            WeightSyncError: it died before that.
+            WeightSyncError: the server died before that.
             WaitTimeoutError: there was no push within `limit`.
         """
         with self._lock:
@@ -41,11 +41,11 @@ class ServerMembership:
             raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
 
     def someone_waits(self) -> bool:
-        """Whether a server waits in `join`, and needs a push out of turn."""
+        """Return whether a server waits in `join`, and so needs an extra push."""
         return any(self._urls.values())
 
     def apply(self, servers: dict[str, str]) -> None:
-        """Apply the changes to `servers`."""
+        """Apply the collected changes to `servers`, URLs by name, in place."""
         with self._lock:
             for name, url in self._urls.items():
                 servers.pop(name, None)

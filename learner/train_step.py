@@ -59,7 +59,7 @@ class MiniBatchPass:
 
 
 class Updater:
-    """The networks of one learner rank and their optimizers. Every rank gets the same batch and trains its share of it.
+    """Trains the networks of one learner rank. Every rank gets the same batch and trains on its share of it.
 
     torch.distributed's default group must exist.
     """
@@ -93,10 +93,10 @@ class Updater:
             self.networks["critic"] = Network(self.critic, optimizer)
 
     def update(self, batch: Batch) -> list[Metric]:
-        """Train on `batch`; returns the metrics of all ranks together. Collective.
+        """Train on `batch`, and return the metrics of all ranks together. Collective.
 
         Raises:
-            AsyncRLError: learner.max_skipped_steps optimizer steps in a row without finite numbers.
+            AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers.
         """
         algorithm = self.config.algorithm
         metrics: list[Metric] = []
@@ -143,7 +143,7 @@ class Updater:
         return metrics
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """This rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks.
+        """Return this rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks.
 
         Args:
             advantages: [group][answer], [T] each.
@@ -156,7 +156,7 @@ class Updater:
         for pairs in split_minibatches(sizes, config.algorithm.minibatches, rng):
             pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
             cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
-            filler = [[min(pieces, key=lambda piece: piece.length)]]  # of a rank that has fewer micro-batches
+            filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches
             num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
             micro_batches = tuple(
                 collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
@@ -167,11 +167,10 @@ class Updater:
 
     @torch.no_grad()
     def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The minibatches with proximal logprobs, values and reference logprobs, where the objective needs them before
-        the first optimizer step. Collective.
+        """Return the minibatches with those proximal logprobs, values and reference logprobs that the objective needs
+        before the first optimizer step. Collective.
 
-        With one optimizer step a batch the gradient's own forward pass gives proximal logprobs and values, and no
-        other is run.
+        With one optimizer step a batch, proximal logprobs and values usually come from the forward pass with gradient.
         """
         objective, critic, reference = self.objective, self.critic, self._reference
 
@@ -188,13 +187,13 @@ class Updater:
     def forward_backward(
         self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
     ) -> MiniBatchPass:
-        """Forward, loss and backward of every micro-batch: adds up the gradients of one optimizer step. Collective.
+        """Run forward, loss and backward for every micro-batch, adding up the gradients of a minibatch. Collective.
 
         Args:
             trains_policy: False: the policy gets no gradient, only the critic does.
 
         Returns:
-            This rank's part of the losses.
+            This rank's part of the losses, and its learner logprobs.
         """
         policy_loss = torch.zeros((), device=self.device)
         critic_loss = torch.zeros((), device=self.device)
@@ -217,10 +216,10 @@ class Updater:
         return MiniBatchPass(policy_loss, critic_loss, tuple(all_logprobs))
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], passed: MiniBatchPass) -> float:
-        """KL(behaviour || proximal) of the batch (k3, nats a token).
+        """Return KL(behaviour || proximal) of the batch (k3, nats a token). Collective.
 
         Args:
-            passed: the pass over the first minibatch: without proximal logprobs of their own, it is the batch.
+            passed: the pass over the first minibatch, which is the whole batch if the pass gives the proximal logprobs.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else passed.logprobs
@@ -228,7 +227,7 @@ class Updater:
         return self._mean_kl(micro_batches, behaviour, proximal, sum(m.num_tokens for m in minibatches))
 
     def _kl_proximal_learner(self, minibatch: MiniBatch, passed: MiniBatchPass) -> float:
-        """KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token)."""
+        """Return KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token). Collective."""
         proximal = [micro.proximal for micro in minibatch.micro_batches]
         return self._mean_kl(minibatch.micro_batches, proximal, passed.logprobs, minibatch.num_tokens)
 
@@ -239,7 +238,7 @@ class Updater:
         q: Iterable[Tensor | None],
         num_tokens: int,
     ) -> float:
-        """KL(p || q) over all ranks; collective. A non-finite one is over no limit: the optimizer deals with it."""
+        """Return KL(p || q) over all ranks. Collective. NaN exceeds no limit: the optimizer then skips the step."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro, of_p, of_q in zip(micro_batches, p, q, strict=True):
             assert of_p is not None and of_q is not None
@@ -249,7 +248,7 @@ class Updater:
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
         ids = torch.tensor([tokens], device=self.device)
         count = len(tokens) - 1
         inputs = ForwardInputs(
@@ -261,13 +260,13 @@ class Updater:
 
 
 def mean_reward(batch: Batch) -> float:
-    """Mean reward of the batch's rollouts."""
+    """Return the mean reward of the batch's rollouts."""
     rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
     return sum(rewards) / len(rewards)
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:
-    """Means over the optimizer steps of a batch; non-finite ones count as skipped and not in the means."""
+    """Return means over a batch's optimizer steps; skipped steps are counted and not in the means."""
     if not steps:
         return []
     done = [step for step in steps if not step.skipped]

@@ -11,8 +11,8 @@ from async_rl.errors import StalenessError
 class TrainedGroupLedger:
     """The ids of the groups that were used once, twice, ..., as ranges.
 
-    Between two ranges is at least one group that was not used so often: dropped, in flight, or retired before. So there
-    is at most one range more than such groups: with half of a million groups dropped at random, which
+    Between two ranges is at least one group that was not used so often: dropped, in flight, or retired before. So the
+    number of ranges exceeds that of such groups by at most one: with half of a million groups dropped at random, which
     algorithm.filter_zero_variance may do, there are 250 000 ranges, 4.5 MB in a checkpoint.
 
     Args:

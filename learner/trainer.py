@@ -1,4 +1,4 @@
-"""The learner's loop: take a batch, train on it, push the new version, release the slots of its groups."""
+"""Runs the learner's loop: take a batch, train on it, push the new version, release the slots of its groups."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Learner:
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
-        buffer_address: of the buffer's socket.
-        engine_urls: of the rollout servers, in the order of their pools.
+        buffer_address: address of the buffer's socket.
+        engine_urls: URLs of the rollout servers, in the order of their pools.
         listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
 
     Raises:
@@ -60,7 +60,7 @@ class Learner:
         self._timeline = self._recorder.timeline
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self.servers = ServerMembership()
-        """The driver enters here, from another thread, which servers died or came back; rank 0 acts on it."""
+        """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = WeightSync(config, self._updater, self._publisher, self.servers)
@@ -77,12 +77,14 @@ class Learner:
             self._resume(Path(config.run.resume))
 
     def stop(self) -> None:
-        """Let `run` end after the step that runs, with a checkpoint. From another thread."""
+        """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
         self._stopping.set()
         self.evaluations.ended()
 
     def run(self) -> Iterator[LearnerReport]:
-        """Consumes batches, produces policy versions; waits for the buffer's hand-out; unblocked by it.
+        """Train until the last step, a stop, or the end of the batches.
+
+        It consumes batches, produces policy versions, and waits for the buffer's hand-out, which unblocks it.
 
         Yields StepDone after each step, and between steps the events on which the driver must act. At the end the
         policy is saved in run_dir/model; after `stop` there is only the checkpoint.
@@ -117,7 +119,7 @@ class Learner:
         self._close()
 
     def _begin(self) -> list[LearnerReport]:
-        """Bring every server to this version and open admission for it."""
+        """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
         self._publisher.connect()
         events: list[LearnerReport] = self._push() if self.version > 0 else []  # at 0 the servers loaded the folder
         self._release()
@@ -126,9 +128,9 @@ class Learner:
         return events
 
     def _take(self) -> Batch | PushWanted | Stopped | NothingToLearn:
-        """The next batch, the same on every rank, or why there is none yet or none any more.
+        """Wait for the next batch and return it, the same on every rank, or why there is none yet or none any more.
 
-        A server that came back is brought up to date meanwhile: the batch may be waiting for its groups.
+        A server that came back ends the wait: it needs a push first, as the batch may be waiting for its groups.
         """
         handout = None
         with self._timeline.span("wait_data", "batch"):
@@ -138,7 +140,7 @@ class Learner:
         return decode_batch(handout.frames) if isinstance(handout, BatchFrames) else handout
 
     def _release_server_memory(self) -> None:
-        """Take the servers' share of the GPUs until the next push; an evaluation that holds pushes goes first."""
+        """Wait for an evaluation that holds pushes, then take the servers' share of the GPUs until the next push."""
         if self.config.eval.pin_version:
             self._await_evaluation()
         with self._timeline.span("sync", "release memory"):
@@ -147,7 +149,7 @@ class Learner:
             dist.barrier()
 
     def _train_step(self, batch: Batch) -> list[Metric]:
-        """One batch becomes one new version."""
+        """Train on one batch, which yields one new version, and return the metrics."""
         with self._timeline.span("busy", "update"):
             batch, metrics = check_staleness(batch, self.version, self.config.staleness)
             self._trained_groups.add(group.group_id for group in batch.groups)
@@ -162,10 +164,10 @@ class Learner:
         """Make every server serve the current version, then open admission for it.
 
         Args:
-            batch: the step's. None: out of turn, for a server that came back; the others may serve the version already.
+            batch: the step's batch. None: an extra push for a server that came back; others may have the version.
 
         Returns:
-            What the driver must act on.
+            Reports on which the driver must act.
         """
         is_new = self.version > self._served_version
         if is_new and self.config.eval.pin_version:
@@ -180,7 +182,7 @@ class Learner:
         return events
 
     def _push(self, batch: Batch | None = None) -> list[LearnerReport]:
-        """Send the weights to every live server; the first time compare its logprobs on a prompt of `batch`."""
+        """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`."""
         with self._timeline.span("sync", "push"):
             result = self._weights.push(self.version)
             if batch:
@@ -189,7 +191,7 @@ class Learner:
         return [ServersLost(servers=result.lost)] if result.lost else []
 
     def _release(self) -> None:
-        """Every server serves the current version: groups may start, as the slots of trained ones are free now."""
+        """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""
         if self._client:
             self._client.served(self.version)
         self._served_version = self.version
@@ -210,7 +212,7 @@ class Learner:
         )
 
     def _end_early(self, why: Stopped | NothingToLearn) -> list[LearnerReport]:
-        """Keep what was learned so far: as a checkpoint after a stop, else served and saved as well."""
+        """Keep what was learned, and return the reports: after a stop as a checkpoint, else also pushed and saved."""
         events: list[LearnerReport] = []
         if isinstance(why, Stopped):
             if self.version > self._saved_version:
@@ -249,7 +251,7 @@ class Learner:
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
                 return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
             case "sync":
-                servers = self._publisher.servers  # each may die in a push, which is then repeated without it
+                servers = self._publisher.servers  # each may die in a push, which is then repeated without that server
                 limit_s = (timeouts.join_s + timeouts.push_s) * (1 + len(servers))
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
@@ -259,7 +261,7 @@ class Learner:
         return every_steps > 0 and (is_last or self.version % every_steps == 0)
 
     def _checkpoint(self) -> list[Metric]:
-        """Start to write learner and buffer as they are now, between two batches; training waits for the copy only."""
+        """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
         start_s = time.time()
         with self._timeline.span("checkpoint", "copy"):
             cut = TrainingState(
@@ -276,7 +278,7 @@ class Learner:
         ]
 
     def _is_last(self, now_s: float) -> bool:
-        """Whether the step that ends now is the last, on every rank alike: by run.steps, or by rank 0's clock."""
+        """Return whether the step that ends now is the last, by run.steps or rank 0's clock. Equal on every rank."""
         run = self.config.run
         if self._first_step_s is None:
             self._first_step_s = now_s
@@ -289,14 +291,14 @@ class Learner:
         return is_last or self.version % self.config.weight_sync.every_steps == 0
 
     def _await_evaluation(self) -> None:
-        """Hold the push back until the evaluation that runs, if any, has ended."""
+        """Wait until the running evaluation, if any, has ended."""
         with self._timeline.span("eval", "held push"):
             if self.rank == 0:
                 self.evaluations.wait()
             dist.barrier()
 
     def _drain(self) -> None:
-        """Wait for the groups that run, while no other may start."""
+        """Wait until no group runs; meanwhile no group may start."""
         with self._timeline.span("wait_data", "drain"):
             if self._client:
                 self._client.await_push(self.version)

@@ -18,8 +18,8 @@ from learner.server_membership import ServerMembership
 from learner.train_step import Updater
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
-"""The tolerance by compute type. In bfloat16 both sides round logits, near 20 to an eighth: a single token says little,
-but the mean over tokens shows whether the weights differ."""
+"""The tolerance of `verify_once` by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
+single token says little, but the mean over tokens shows whether the weights differ."""
 VERIFY_TOKENS = 32
 
 
@@ -35,7 +35,7 @@ class PushResult:
 
 
 class WeightSync:
-    """Every rank calls `push` and `verify_once`; only rank 0 talks to the servers and has measurements.
+    """Pushes and verifies weights. Every rank calls both methods; only rank 0 talks to servers and has measurements.
 
     Args:
         servers: rollout servers that died or came back; each push applies the changes first.
@@ -50,7 +50,7 @@ class WeightSync:
         self._is_verified = not config.weight_sync.verify
 
     def push(self, version: int) -> PushResult:
-        """Push the policy as `version` to every live server. Collective.
+        """Push the policy as `version` to every live server, and return the measurements. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them.
 
@@ -77,8 +77,7 @@ class WeightSync:
         return PushResult(metrics, tuple(report.spans), tuple(lost))
 
     def verify_once(self, batch: Batch) -> None:
-        """After the first push that reached a server, compare servers and learner on a prompt of the batch and its
-        answer. Collective.
+        """Compare servers and learner on a prompt and answer, once, after the first push to a server. Collective.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.

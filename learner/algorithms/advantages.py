@@ -64,15 +64,15 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8), both over the masked-in elements; 0 elsewhere. Any shape.
 
-    REINFORCE++ whitens the returns-to-go of all tokens of a batch; its form with a baseline the rewards less their
-    group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
+    REINFORCE++ whitens the returns-to-go of all tokens of a batch; its variant with a baseline whitens the rewards less
+    their group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
     """
     mean, scale = whitening(values[mask], ddof)
     return (values - mean) * scale * mask
 
 
 def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
-    """(mean, 1 / sqrt(var + 1e-8)) of [n]; (0, 0) of too few to have a variance."""
+    """Return (mean, 1 / sqrt(var + 1e-8)) of the values [n], or (0, 0) if they are too few to have a variance."""
     if len(values) <= ddof:
         return values.new_zeros(()), values.new_zeros(())
     return values.mean(), (values.var(correction=ddof) + 1e-8).rsqrt()
@@ -87,12 +87,12 @@ def gae(
     lam: float,
     bootstrap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the masked-in tokens of each row; the others are stepped over.
+    """Generalised advantage estimation over the masked-in tokens of each row; the others are skipped.
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
 
     Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; an
-    answer is an episode that ends, also when it ran into its length limit, so the default is 0.
+    answer is an episode that ends, even when it ran into its length limit, so the default is 0.
 
     Returns:
         (advantages, returns), [B, T] each; 0 where the mask is False.
@@ -120,13 +120,13 @@ def vtrace(
     c_cap: float = 1.0,
     bootstrap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace over the masked-in tokens of each row; the others are stepped over.
+    """V-trace over the masked-in tokens of each row; the others are skipped.
 
         rho = exp(log ratio),  rhobar = min(rho, rho_cap),  c = lam * min(rho, c_cap)
         v_t = V_t + rhobar_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})
         A_t = rhobar_t (r_t + gamma (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t)
 
-    A carries rhobar, so no importance weight is to multiply the loss again. With gamma = 1 a final reward reaches a
+    A contains rhobar, so the loss takes no importance weight of its own. With gamma = 1 a final reward reaches a
     token through the product of the c after it, which decays as (1 - TV)^length: `vtrace_reach`.
 
     Sources: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, equations 1 and 4; lam as in rlax.
@@ -149,7 +149,9 @@ def vtrace(
 
 
 def vtrace_reach(mean_log_trace: float, median_tokens: float) -> float:
-    """Product of the traces over an answer of median length: the share of a final reward that its first token gets.
+    """Return the share of a final reward that reaches the first token of an answer of median length.
+
+    It is the product of the traces over the answer.
 
     Args:
         mean_log_trace: mean of log(lam * min(rho, c_cap)) over tokens.

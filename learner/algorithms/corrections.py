@@ -1,8 +1,8 @@
 """Corrections for off-policy data as pure functions: weights that multiply the loss, masks that leave tokens out of it.
 
-All work on log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
+Their input is log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
 trained; `answers` [N] is the index of each token's answer, `count` the number of answers. A token that a mask drops
-still counts in the normaliser, else dropping tokens would raise the step.
+still counts in the normaliser, else dropping tokens would raise the weight of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 
 
 def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """rho_t: biased by what came before the token, of least variance. [N]
+    """rho_t: biased, because it ignores the ratios of the tokens before it, but of least variance. [N]
 
     Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
     "Truncated importance sampling".
@@ -32,7 +32,7 @@ def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers:
 
 
 def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """The product of rho over the answer: unbiased, its variance grows with the length. [N]
+    """The product of rho over the answer: unbiased, but its variance grows with the length. [N]
 
     Source: as for token_weights.
     """
@@ -61,7 +61,7 @@ def dropped_tokens(
     answers: Tensor,  # [N]
     count: int,
 ) -> Tensor:
-    """The tokens that any mask but M2PO drops, a bool [N]. `MasksConfig` says what each mask does.
+    """Return which tokens any mask except M2PO drops, a bool [N]. `MasksConfig` says what each mask does.
 
     A NaN is never dropped: it has to reach the loss, where it is noticed.
 
@@ -85,8 +85,8 @@ def m2po_limit(
     places: Tensor,  # [M] int64, all different: the order of tokens with equal squares
     tau: float,
 ) -> tuple[float, int]:
-    """(square, place) of the last token to keep: the largest squares are dropped until the mean of the rest is below
-    tau. One token always stays.
+    """Return (square, place) of the last token to keep: the largest squares are dropped until the mean of the rest is
+    below tau. One token always stays.
 
     Source: M2PO, arXiv 2510.01161, algorithm 1.
     """
@@ -101,7 +101,7 @@ def m2po_limit(
 
 
 def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Tensor:
-    """The tokens that M2PO drops: those that come after `limit`, see m2po_limit. [N] bool; a NaN never is."""
+    """Return which tokens M2PO drops: those after `limit`, see m2po_limit, but never a NaN. [N] bool"""
     squares = log_rho.square()
     return (squares > limit[0]) | ((squares == limit[0]) & (places > limit[1]))
 
@@ -111,7 +111,7 @@ def interpolated_proximal(
     behaviour: Tensor,  # [N]
     staleness: Tensor,  # [N] of each token
 ) -> Tensor:
-    """Proximal logprobs without a forward pass of their own; detached. [N]
+    """Return proximal logprobs that need no forward pass of their own, detached. [N]
 
         log p_prox = log p_behaviour + alpha (log p_learner - log p_behaviour)
         alpha = (v_prox - v_behaviour) / (v_learner - v_behaviour) = staleness / (staleness + 1)

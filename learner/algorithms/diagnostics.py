@@ -1,7 +1,7 @@
-"""Metrics of a step: additive statistics of tokens by staleness, reduced over ranks, and statistics of the batch.
+"""Computes the metrics of a step: sums over tokens by staleness, added up over ranks, and statistics of the batch.
 
-Keys: `offpolicy/...`, `policy/...` over all trained tokens, `by_staleness/<n>/...` over those of staleness n; the last
-bucket, 10, holds everything older.
+Keys: `offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n; the
+last bucket, 10, also holds all older ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from learner.packing.microbatches import ResponseTokens
 
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11
-"""Staleness 0..9, and 10 or more."""
+"""Number of buckets: staleness 0..9, and 10 or more."""
 
 
 class MetricAccumulator:
-    """Sums and maxima by name, kept on the device until `reduce` adds up all micro-batches of all ranks.
+    """Keeps sums and maxima by name on the device, until `reduce` combines those of all ranks.
 
     A value is a scalar or a vector; every rank must use the same names and sizes.
     """
@@ -34,7 +34,7 @@ class MetricAccumulator:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor) -> None:
-        """Add to sums."""
+        """Add each value to the sum of its name."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -46,7 +46,7 @@ class MetricAccumulator:
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
-        """Add the values [N] of trained tokens to sums [BUCKETS]."""
+        """Add the values [N] of trained tokens to sums [BUCKETS] by staleness."""
         names = sorted(values)
         buckets = staleness.clamp(max=BUCKETS - 1)
         columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
@@ -55,7 +55,7 @@ class MetricAccumulator:
         self.add(**dict(zip(names, sums.unbind(-1), strict=True)))
 
     def reduce(self) -> Totals:
-        """Totals over all ranks; collective. Scalars come as arrays without axes."""
+        """Return the totals over all ranks, by name. Collective. Scalars come as arrays without axes."""
         totals: Totals = {}
         for values, operation in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             if values:
@@ -76,10 +76,10 @@ def tally_offpolicy(
     dropped: Tensor,  # [N] bool: by a mask, so that its weight is 0
     shows_mismatch: bool,
 ) -> None:
-    """How far the data is from the policy at step start, and how the correction changed its weights.
+    """Tally how far the data is from the policy at step start, and how the correction changed the weights.
 
     Args:
-        shows_mismatch: the proximal logprobs are the learner's own, so that they can be compared with the engine's.
+        shows_mismatch: whether the proximal logprobs are the learner's own, comparable with the engine's.
     """
     trained = response.trained
     rho = bounded_exp(log_rho).double()
@@ -115,7 +115,7 @@ def tally_policy(
     advantages: Tensor,  # [N]
     clipped: Tensor,  # [N] bool
 ) -> None:
-    """How far the learner has moved since the step's start, and where the loss was clipped, by sign of advantage."""
+    """Tally how far the learner has moved since step start, and where the loss was clipped, by sign of advantage."""
     positive, negative = advantages > 0, advantages < 0
     tally.add_by_staleness(
         response.staleness, response.trained,
@@ -126,16 +126,17 @@ def tally_policy(
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
-    """Metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
+    """Return the metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
 
-    Importance weights are those of tokens, rho = proximal / behaviour, before any rule. ESS/N = (sum w)^2 / (N sum w^2)
+    Importance weights are those of tokens, rho = proximal / behaviour, uncorrected. ESS/N = (sum w)^2 / (N sum w^2)
     of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied, 0 for tokens that a
     mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
     tokens with that sign of advantage.
 
-    A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is what engine and
-    learner compute differently; `mismatch/old_kv_mean_abs` is of tokens sampled in place after an update, on
-    KV of older weights, which a recompute from scratch can't reproduce. Each is left out where there is no such token.
+    A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is the mean absolute
+    difference between engine and learner; `mismatch/old_kv_mean_abs` is that of tokens sampled in place after an
+    update, on KV of older weights, which a recompute from scratch can't reproduce. Either is left out if no token has
+    it.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -187,7 +188,7 @@ def tally_critic(
     returns: Tensor,  # [N]
     trained: Tensor,  # [N] bool
 ) -> None:
-    """Moments from which `explained_variance` follows."""
+    """Tally the moments from which `explained_variance` follows."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
     tally.add(
@@ -200,7 +201,7 @@ def tally_critic(
 
 
 def explained_variance(totals: Totals) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns), or 0 where the returns do not vary."""
     n = max(float(totals["critic_tokens"]), 1.0)
     unexplained = totals["residual_squared"] / n - (totals["residual"] / n) ** 2
     variance = totals["returns_squared"] / n - (totals["returns"] / n) ** 2
@@ -208,10 +209,10 @@ def explained_variance(totals: Totals) -> float:
 
 
 def batch_metrics(batch: Batch) -> list[Metric]:
-    """Reward, staleness and length metrics, and the buffer's counters as they came.
+    """Return reward, staleness and length metrics, and the buffer's counters unchanged.
 
-    Staleness of a rollout is that of its oldest trained token; `in_flight` is the part it aged while it was
-    generated, `in_queue` the part it aged in the buffer, and they add up. A batch without any trained token has none.
+    Staleness of a rollout is that of its oldest trained token. `in_flight`, the part it aged while it was generated,
+    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens there are none of these.
     """
     rollouts = [r for group in batch.groups for r in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
@@ -249,7 +250,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def median_trained_tokens(batch: Batch) -> float:
-    """Median number of trained tokens of the batch's answers."""
+    """Return the median number of trained tokens of the batch's answers."""
     return float(np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts]))
 
 
@@ -258,5 +259,5 @@ def _reduction(key: str) -> Reduction:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """numerator / denominator, 0 where there is nothing to divide by."""
+    """Return numerator / denominator, or 0 if the denominator is 0."""
     return numerator / denominator if denominator else 0.0

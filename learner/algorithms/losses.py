@@ -65,7 +65,7 @@ def cispo_loss(x: LossInputs) -> LossOutput:
 
 
 def gspo_loss(x: LossInputs) -> LossOutput:
-    """PPO-clip with one ratio an answer, the geometric mean of its tokens', which every token of it carries:
+    """PPO-clip with one ratio for all tokens of an answer, the geometric mean of their ratios:
 
         s = exp(mean_t (learner - centre)),  L = max(-s A, -clip(s, 1 - low, 1 + high) A)
 
@@ -128,15 +128,15 @@ def kl_k1(logprobs: Tensor, other: Tensor) -> Tensor:
 def kl_k2(logprobs: Tensor, other: Tensor) -> Tensor:
     """k2 = (log p - log q)^2 / 2: a biased estimate whose gradient is that of KL(p || q), over samples of p.
 
-    Source: as for k1; gradients in vectors.json, `kl_expected_gradient`.
+    Source: as for k1; tests/vectors.json (`kl_expected_gradient`) has gradients.
     """
     return 0.5 * (logprobs - other).square()
 
 
 def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """k3 = q / p - 1 - log(q / p) >= 0: over samples of p as unbiased as k1, with less variance.
+    """k3 = q / p - 1 - log(q / p) >= 0: over samples of p it is unbiased like k1, with less variance.
 
-    As a loss its gradient is that of the other divergence, KL(q || p). Source: as for k1.
+    As a loss, its gradient is that of the other divergence, KL(q || p). Source: as for k1.
     """
     log_ratio = other - logprobs
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio

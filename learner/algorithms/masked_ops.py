@@ -1,4 +1,4 @@
-"""Ratios of probabilities without overflow, and sums and means over the tokens of each answer."""
+"""Computes ratios of probabilities without overflow, and sums and means over the tokens of each answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratios: Tensor) -> Tensor:
-    """exp(x) with x held in +-MAX_LOG_RATIO. Any shape."""
+    """Return exp(x) with x held in +-MAX_LOG_RATIO. Any shape."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -19,7 +19,7 @@ def sum_by_answer(
     answers: Tensor,  # [N] index of each token's answer
     count: int,
 ) -> Tensor:
-    """Sum over the tokens of each answer. [count]"""
+    """Return the sum over the tokens of each answer. [count]"""
     return values.new_zeros(count).index_add(0, answers, values)
 
 
@@ -29,6 +29,6 @@ def mean_by_answer(
     answers: Tensor,  # [N]
     count: int,
 ) -> Tensor:
-    """Mean over the trained tokens of each answer, 0 where it has none. [count]"""
+    """Return the mean over the trained tokens of each answer, 0 where it has none. [count]"""
     tokens = sum_by_answer(trained.to(values.dtype), answers, count).clamp(min=1)
     return sum_by_answer(torch.where(trained, values, 0.0), answers, count) / tokens

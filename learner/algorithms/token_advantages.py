@@ -1,7 +1,7 @@
-"""From the reward of a whole answer to an advantage for each of its trained tokens.
+"""Computes an advantage for each trained token of an answer from the reward of the whole answer.
 
 Only tokens that the model sampled are trained. Those of the prompt and, in answers of several turns, of the environment
-have no advantage, and returns step over them as if they were part of the state.
+have no advantage, and returns skip them as if they were part of the state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from learner.packing.microbatches import ResponseTokens
 
 
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
-    """Advantages [group][answer], [T] each, of the estimators that need no critic; zeros where one is used.
+    """Return the advantages [group][answer], [T] each, of an estimator without critic; zeros for one with a critic.
 
-    Whole groups in, so that every rank gets the same numbers whatever its share. They are whitened over the trained
-    tokens of the batch where that is asked for, unless it has to wait for the step's start (`whitens_at_start`).
+    Every rank computes those of the whole batch, so all ranks get the same numbers. They are whitened over the trained
+    tokens of the batch if that is asked for, unless that has to happen at step start (`whitens_at_start`).
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
@@ -46,9 +46,9 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
 
 
 def whitens_at_start(config: Config) -> bool:
-    """Whether advantages are whitened after the forward passes at step start, because they depend on them.
+    """Return whether advantages are whitened after the forward passes at step start, because they depend on them.
 
-    A critic's advantages do, and those of rewards with a KL penalty: REINFORCE++ takes it off before it whitens them.
+    A critic's advantages do, and so do advantages of rewards minus a KL penalty, which REINFORCE++ whitens.
     Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
@@ -59,13 +59,13 @@ def whitens_at_start(config: Config) -> bool:
 
 def critic_advantages(
     config: Config,
-    function: Callable[..., tuple[Tensor, Tensor]],  # of_tokens of the advantage
+    function: Callable[..., tuple[Tensor, Tensor]],  # `of_tokens` of the advantage's entry in async_rl/seams
     response: ResponseTokens,
     values: Tensor,  # [N] detached
     log_rho: Tensor,  # [N] proximal - behaviour logprobs
-    penalty: Tensor,  # [N] taken off the reward of each token
+    penalty: Tensor,  # [N] subtracted from the reward of each token
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [N], targets of the critic [N]); an answer's reward is given at its last trained token."""
+    """Return (advantages [N], targets of the critic [N]). An answer's reward is given at its last trained token."""
     mask = _rows(response.trained, response)
     rewards = _at_last_token(response.rewards, mask) - _rows(penalty, response)
     ratios = _rows(log_rho, response)
@@ -96,17 +96,17 @@ def _greedy_reward(group: RolloutGroup) -> float:
 
 
 def _at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Each row's reward at its last masked-in token; nowhere if it has none. [k], [k, T] -> [k, T]"""
+    """Return rows with each reward at the last masked-in token, if there is one, else 0. [k], [k, T] -> [k, T]"""
     steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).amax(1, keepdim=True)
     return torch.where(steps == last, rewards[:, None], 0.0)
 
 
 def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:
-    """[N] to [k, T], padded with zeros."""
+    """Return the tokens [N] as one row for each answer, padded with zeros. [k, T]"""
     return pad_sequence(list(tokens.split(list(response.lengths))), batch_first=True)
 
 
 def _tokens(rows: Tensor, response: ResponseTokens) -> Tensor:
-    """[k, T] back to [N]."""
+    """Return the rows [k, T] as tokens [N], without padding."""
     return torch.cat([row[:length] for row, length in zip(rows, response.lengths, strict=True)])

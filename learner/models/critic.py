@@ -1,4 +1,4 @@
-"""The critic of PPO: a model of its own that predicts the return from every token (GAE, arXiv 1506.02438)."""
+"""The critic of PPO: a separate model that predicts the return from every token (GAE, arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Critic(nn.Module):
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
-    """Load the critic from critic.path, else from model.path, with float32 weights and not yet sharded.
+    """Load the critic from critic.path or, if that is empty, from model.path: float32 and not yet sharded.
 
     A folder without a value head gets one of zeros, so that V = 0 at first.
     """

@@ -17,7 +17,7 @@ from learner.models.policy import load_policy, partial_folder, write_folder
 def export(source: str | Path, target: Path) -> Path:
     """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Weights get the type that those of model.path have, and adapters are merged into them. Tokenizer, chat template and
+    Weights get the type of those of model.path, and adapters are merged into them. Tokenizer, chat template and
     generation config are copied from model.path. One process on the CPU reads the shards of any number of ranks.
 
     Raises:

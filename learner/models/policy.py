@@ -29,7 +29,7 @@ _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling
 _MASKED = ("sdpa", "eager")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30
-"""Largest file of a saved model."""
+"""Size of the largest weight file of a saved model."""
 
 
 class Policy(nn.Module):
@@ -40,7 +40,7 @@ class Policy(nn.Module):
         compute_dtype: type of activations.
 
     Raises:
-        ConfigError: the architecture changes its logits after that, by a bias, a scale or soft capping.
+        ConfigError: the architecture changes these logits further, by a bias, a scale or soft capping.
     """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The reference model: a frozen model that a KL term keeps the policy near."""
+"""The reference model: a frozen model. A KL term keeps the policy close to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reference:
     memory.
 
     Raises:
-        ConfigError: it has another vocabulary size than the policy.
+        ConfigError: the model has another vocabulary size than the policy.
     """
 
     def __init__(

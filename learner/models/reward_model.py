@@ -27,8 +27,8 @@ _PLACEHOLDER = "\x00"
 class RewardModel:
     """Scores each prompt with its answer. It is frozen and sharded over the learner's ranks.
 
-    A model with the policy's vocabulary gets the policy's tokens. Another one gets their text, tokenized by its own
-    tokenizer: in its own chat template, or without one as a pair of texts.
+    A model with the policy's vocabulary gets the policy's tokens. Any other model gets their text, tokenized by its own
+    tokenizer: in its chat template or, if it has none, as a pair of texts.
 
     Raises:
         ConfigError: the model has more than one output.
@@ -110,7 +110,7 @@ class _Scorer(nn.Module):
 
 
 def _open_retokenizer(policy_path: str, reward_path: str) -> _Retokenizer | None:
-    """Return None if the reward model has the policy's vocabulary, or no tokenizer."""
+    """Return a converter to the reward model's tokens; None if it has the policy's vocabulary, or no tokenizer."""
     if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
         return None
     policy, own = load_tokenizer(policy_path), load_tokenizer(reward_path)

@@ -1,4 +1,4 @@
-"""Attention masks of packed rows: as numbers that are added to scores, and as blocks for flex attention."""
+"""Makes attention masks of packed rows: numbers that are added to scores, or blocks for flex attention."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Tokens: the side of a block."""
+"""Number of tokens along each side of a block."""
 SLAB = 8 * BLOCK
-"""Tokens whose pairs exist at a time."""
+"""Number of query tokens whose pairs are in memory at a time."""
 
 
 def attention_mask(
     segments: Tensor,  # [2, B, S] segment of each token and of its prompt
     dtype: torch.dtype,
 ) -> Tensor:
-    """Added to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, S, S]"""
+    """Return what to add to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, S, S]"""
     allowed = may_attend(segments, 0, segments.shape[2])
     mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
 def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
-    """Where the tokens start..end may attend: to their own segment and their prompt, not ahead. [B, end - start, S]"""
+    """Return where tokens start..end may attend: own segment and prompt, not ahead. [B, end - start, S] bool"""
     own, root = segments[:, :, start:end, None]
     other = segments[0][:, None, :]
     place = torch.arange(segments.shape[2], device=segments.device)
@@ -34,7 +34,7 @@ def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
 def block_mask(
     segments: Tensor,  # [2, B, S] segment of each token and of its prompt
 ) -> BlockMask:
-    """The mask that torch's create_block_mask gives for the rule of `may_attend`, in less memory.
+    """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
     create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a row of
     16k tokens.
@@ -59,6 +59,6 @@ def block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, q, k] bool -> (number of blocks set in each row [B, 1, q], block numbers, those first [B, 1, q, k])."""
+    """Return (number of set blocks in each row [B, 1, q], numbers of the blocks, set ones first [B, 1, q, k])."""
     numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
     return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]

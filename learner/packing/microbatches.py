@@ -1,4 +1,4 @@
-"""The tensors of a micro-batch: what a forward pass needs, what the loss needs, and what is known at step start."""
+"""Makes the tensors of a micro-batch: for its forward pass, for its loss, and those computed at step start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from async_rl.types import Batch, FloatArray, IntArray, RolloutGroup
 from learner.packing.plan import Piece, needs_mask
 
 PADDING = -1
-"""Segment of padding; the prompts and answers of a row count from 0."""
+"""The segment number of padding. The prompts and answers of a row are numbered from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """Tensors that a network needs for a forward pass. N counts response tokens, answer after answer."""
+    """The tensors that a network needs for a forward pass. N is the number of response tokens, answer after answer."""
 
     tokens: Tensor  # [B, S] int64
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all rows are plain causal
@@ -40,11 +40,11 @@ class ResponseTokens:
     staleness: Tensor  # [N] int64, batch.version - token version
     advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
     answers: Tensor  # [N] int64 index of each token's answer, 0..k-1
-    places: Tensor  # [N] int64: tokens of a batch in a fixed order, however it is split into micro-batches
+    places: Tensor  # [N] int64: place of each token in the batch, the same however the batch is split
     rewards: Tensor  # [k] float32
-    too_old: Tensor  # [k] float32 tokens of each answer that only their age leaves out
+    too_old: Tensor  # [k] float32 number of tokens of each answer that are masked only for their age
     lengths: tuple[int, ...]
-    """T of each answer; they add up to N."""
+    """Number of response tokens T of each answer; their sum is N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class MicroBatch:
     inputs: ForwardInputs
     response: ResponseTokens
     answers: tuple[tuple[int, int], ...]
-    """(group, answer) of each answer, in the batch; empty where the micro-batch only keeps a rank in step."""
+    """Indices (group, answer) in the batch of each answer; empty if the micro-batch only keeps a rank in step."""
     proximal: Tensor | None = None  # [N] logprobs of the policy
     values: Tensor | None = None  # [N] of the critic
     reference: Tensor | None = None  # [N] logprobs of the frozen reference
@@ -62,11 +62,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's part of the tokens of one optimizer step, and numbers that are the same on all ranks."""
+    """One rank's micro-batches of one optimizer step, and numbers that are the same on all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
-    """Trained tokens of all ranks: the critic's loss is a sum over tokens divided by this."""
+    """Number of trained tokens of all ranks, at least 1. The critic's summed loss is divided by this."""
     normaliser: float
     """The policy's summed loss is divided by this."""
     whitening: tuple[float, float] = (0.0, 1.0)
@@ -74,7 +74,7 @@ class MiniBatch:
     m2po_limit: tuple[float, int] = (math.inf, 2**63 - 1)
     """The last token that the M2PO mask keeps, see corrections.m2po_limit; by default all are kept."""
     mean_weight: float = 1.0
-    """Importance weights are divided by this: their mean where they are batch-normalised."""
+    """Importance weights are divided by this. It is their mean if correction.batch_normalised is set, else 1."""
 
 
 def collate(
@@ -84,10 +84,10 @@ def collate(
     device: torch.device,
     is_trained: bool = True,
 ) -> MicroBatch:
-    """Tensors of the rows, on `device`.
+    """Return the micro-batch that holds these rows, with its tensors on `device`.
 
     Args:
-        is_trained: False: no token is trained. The micro-batch keeps a rank in step with the others' collectives.
+        is_trained: False: no token is trained, and the micro-batch only keeps a rank in step with others' collectives.
     """
     width = max(sum(piece.length for piece in row) for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
@@ -159,12 +159,12 @@ def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A prompt or an answer as it is fed."""
+    """A prompt or an answer, as it is fed to the network."""
 
     fed: IntArray
     first_position: int
     root: int
-    """Segment of its prompt, in its row."""
+    """Segment number of the prompt, within the row."""
     answer: tuple[int, int] | None
     """(group, answer); None for a prompt."""
 

@@ -1,13 +1,13 @@
-"""Which answers share a row, a micro-batch and a rank: a deterministic plan, the same on every rank.
+"""Plans which answers share a row, a micro-batch and a rank. The plan is deterministic, the same on every rank.
 
 A piece is a prompt followed by k answers to it, so that a group's shared prompt is computed once; a row is one or
 more pieces, so that little is padding:
 
     prompt a | answer 1 | answer 2 | prompt b | answer 3 | padding
 
-An answer attends to its prompt and to itself, and its positions continue those of the prompt: exactly the
-sequences prompt + answer, without copies of the prompt. The last token of an answer predicts nothing that is
-trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask: padding is on
+An answer attends to its prompt and to itself, and its positions continue those of the prompt: these are
+exactly the sequences prompt + answer, without copies of the prompt. The last token of an answer predicts nothing that
+is trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask: padding is on
 the right, where nothing trained looks.
 """
 
@@ -33,25 +33,25 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Kinds of rows that the attention of all networks can compute."""
+    """The kinds of rows that the attention of every network can compute."""
 
     masked: bool
-    """It takes a mask, so answers may share a prompt and pieces a row."""
+    """Attention takes a mask, so answers may share a prompt, and pieces may share a row."""
     sparse: bool = False
-    """It skips masked pairs of tokens, or cuts a row where positions restart, so that a micro-batch is one row without
+    """Attention skips masked pairs of tokens, or cuts a row where positions restart: a micro-batch is one row without
     padding. Else each token costs as much as its row is wide, and rows are no wider than the longest piece."""
     pair_cost: float = 0.0
     """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
 
     def for_both(self, other: Layout) -> Layout:
-        """The layout that suits two networks which see the same rows."""
+        """Return the layout that suits both networks, which see the same rows."""
         return Layout(self.masked and other.masked, self.sparse and other.sparse, max(self.pair_cost, other.pair_cost))
 
 
 def split_minibatches(
     group_sizes: Sequence[int], count: int, rng: np.random.Generator
 ) -> list[list[tuple[int, int]]]:
-    """All (group, answer) pairs in `count` parts of equal size, give or take one; groups are shuffled."""
+    """Return all (group, answer) pairs in `count` parts, whose sizes differ by at most one; groups are shuffled."""
     order = rng.permutation(len(group_sizes))
     pairs = [(int(group), answer) for group in order for answer in range(group_sizes[group])]
     edges = [len(pairs) * i // count for i in range(count + 1)]
@@ -65,7 +65,7 @@ def make_pieces(
     max_answers: int,
     layout: Layout,
 ) -> list[Piece]:
-    """Pieces of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its piece.
+    """Return pieces of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its own.
 
     With prompt length P and fed answer tokens that add up to R, k answers share a piece while R^2 <= k * P^2, and
     always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R
@@ -95,10 +95,10 @@ def make_pieces(
 def plan_microbatches(
     pieces: Sequence[Piece], ranks: int, max_tokens: int, layout: Layout
 ) -> list[list[list[list[Piece]]]]:
-    """Rows of every micro-batch of every rank, indexed [rank][micro-batch][row].
+    """Return the rows of every micro-batch of every rank, indexed [rank][micro-batch][row].
 
-    Longest piece first to the rank with the fewest tokens so far; each rank packs its own, or leaves one piece a
-    row where that is cheaper. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
+    Each piece, longest first, goes to the rank with the fewest tokens so far. The pieces of a rank share rows, or get
+    a row each where that is cheaper. Ranks with fewer micro-batches get empty ones: collectives need equal counts.
     """
     loads = [0] * ranks
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -119,15 +119,15 @@ def plan_microbatches(
 def _pack(
     share: Sequence[Piece], max_tokens: int, is_sparse: bool, may_share_rows: bool
 ) -> list[list[list[Piece]]]:
-    """First-fit: each piece, longest first, goes into the first row with room, else into a new row of the last
-    micro-batch, else into a new micro-batch.
+    """Return the rows of one rank's micro-batches by first-fit: each piece, longest first, goes into the first row with
+    room, else into a new row of the last micro-batch, else into a new micro-batch.
 
     The first piece of a micro-batch sets the width of its rows (of one row as wide as the budget where attention is
     sparse), and rows * width stays within `max_tokens`.
     """
     cuts: list[list[list[Piece]]] = []
     width = 0
-    room: list[tuple[int, list[Piece]]] = []  # of rows that the shortest piece would fit in
+    room: list[tuple[int, list[Piece]]] = []  # (free tokens, row) with room for the shortest piece
     for piece in share:
         if may_share_rows:
             found = next((i for i, (free, _) in enumerate(room) if piece.length <= free), None)
@@ -148,11 +148,11 @@ def _pack(
 
 
 def _cost(rows: Sequence[Sequence[Piece]], pair_cost: float) -> float:
-    """Cost of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
+    """Return the cost of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
     width = max(sum(piece.length for piece in row) for row in rows)
     return len(rows) * width * (1 + pair_cost * width * (1.0 if needs_mask(rows) else 0.5))
 
 
 def needs_mask(rows: Sequence[Sequence[Piece]]) -> bool:
-    """Whether attention needs a mask: some row holds more than one answer."""
+    """Return whether attention needs a mask: some row holds more than one answer."""
     return any(len(row) > 1 or len(row[0].answers) > 1 for row in rows)

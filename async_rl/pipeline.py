@@ -11,13 +11,13 @@
 
     loop              where                          consumes        waits for                unblocked by
     admit + generate  rollout_server/worker.py       slots, prompts  a free slot              served(v)
-    hand out          buffer/server.py               rollout groups  B groups, none expiring  put(group)
+    hand out          buffer/server.py               rollout groups  groups for a batch       put(group)
     train             learner/trainer.py             a batch         the buffer's hand-out    its own push
     supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
 
 async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
-buffer grants ahead. No code below depends on it, except that at 0 a server may share the learner's GPU in turns.
+buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train `config.run.steps` steps, those before run.resume's checkpoint included; returns run_dir/summary.json.
+    """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
 
-    The first process to crash ends the run: its error is raised here after every other process has been stopped.
-    Ctrl-C or SIGTERM lets the step that runs end, with a checkpoint; a second one ends the run at once.
+    An error that no restart can mend ends the run: it is raised here after every process has been stopped. After
+    Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
 
     Raises:
-        AsyncRLError: with a message for the user. ConfigError for what can't work, before anything starts.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to go on.
+        AsyncRLError: the run failed; the message is for the user. ConfigError: it can't work, and nothing was started.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to resume.
     """
     check_inputs(config)
     with StopSignals() as signals, open_run_dir(config) as config, full_disk_named(config.run_dir):
@@ -112,7 +112,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
-    # The buffer starts first, in an instant: a mistake in `network` is found before any server loads its model.
+    # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, timeouts.limit("join_s"), "the start")["buffer"]
     urls = processes.gather(
         {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.limit("server_start_s"), "the start"
@@ -143,8 +143,9 @@ def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, ver
 
 
 def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
-    """Evaluate the trained model on the first of `servers` that answers. If none does, a note says how to do it later:
-    the model is saved.
+    """Evaluate the trained model on the first of `servers` that answers, and log the result.
+
+    If no server answers, log how the user can evaluate the saved model later.
     """
     if config.eval.size == 0:
         return
@@ -155,7 +156,7 @@ def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, server
         except AsyncRLError as error:
             log.logger.note(f"{name} did not evaluate version {log.version}: {str(error).splitlines()[0]}")
             processes.kill(name)
-            if isinstance(error, WaitTimeoutError):  # another would take as long
+            if isinstance(error, WaitTimeoutError):  # another server would take as long
                 break
     log.logger.note(
         f"version {log.version}, the trained model, is not evaluated: run `async-rl eval {config.run_dir / 'model'}`"
@@ -165,10 +166,10 @@ def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, server
 async def _revive_buffer(
     config: Config, processes: ActorGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
-    """Start another buffer with the journal and at the address of the one that died.
+    """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
 
-    Workers and learner repeat a request that is not answered for at most timeouts.wire_s: long enough for a restart.
-    If the buffer keeps dying, a request stays unanswered for that time and ends the run.
+    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart. If the
+    buffer keeps dying, a request stays unanswered for that time and ends the run.
 
     Raises:
         ProcessKilledError: `death`, if there is no journal.
@@ -186,7 +187,7 @@ async def _revive_buffer(
 def _close_buffer(
     config: Config, processes: ActorGroup, log: RunLog, revive_buffer: ReviveBuffer
 ) -> dict[str, float]:
-    """End the rollout workers, then the buffer; returns its counters, which account for every admitted group."""
+    """Stop the rollout workers, then the buffer; returns the buffer's counters, which count every admitted group."""
     workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
     for name, call in workers.items():
         try:
@@ -211,7 +212,7 @@ def _final_account(config: Config, processes: ActorGroup) -> dict[str, float]:
 
 
 def dry_run(config: Config) -> str:
-    """The resolved configuration and the sizes derived from it; starts nothing."""
+    """Return the resolved configuration and the sizes derived from it as text, without starting a run."""
     check_inputs(config)
     placement = config.placement
     derived = {
@@ -237,7 +238,7 @@ def dry_run(config: Config) -> str:
 
 
 def cautions(config: Config) -> list[str]:
-    """Settings that work but may not be what the user meant, each as a line of text."""
+    """Return a line of text for each setting that works but may not be what the user meant."""
     if config.rollout.top_p == 1:
         return []
     return [

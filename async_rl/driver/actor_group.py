@@ -1,4 +1,4 @@
-"""All processes of a run as Ray actors: started, called and ended by the driver. An error names the process."""
+"""The driver starts, calls and ends all processes of a run as Ray actors. Each error names the process that failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATUS_INTERVAL_S = 5.0
 
 
 class ActorGroup:
-    """All actors of a run by name. Any call that fails names the process and shows its log."""
+    """The actors of a run by name. The error of a call that fails names the process and shows the end of its log."""
 
     def __init__(self, run_dir: Path, reservation: Reservation) -> None:
         self.run_dir = run_dir
@@ -37,9 +37,11 @@ class ActorGroup:
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
     ) -> ActorHandle:
-        """
+        """Start the process `name` as an actor of class `cls`, made with `args`; returns its handle without waiting.
+
         Args:
-            threads: [concurrency group of `cls`] how many of its calls run at once.
+            max_concurrency: number of calls that the actor runs at once.
+            threads: the same number for each Ray concurrency group of `cls`.
         """
         options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
@@ -52,9 +54,10 @@ class ActorGroup:
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
-        """The results of one call per process, or the first failure; raises WaitTimeoutError naming the laggards.
+        """Wait for one call to each process; returns the results by name. The first call that fails raises its error.
 
-        Meanwhile `async-rl status` shows the wait. While the supervisor runs, `call` is used instead.
+        After `limit`, WaitTimeoutError names the processes that have not answered. `async-rl status` shows the wait.
+        Must not be called while the supervisor runs, which uses `call`.
         """
         return asyncio.run(self._gather(calls, limit, what))
 
@@ -88,7 +91,7 @@ class ActorGroup:
         """Return the result of a call to process `name`. Raises WaitTimeoutError if it takes longer than `limit`.
 
         Args:
-            what: what is waited for; the error's text is made of it and of the name of the process.
+            what: a name for the result, which the text of that error contains.
         """
         try:
             async with asyncio.timeout(limit.seconds) as scope:
@@ -99,7 +102,7 @@ class ActorGroup:
             raise self._overdue(limit, what, name) from None
 
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
-        """Yield what the process yields, until its call ends."""
+        """Yield the reports that process `name` sends through `stream`, until its call ends."""
         with self.named_failure(name):
             async for ref in stream:
                 yield await ref
@@ -115,12 +118,12 @@ class ActorGroup:
 
     @contextmanager
     def named_failure(self, name: str) -> Iterator[None]:
-        """Turns what Ray raises in the body into an error that says which process failed, and why."""
+        """Turn an error that Ray raises in the body into an AsyncRLError that says which process failed, and why."""
         try:
             yield
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, ConfigError):  # it says all that is needed to mend it
+            if isinstance(cause, ConfigError):  # its message is complete
                 raise cause from None
             if isinstance(cause, AsyncRLError):
                 raise type(cause)(
@@ -144,11 +147,11 @@ class ActorGroup:
             raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
 
     def place(self, name: str, status: Status) -> Status:
-        """`status`, with the name of the process and its host."""
+        """Return `status` with the name of the process and its host filled in."""
         return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
 
     async def dump_stacks(self) -> None:
-        """Have every process that still answers write its stacks into its log file."""
+        """Have every process write its stacks into its log file; waits at most DUMP_TIMEOUT_S for their answers."""
         calls = [asyncio.create_task(self._result(n, a.dump_stacks.remote())) for n, a in self.actors.items()]
         if calls:
             _, silent = await asyncio.wait(calls, timeout=DUMP_TIMEOUT_S)
@@ -160,10 +163,10 @@ class ActorGroup:
         return f"{name} on {self._reservation.host_of(name)}"
 
     def log_tail(self, name: str, message: str = "") -> str:
-        """The last lines of the process's log files, indented, for an error message.
+        """Return the last lines of the log files of process `name`, indented, for an error message.
 
         Args:
-            message: the rest of the error message; files whose names are in it are left out.
+            message: the rest of the error message; log files that it names are left out.
         """
         text = ""
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
@@ -174,17 +177,17 @@ class ActorGroup:
         return text
 
     def kill(self, name: str) -> None:
-        """End one process by force."""
+        """Kill process `name` at once."""
         ray.kill(self.actors.pop(name))
 
     def stop(self, timeout_s: float) -> None:
-        """End every process, politely within `timeout_s`, then by force."""
+        """Ask every process but the learner ranks to stop, wait for that at most `timeout_s`, then kill all."""
         stoppable = [actor for name, actor in self.actors.items() if not name.startswith("learner")]
         polite: list[Any] = [actor.stop.remote() for actor in stoppable]
         try:
             if polite:
                 ray.wait(polite, num_returns=len(polite), timeout=timeout_s)
-        finally:  # also when a second Ctrl-C cuts the wait short
+        finally:  # also after a second Ctrl-C during the wait
             for actor in self.actors.values():
                 ray.kill(actor)
             self.actors.clear()

@@ -1,4 +1,4 @@
-"""The Ray actors of a run: buffer, rollout servers, learner ranks. async_rl/driver/actor_group.py starts and ends them.
+"""The processes of a run, as Ray actors: buffer, rollout servers and learner ranks. ActorGroup starts and ends them.
 
 Ray carries control only: no trajectory and no weight passes through it. Each process writes its own log file under
 `run_dir/logs`, whose last lines go into the error when it dies.
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class BufferActor:
-    """Holds the buffer; `serve` runs in one thread of the actor, the control calls in others.
+    """The buffer's process: `serve` runs in one thread of the actor, the control calls in others.
 
     Args:
-        port: for a buffer that replaces one that died: the port of that one. 0: network.port.
+        port: the port of the buffer that this one replaces; 0: there was none, and network.port is used.
     """
 
     def __init__(self, folder: str, config: Config, port: int = 0) -> None:
@@ -47,10 +47,8 @@ class BufferActor:
         self._stop = threading.Event()
 
     def start(self) -> str:
-        """Open the buffer; returns its address. (Ray would wrap an error out of `__init__` in one of its own.)
-
-        Raises:
-            AsyncRLError: see BufferServer.
+        """Open the buffer; returns its address. Raises the AsyncRLErrors of BufferServer, which `__init__` could not:
+        Ray would hide their types.
         """
         from buffer.server import BufferServer
 
@@ -64,7 +62,7 @@ class BufferActor:
         self._stop.set()
 
     def abandon(self, worker: str) -> int:
-        """The worker died: its running groups go to others; returns how many."""
+        """Give the running groups of a rollout worker that died to other workers; returns the number of groups."""
         return self._server.abandon(worker)
 
     def status(self) -> Status:
@@ -74,12 +72,12 @@ class BufferActor:
         dump_stacks()
 
     def close(self) -> dict[str, float]:
-        """Drop the remaining groups with the reason `shutdown`, check that all groups add up, return the counters."""
+        """Drop the remaining groups with the reason `shutdown`, check that all groups add up; returns the counters."""
         return self._server.close()
 
 
 class RolloutActor:
-    """One rollout server with its worker."""
+    """A rollout process: one rollout server and the worker that generates with it."""
 
     def __init__(self, folder: str, config: Config, index: int) -> None:
         self._config = enter(folder, config, f"rollout-{index}")
@@ -88,8 +86,8 @@ class RolloutActor:
         self._index = index
 
     async def start(self) -> str:
-        """Start the engine with version 0; returns the URL to which weights are pushed."""
-        self._engine = await asyncio.to_thread(self._open_engine)  # from a slow disk it may take longer than silent_s
+        """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
+        self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
         await self._engine.start()
         return self._engine.url
 
@@ -108,7 +106,7 @@ class RolloutActor:
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str) -> None:
-        """Open the worker, which talks to the buffer at this address once it runs."""
+        """Open the worker, which will request slots from the buffer at this address once `run` is called."""
         reward = await asyncio.to_thread(self._open_reward)
 
         from rollout_server.worker import Worker  # `_open_reward` has imported it
@@ -147,14 +145,15 @@ class RolloutActor:
 
 
 def learner_threads(config: Config) -> dict[str, int]:
-    """The number of threads of each concurrency group of LearnerActor. In `join` every server may wait for weights at
-    once; `control` calls never wait for them.
+    """Return the number of threads of each concurrency group of LearnerActor.
+
+    In `join` all servers may wait for weights at once; `control` calls never wait for weights.
     """
     return {"control": 8, "join": config.placement.rollout.servers}
 
 
 class LearnerActor:
-    """One learner rank. The control calls run beside `run`, in threads of their own."""
+    """The process of one learner rank. The control calls run in other threads than `run`, and at the same time."""
 
     def __init__(self, folder: str, config: Config, rank: int) -> None:
         self._config = enter(folder, config, f"learner-{rank}")
@@ -163,7 +162,7 @@ class LearnerActor:
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open the port at which rank 0 will serve the rendezvous of all ranks; returns (address, port).
+        """Open the port at which rank 0 will serve the store by which all ranks find each other; returns its address.
 
         The socket stays open, so that no other process can take the port.
         """
@@ -183,22 +182,22 @@ class LearnerActor:
         )
 
     def run(self) -> Iterator[LearnerReport]:
-        yield from (report for report in self._learner.run())  # Ray sends values: only a generator takes and drops them
+        yield from (report for report in self._learner.run())  # Ray calls `send`, which not every iterator has
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Let `run` end after its step, with a checkpoint."""
+        """Have `run` end after the current step, with a checkpoint; returns at once."""
         self._learner.stop()
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Have the next push include rollout server `name`, new at `url`; returns the version it got by that push."""
+        """Wait for the next push, which includes rollout server `name` at its new `url`; returns the pushed version."""
         self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
         return self._learner.version
 
     @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
-        """The evaluation that was due has ended."""
+        """Tell the learner that the evaluation which was due has ended."""
         self._learner.evaluations.ended()
 
     @ray.method(concurrency_group="control")
@@ -215,11 +214,11 @@ class LearnerActor:
 
 
 def enter(folder: str, config: Config, name: str) -> Config:
-    """Set up the process: working directory, log file, network interface. Returns the config as it holds on this host.
+    """Set the process's working directory, log file and network interface; returns the config with this host's address.
 
     Args:
-        folder: the driver's working directory: paths of the config are relative to it.
-        name: of the process's log file.
+        folder: the driver's working directory, to which paths of the config are relative.
+        name: name of the process's log file without `.log`.
     """
     os.chdir(folder)
     redirect_output(config.run_dir / "logs" / f"{name}.log")
@@ -232,7 +231,7 @@ def enter(folder: str, config: Config, name: str) -> Config:
 
 
 def use_huge_pages() -> None:
-    """Have torch allocate large CPU tensors in huge pages: page by page, that takes longer than filling the tensor.
+    """Have torch allocate large CPU tensors in huge pages: with small ones, allocating takes longer than filling them.
 
     Must be called before torch makes a tensor. Child processes inherit the setting.
     """
@@ -245,7 +244,7 @@ def dump_stacks() -> None:
 
 
 def redirect_output(log_file: Path) -> None:
-    """Send this process's stdout and stderr, C level included, to a file of its own."""
+    """Append this process's stdout and stderr to `log_file`, also what C code writes."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -256,10 +255,10 @@ def redirect_output(log_file: Path) -> None:
 
 
 def pin_cpus(config: Config, number: int) -> None:
-    """With placement.pin_cpus, keep this process and all it starts to its share of the cores.
+    """With placement.pin_cpus, restrict this process and its child processes to its share of the cores.
 
     Args:
-        number: of the process among all rollout servers, then all learner ranks.
+        number: index of the process, counted over all rollout servers and then all learner ranks.
     """
     if config.placement.pin_cpus:
         cores = share_of_cores(config, number, sorted(os.sched_getaffinity(0)))
@@ -268,7 +267,7 @@ def pin_cpus(config: Config, number: int) -> None:
 
 
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
-    """The cores of process `number`: every process of the run gets equally many.
+    """Return those of `cores` that process `number` gets; every process of the run gets equally many.
 
     Raises:
         ConfigError: there are fewer cores than processes.

@@ -1,4 +1,4 @@
-"""Processes that count as dead for a reason which their own calls do not show: silence, a wait without an end."""
+"""Ends the driver's work with a process that counts as dead because it hangs, although no call to it has failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LostProcesses:
         self._reasons: dict[str, asyncio.Future[AsyncRLError]] = {}
 
     async def until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
-        """Await `life`, the driver's work with process `name`, unless the process is declared lost before its end.
+        """Await `life`, the driver's work with process `name`, but cancel it if the process is declared lost.
 
         Raises:
             ServerLostError: `name` is a rollout server that was declared lost.
@@ -40,6 +40,6 @@ class LostProcesses:
         raise ServerLostError(reason.result()) if name.startswith("rollout") else reason.result()
 
     def declare(self, name: str, error: AsyncRLError) -> None:
-        """End the present `until_lost` of process `name` with `error`; without effect after the first time."""
+        """Make the running `until_lost` of process `name` raise `error`. A second call has no effect."""
         if not self._reasons[name].done():
             self._reasons[name].set_result(error)

@@ -1,8 +1,8 @@
-"""Where each process runs: Ray reserves what async_rl/driver/resources.py asks of each host.
+"""Placement of the processes: Ray reserves the resources that async_rl/driver/resources.py asks of each host.
 
-    reserve(config)           a placement group, STRICT_SPREAD over the hosts
-    explain(config)           the placement as text, before anything is reserved (`--dry-run`)
-    resolve_placement(...)    the settings that depend on the placement
+    reserve(config)           reserves a Ray placement group that spreads over the hosts
+    explain(config)           returns the placement as text without reserving anything (`--dry-run`)
+    resolve_placement(...)    fills in the settings that depend on the placement
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_rl.seams import choose_transport
 
 
 class NoClusterError(ConfigError):
-    """There is no Ray cluster at the address where this process looked for one."""
+    """No Ray cluster was found at the address where this process looked for one."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Reservation:
     bundle_of: dict[str, int] = field(default_factory=dict)
 
     def options(self, process: str) -> dict[str, Any]:
-        """The arguments of `ray.remote(...).options` that start `process` in its place."""
+        """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index = self.bundle_of[process]
@@ -51,11 +51,11 @@ class Reservation:
 
 
 def reserve(config: Config) -> Reservation:
-    """Have Ray reserve the resources that the run needs on each host.
+    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation.
 
     Raises:
-        ConfigError: the hosts do not have them.
-        WaitTimeoutError: the hosts have them, but other programs held them for longer than timeouts.join_s.
+        ConfigError: the hosts do not have these resources.
+        WaitTimeoutError: other programs held the resources for longer than timeouts.join_s.
     """
     import ray
     from ray.util import placement_group, placement_group_table
@@ -81,10 +81,10 @@ def reserve(config: Config) -> Reservation:
 def ray_bundles(
     wanted: Sequence[HostDemand], hosts: Sequence[Host]
 ) -> tuple[list[HostDemand], list[dict[str, float]], str]:
-    """The bundles of the placement group: (demand of each, Ray resources of each, placement strategy).
+    """Return the bundles of the placement group: (demand of each, Ray resources of each, placement strategy).
 
     Ray chooses the hosts itself. But if learner ranks and servers share GPUs in pairs on several hosts, each pair is a
-    bundle, and Ray can't be told which bundles belong on one host: each is tied to the host in `hosts`.
+    bundle. As Ray can't be told which bundles belong on one host, each is then tied to its host in `hosts`.
     """
     parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
     resources = [_ray_resources(part) for part, _ in parts]
@@ -96,8 +96,8 @@ def ray_bundles(
 
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """The config with the settings that depend on the placement: the transport that `auto` stands for, and keys for a
-    run over several hosts.
+    """Return the config with the settings that depend on the placement: the transport in place of `auto`, and new keys
+    for a run over several hosts.
 
     Raises:
         ConfigError: the transport does not fit the placement.
@@ -111,17 +111,17 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         from buffer.protocol.keys import new_keys
 
         keys = config.run_dir / "keys"
-        if not (keys / "client.key_secret").is_file():  # a resumed run has them
+        if not (keys / "client.key_secret").is_file():  # a resumed run has its keys already
             new_keys(keys)
         config = replace(config, network=replace(network, keys=str(keys)))
     return config
 
 
 def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Check that a transport which maps the sender's memory finds learner and servers on one device.
+    """Check that learner and servers will share a GPU if the weight transport requires that (cuda_ipc).
 
     Raises:
-        ConfigError: the transport needs one device, and learner and servers will not be on one GPU.
+        ConfigError: the transport requires it, and they will not be on one GPU.
     """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     needs_one_device = entry is not None and entry.needs_one_device
@@ -134,7 +134,7 @@ def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
 
 def _transport(config: Config, parts: Sequence[HostDemand]) -> str:
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
-    is_known = not config.rollout.server_url  # on which GPU the server is
+    is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
     one_device = is_known and config.network.is_on_loopback and _on_one_gpu(config, parts)
     device_type = "cpu" if shares == {0.0} else "cuda"
     own_gpus = is_known and min(shares) >= 1
@@ -151,7 +151,7 @@ def _ray_resources(demand: HostDemand) -> dict[str, float]:
 
 
 def ray_hosts() -> list[Host]:
-    """The live hosts of the Ray cluster that this process has joined."""
+    """Return the live hosts of the Ray cluster that this process has joined."""
     import ray
 
     return [
@@ -165,12 +165,12 @@ def ray_hosts() -> list[Host]:
 
 @contextlib.contextmanager
 def open_ray(config: Config) -> Iterator[None]:
-    """Within the body Ray is connected: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
-    hosts, else to a private Ray on this machine.
+    """Connect to Ray within the body: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
+    hosts, else to a Ray that is started on this machine for this process alone.
 
     Raises:
         NoClusterError: there is no cluster to join.
-        ConfigError: this process can't join it.
+        ConfigError: this process can't join the cluster.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -189,7 +189,7 @@ def open_ray(config: Config) -> Iterator[None]:
                 f"placement wants {placement.num_nodes} hosts, but no Ray cluster is found ({error}). "
                 f"Start one: {JOIN_COMMANDS}"
             ) from None
-        except RuntimeError as error:  # of another version of Ray or Python, above all
+        except RuntimeError as error:  # usually the cluster has another version of Ray or Python
             raise ConfigError(
                 f"the Ray cluster at {address} can't be joined: {str(error).strip()}\nEvery host and this process must "
                 "have the same versions of Python and Ray: install them anew where they differ, then `ray stop` and "
@@ -208,11 +208,11 @@ def open_ray(config: Config) -> Iterator[None]:
 
 
 def explain(config: Config) -> list[str]:
-    """The placement as text, one line for each host. Nothing is started, but a Ray cluster that the run would join is
-    asked for its hosts.
+    """Return the placement as text, one line for each host. No process is started, but a Ray cluster that the run would
+    join is asked for its hosts.
 
     Raises:
-        ConfigError: the hosts have too little, or the cluster can't be joined.
+        ConfigError: the hosts have too few resources, or the cluster can't be joined.
     """
     if runs_here(config):
         hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
@@ -232,7 +232,7 @@ def explain(config: Config) -> list[str]:
 
 
 def runs_here(config: Config) -> bool:
-    """Whether every process will be on this host."""
+    """Whether every process of the run will be on this host."""
     return config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 

@@ -1,7 +1,7 @@
 """Checks of a configuration against the files that it names and against this host.
 
-`async-rl train` makes them before it starts anything and ends at the first that fails; `async-rl doctor` shows all.
-If Ray may place the run on other hosts, only those checks are made that hold for every host.
+`async-rl train` makes these checks before it starts anything and ends at the first that fails; `async-rl doctor` shows
+all results. If Ray may place the run on other hosts, checks of this host alone are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL, TASK = "model and tokenizer", "task"
 
 @dataclass(frozen=True, slots=True)
 class PreflightCheck:
-    """One check, for `async-rl doctor` a line."""
+    """One check, which `async-rl doctor` shows as one line."""
 
     what: str
     value: str
@@ -32,19 +32,19 @@ class PreflightCheck:
     run: Callable[[], object]
     """Raises ConfigError if the check fails."""
     needs: str = ""
-    """`what` of another check; if that fails, this one can't be made."""
+    """`what` of another check, without whose success this one can't be made; empty: of none."""
     everywhere: bool = False
-    """The check holds for every host of a run."""
+    """Whether the check must succeed on every host of a run, not only on the driver's."""
 
 
 def check_inputs(config: Config) -> None:
-    """Make all checks; raises the ConfigError of the first that fails."""
+    """Make all checks of `config`; raises the ConfigError of the first that fails."""
     for each in input_checks(config):
         each.run()
 
 
 def input_checks(config: Config) -> list[PreflightCheck]:
-    """All checks that apply, in an order in which each comes after the one that it `needs`."""
+    """Return all checks that apply to `config`; each comes after the one that it `needs`."""
     from rollout_server.rewards.base import open_reward
     from rollout_server.tasks.base import open_task
 

@@ -1,7 +1,7 @@
 """The CPUs and GPUs that `placement` asks of each host, and the processes that run there.
 
-    host_demands(config)       one demand for each host
-    assign(demands, hosts)     a host for each demand, or an error with the arithmetic
+    host_demands(config)       returns one demand for each host
+    assign(demands, hosts)     returns a host for each demand, or raises an error with the arithmetic
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JOIN_COMMANDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host with the resources that it offers."""
+    """A host and the resources that it offers."""
 
     name: str
     cpus: float
@@ -34,13 +34,13 @@ class HostDemand:
     """The resources that one host must offer, and the processes that run there."""
 
     gpus_of: Mapping[str, float]
-    """GPUs of each process. A learner rank and a server also take one CPU each, the buffer none."""
+    """The number of GPUs of each process. A learner rank and a server also take one CPU each, the buffer none."""
     sum_of_gpus: str = ""
-    """The number of GPUs as a sum, for messages."""
+    """The number of GPUs as a sum over the kinds of process, as a text for messages."""
     gpus: float = 0.0
     resource: str = ""
     paired: bool = False
-    """Each GPU is shared by one learner rank and one server."""
+    """Whether each GPU is shared by one learner rank and one server."""
 
     @property
     def cpus(self) -> int:
@@ -52,10 +52,10 @@ class HostDemand:
         )
 
     def per_gpu(self) -> list[HostDemand]:
-        """One demand for each pair that shares a GPU, or this one alone.
+        """Split the demand into one for each learner rank and server that share a GPU; returns [self] without pairs.
 
-        In a single Ray bundle for all pairs, Ray would fill one GPU with two processes of a kind before it begins the
-        next, and NCCL refuses two learner ranks on one device.
+        If one Ray bundle held all pairs, Ray would fill a GPU with two learner ranks before it takes the next one, and
+        NCCL refuses two learner ranks on one device.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
@@ -71,14 +71,14 @@ class HostDemand:
 
 
 def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
-    """One demand for each host: the learner's hosts first, then the servers' if they have hosts of their own.
+    """Return the demand on each host: the learner's hosts first, then the servers' if these have hosts of their own.
 
     Args:
-        gpus_there: GPUs of all hosts together. If the config does not give numbers of GPUs, they are used if there
-            are enough for all processes, or if all share the only one, or if pairs share them.
+        gpus_there: number of GPUs of all hosts together. If the config gives no number, they are used where there are
+            enough for all processes, where pairs of processes share them, or where all processes share the only one.
 
     Raises:
-        ConfigError: there are GPUs, but too few.
+        ConfigError: there are GPUs, but too few for the processes.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -99,7 +99,7 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
 
 
 def _share(config: Config, gpus_there: float) -> float:
-    """GPUs for each learner rank and for each of a server's tp ranks; 0 on the CPU."""
+    """Return the GPUs, or share of one, for each learner rank and each of a server's tp ranks; 0 on the CPU."""
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     if placement.colocated:
@@ -121,7 +121,7 @@ def _share(config: Config, gpus_there: float) -> float:
 
 
 def _gpus_of_servers(config: Config) -> int:
-    """GPUs of the servers that the run starts; one at rollout.server_url has its own already."""
+    """Return the number of GPUs of the servers that the run starts; 0 if rollout.server_url names a running one."""
     return 0 if config.rollout.server_url else config.placement.rollout.servers * config.placement.rollout.tp
 
 
@@ -140,10 +140,10 @@ def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Hos
 
 
 def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
-    """A host for each demand, in order; no host gets two.
+    """Return a host for each demand, in the order of the demands; no host gets two.
 
     Raises:
-        ConfigError: the hosts can't offer it; lists what is wanted beside what each host has.
+        ConfigError: the hosts can't meet the demands; the message lists the demands and what each host has.
     """
     taken: dict[int, int] = {}  # host -> demand
 
@@ -182,7 +182,7 @@ def _part(count: int, parts: int, index: int) -> range:
 
 
 def compact(names: list[str]) -> str:
-    """Process names in short, such as `buffer, rollout/0..1, learner/0..7`."""
+    """Return a short text for the process names, such as `buffer, rollout/0..1, learner/0..7`."""
     runs: dict[str, list[str]] = {}
     for name in names:
         kind, _, number = name.partition("/")
@@ -194,6 +194,6 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """The host's named resources as text, without those that Ray adds itself."""
+    """Return the host's named resources as text, without those that Ray adds itself."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""

@@ -1,4 +1,4 @@
-"""Merges the reports of all processes into metrics per step, utilisation and the summary of the run."""
+"""The driver's log of a run: merges the reports of all processes into metrics per step, utilisation and a summary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Values = dict[str, float]
 
 
 class RunLog:
-    """Collects the reports of all processes in the driver.
+    """Collects the reports of all processes in the driver, and logs each step when it is complete.
 
-    A step's record holds the learner's metrics of that step and what the rollout workers reported since the last one.
-    It is written when every learner rank has reported the step and every rollout pool has reported spans beyond the
-    step's end, because its utilisation needs them. Memory holds the last two steps, running totals, and a few numbers
-    for each step; older spans and samples are in timeline.json only.
+    A step's record holds the learner's metrics of that step and the metrics that the rollout workers reported since the
+    record before. It is written when every learner rank has reported the step and every rollout pool has reported spans
+    beyond the step's end, which its utilisation needs. Memory holds the last two steps, running totals, and a few
+    numbers for each step; older spans and samples are in timeline.json only.
     """
 
     def __init__(self, config: Config) -> None:
@@ -41,7 +41,7 @@ class RunLog:
         self.version = 0
         """The policy version of the last step that was logged."""
         self.ended = ""
-        """Why the run ended before run.steps; empty: it did not."""
+        """The reason for which training ended before run.steps; empty if it did not."""
         self._best_values: dict[int, float] = {}
         """The value of checkpoint.best_metric by policy version."""
         self._first_reward: float | None = None
@@ -50,15 +50,15 @@ class RunLog:
         self._totals: Counter[str] = Counter()
         """The sum of each metric over the steps after the first."""
         self._measured: Counter[str] = Counter()
-        """The number of steps in each of these sums."""
+        """The number of steps in each sum of `_totals`."""
         self._resumes = 0
         if cut := resumed_training_state(config):
             self.version, self._resumes = cut.version, lineage_of(self.run_dir)
             self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
         self._usage = Usage()
-        """Covers the time from the end of the first step to the end of the last but one."""
+        """The utilisation from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
-        """By pool: spans that ended after the last step but one; adjacent spans of one state are merged."""
+        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
         self._pending: list[tuple[StepDone, float]] = []
@@ -68,9 +68,9 @@ class RunLog:
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """Take in the metrics of the steps before a resume: the summary and the choice of checkpoints need them.
+        """Take in the metrics of the steps before a resume, which the summary and the choice of checkpoints need.
 
-        No checkpoint is pruned meanwhile, because the best ones are known only after the last record.
+        No checkpoint is pruned here, because the best ones are known only after the last record.
         """
         for record in records:
             values = {key: value for key, value in record.items() if value is not None}
@@ -91,7 +91,7 @@ class RunLog:
         self.evals[1:] = [(version, values)]
 
     def add(self, process: str, report: Report) -> None:
-        """Take in what `process` has measured, and log the steps that are complete now."""
+        """Take in a report of `process`, and log the steps that are complete with it."""
         match report:
             case StepDone():
                 self._add_usage(report.spans, report.samples)
@@ -116,17 +116,17 @@ class RunLog:
         self._close_steps()
 
     def lost(self, process: str) -> None:
-        """A rollout process died: steps are logged without waiting for it until it reports again."""
+        """Note that a rollout process died: until it reports again, steps are logged without waiting for its spans."""
         self._reported_until_s.pop(process, None)
         self._close_steps()
 
     @property
     def has_open_steps(self) -> bool:
-        """Whether a step is not logged yet because spans of a pool are missing."""
+        """Whether a step is not logged yet because reports of another process are missing."""
         return bool(self._pending)
 
     def add_eval(self, report: EvaluationDone) -> None:
-        """Log an evaluation, which belongs to no step."""
+        """Log the result of an evaluation, in a record of its own."""
         self._add_usage(report.spans)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
@@ -176,10 +176,10 @@ class RunLog:
         self.logger.log(report.version, values)
 
     def _add_last_step(self, usage: Usage) -> Usage:
-        """Add the spans and samples of the last step to `usage`; returns it.
+        """Add the spans and samples of the last step to `usage`; returns `usage`.
 
-        The run's own usage gets a step only when the next one closes: other ranks report the end of a step, while
-        learner/0 was still in it, with the next step.
+        `_usage` gets a step only when the next one is logged: a rank that ended a step before learner/0 did reports the
+        time until learner/0's end with its next step.
         """
         start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
         if end_s > start_s:
@@ -187,7 +187,7 @@ class RunLog:
         return usage
 
     def _write_trace(self, until_s: float) -> None:
-        """Move the spans that ended by `until_s`, and the samples before it, from memory to timeline.json."""
+        """Move the spans that ended by `until_s`, and the samples from before it, from memory to timeline.json."""
         ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
         self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
         self._recent = {
@@ -199,13 +199,14 @@ class RunLog:
         return self._add_last_step(copy.deepcopy(self._usage))
 
     def window(self) -> tuple[float, float]:
-        """(start, end) of the time over which utilisation and throughput are measured: all steps after the first."""
+        """Return (start, end) of the time over which utilisation and throughput are measured: all steps but the first.
+        """
         if len(self.step_ends_s) < 2:
             return (0.0, 0.0)
         return self.step_ends_s[0], self.step_ends_s[-1]
 
     def close(self) -> None:
-        """Log the open steps, write timeline.json and its plot, end the logger. Also used after a crash."""
+        """Log the open steps, complete timeline.json, plot it, and close the logger. Also called after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
             while self._pending:
                 self._close_step(*self._pending.pop(0))
@@ -217,7 +218,7 @@ class RunLog:
             plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """The content of summary.json; a value that was not measured is left out or None."""
+        """Return the content of summary.json; a value that was not measured is left out or None."""
         start_s, end_s = self.window()
 
         def mean(key: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one ends the run after this step, with a checkpoint, the second one at once."""
+"""Handlers of Ctrl-C and SIGTERM: the first one ends a run after its step with a checkpoint, the second one at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class StopSignals:
-    """While it is open, both signals raise KeyboardInterrupt in the main thread, as Ctrl-C does by itself.
+    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
 
-    Within `deferred` the first signal only sets `requested`. The second one raises and sets `at_once`; later ones
-    change nothing, so that they do not cut the clean-up short.
+    Within `deferred` the first signal only sets `requested`. The second one raises and sets `at_once`; later signals
+    are ignored, so that they do not cut the clean-up short.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class StopSignals:
         return self
 
     def install(self) -> dict[signal.Signals, Any]:
-        """Put the handlers in; again after code that puts in its own, as ray.init does. Returns the former handlers."""
+        """Install the handlers, again after code that replaces them, as ray.init does; returns the former handlers."""
         before: dict[signal.Signals, Any] = {}
-        with contextlib.suppress(ValueError):  # not in the main thread: the caller has the signals
+        with contextlib.suppress(ValueError):  # outside the main thread only the caller can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, self._handle)
         return before
@@ -42,11 +42,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Within the body the first signal does not raise.
-
-        Args:
-            on_request: is called by the first signal, in the main thread.
-        """
+        """Within the body, the first signal calls `on_request` in the main thread and does not raise."""
         self._on_request = on_request
         try:
             yield

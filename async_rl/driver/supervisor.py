@@ -1,13 +1,13 @@
-"""Supervision of a running pipeline: one asyncio task follows each process, one more watches them all.
+"""The driver's supervision of a run: one asyncio task reads the reports of each process, one looks for hanging ones.
 
-    what happens                                what the driver does
-    a rollout server or its worker dies         starts it again, see Supervisor._restart
-    a push drops a rollout server               the same
-    the buffer's process dies                   starts another one from its journal; without a journal the run ends
+    event                                       the driver's action
+    a rollout server or its worker dies         restarts both, see Supervisor._restart
+    a weight push drops a rollout server        restarts the server and its worker
+    the buffer's process dies                   starts a new one from the journal; without a journal the run ends
     a learner rank fails or dies                ends the run with one error that names it, its host and its last log
-    a process gives no sign of life             takes it for dead after timeouts.silent_s; the buffer, if it can be
-                                                replaced, already after timeouts.wire_s / 3
-    a process waits longer than its limit       takes it for dead
+    a process does not answer                   treats it as dead after timeouts.silent_s; a buffer with a journal
+                                                already after timeouts.wire_s / 3
+    a process waits longer than its limit       treats it as dead
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, 
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone
 
 GRACE_S = 3.0
-"""A learner rank that dies makes its peers fail. An error of a peer ends the run only if no death shows up for so
-long."""
+"""Time to wait after a learner rank fails: if a peer has died, which makes the others fail, the death is then known and
+ends the run in place of the failure."""
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
-"""Starts another buffer in the place of one that was killed, or raises its argument."""
+"""A function that starts a new buffer after the death given as its argument, or raises that argument."""
 
 
 class Supervisor:
-    """Collects what the processes report until training ends, and replaces rollout servers and buffers that die.
+    """Collects the reports of all processes until training ends, and restarts rollout servers and buffers that die.
 
     Args:
-        processes: may still be empty; before `train` all of them are started and introduced to each other.
+        processes: may still be empty; when `train` is called, all processes must be started and connected.
     """
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
@@ -51,22 +51,22 @@ class Supervisor:
         self._log = log
         self._lost = LostProcesses()
         self._running: set[str] = set()
-        """Rollout servers that generate; the others are being started again."""
+        """The names of the rollout servers that generate; the others are being restarted."""
         self._urls: dict[str, str] = {}
-        """URLs of the rollout servers that were started again."""
+        """The URLs of the rollout servers that were restarted, by name."""
         self._deaths: Counter[str] = Counter()
-        """By rollout server, since the last step."""
+        """The number of deaths of each rollout server since the last step."""
         self._streams: dict[str, Any] = {}
-        """The reports of each process; the last stream is kept until the run ends."""
+        """The stream of reports of each process; the newest one is kept until the run ends."""
         self._evaluations: set[asyncio.Task[None]] = set()
         self.watchdog = Watchdog(config, processes)
 
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
-        """Returns when every learner rank has finished and every step is logged.
+        """Supervise the run; returns when every learner rank has finished and every step is logged.
 
         Raises:
-            AsyncRLError: the run can't go on; the error of the process that is the cause.
-            KeyboardInterrupt: after a signal, the learner wrote no checkpoint within timeouts.interrupt_s.
+            AsyncRLError: the run can't go on; this is the error of the process that caused it.
+            KeyboardInterrupt: after a signal, the learner did not end within timeouts.interrupt_s.
         """
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
         try:
@@ -80,35 +80,35 @@ class Supervisor:
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
         self._changed = asyncio.Condition()
-        """Notified when something was logged and when there is another buffer."""
+        """Notified when a report was logged, a server was lost, or a new buffer runs."""
         for name in names:
             self.watchdog.begin(name)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
-            async with asyncio.TaskGroup() as self._tasks:  # the first failure cancels all tasks, and is raised
+            async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 endless = [self._keep_buffer(), *map(self._keep_server, servers), self._watch(), self._end_on(stop)]
                 background = [self._tasks.create_task(each) for each in endless]
-                await asyncio.wait(learners)  # without a limit: `_watch` ends the run if one of them hangs
+                await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
                 limit = self._config.timeouts.limit("server_start_s")
                 await self._wait_until(lambda: not self._log.has_open_steps, limit, "the rollout servers' last reports")
                 while self._evaluations:
-                    await asyncio.wait(self._evaluations)  # `_evaluate` has its limit
+                    await asyncio.wait(self._evaluations)  # no time limit: `_evaluate` has one
                 for task in background:
                     task.cancel()
 
     async def _follow_learner(self, name: str) -> None:
-        """Take in the reports of a learner rank until it has finished. Its failure ends the run."""
+        """Log the reports of a learner rank until it has finished. If it fails, raise the error that ends the run."""
         try:
             await self._lost.until_lost(name, self._read_reports(name))
         except AsyncRLError as error:
             if not isinstance(error, ProcessDiedError) and len(self._learning) > 1:
-                await asyncio.sleep(GRACE_S)  # if a peer has died, its task ends the run meanwhile
+                await asyncio.sleep(GRACE_S)  # if a peer has died, the task that follows it ends the run meanwhile
             raise
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Take in the reports of a rollout server; each time it is lost, start it again."""
+        """Log the reports of a rollout server, and restart the server each time it is lost, until it may not be."""
         life = self._generate(name)
         while True:
             try:
@@ -123,12 +123,12 @@ class Supervisor:
             life = self._restart(name)
 
     async def _restart(self, name: str) -> None:
-        """Start a lost rollout server again, have the learner bring it up to date, and take in its reports.
+        """Restart a lost rollout server, have the learner push its weights to it, and log its reports.
 
-        Whatever dies while this waits:
-            this server     `_keep_server` catches ServerLostError and starts it once more
-            the buffer      `_abandon` asks the next one; `connect` only opens a socket, which outlives a buffer
-            the learner     `_follow_learner` ends the run, which cancels this
+        If a process dies during the restart:
+            this server     ServerLostError is raised, and `_keep_server` restarts the server once more
+            the buffer      `_abandon` asks the next one; `connect` only opens a socket, which reaches the next one too
+            the learner     `_follow_learner` ends the run, which cancels the restart
         """
         timeouts = self._config.timeouts
         num_groups = await self._abandon(name)
@@ -146,9 +146,9 @@ class Supervisor:
         await self._generate(name)
 
     async def _abandon(self, name: str) -> int:
-        """Have the buffer give the running groups of a dead server to others; returns how many there were.
+        """Have the buffer give the running groups of a dead server to other servers; returns the number of groups.
 
-        If the buffer dies before it answers, the next one is asked.
+        If the buffer dies before it answers, the next one is asked. WaitTimeoutError: timeouts.wire_s have passed.
         """
         timeouts, dead = self._config.timeouts, None
         while True:
@@ -159,20 +159,20 @@ class Supervisor:
                     "buffer", call, timeouts.limit("wire_s"), f"an answer about the groups of {name}"
                 )
                 return num_groups
-            except ProcessKilledError:  # `_keep_buffer` replaces it, or ends the run
+            except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
                 dead = buffer
 
     async def _live_buffer(self, dead: ActorHandle | None) -> ActorHandle:
-        """Wait until the buffer runs again and return its actor, which is not `dead`. Raises WaitTimeoutError."""
+        """Wait until a buffer other than `dead` runs; returns its actor. WaitTimeoutError: twice join_s have passed."""
         limit = Limit(2 * self._config.timeouts.join_s, "twice timeouts.join_s")
         await self._wait_until(lambda: self._buffer is not None and self._buffer is not dead, limit, "another buffer")
         assert self._buffer is not None
         return self._buffer
 
     async def _join(self, name: str, url: str) -> int:
-        """Have the learner push its weights to a server that is back; returns their version.
+        """Wait until the learner has pushed its weights to a restarted server; returns their policy version.
 
-        If the push loses the server, this raises ServerLostError. Any other failure is the learner's: it ends the run.
+        Raises ServerLostError if the push fails at the server. Any other error is the learner's and ends the run.
         """
         timeouts = self._config.timeouts
         limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
@@ -184,7 +184,7 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _generate(self, name: str) -> None:
-        """Take in the reports of a server that generates, until it is lost."""
+        """Have a server generate, and log its reports. Ends only by ServerLostError, when the server is lost."""
         self._running.add(name)
         try:
             await self._read_reports(name)
@@ -200,7 +200,7 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _keep_buffer(self) -> None:
-        """Have the buffer serve; each time its process is killed, start another one from its journal."""
+        """Run the buffer; each time its process is killed, start a new one from the journal. Ends only by an error."""
         while True:
             try:
                 await self._lost.until_lost("buffer", self._serve_buffer())
@@ -217,18 +217,18 @@ class Supervisor:
         raise ProcessDiedError(f"buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
 
     async def _watch(self) -> None:
-        """Declare processes lost that are silent or wait too long."""
+        """Ask the watchdog again and again which processes hang, and declare them lost. Never returns."""
         while True:
             for name, error in await self.watchdog.look():
                 if name == "buffer":
-                    if self._buffer is None:  # the next one is just starting
+                    if self._buffer is None:  # a new buffer is starting
                         continue
                     self._log.logger.note(str(error).splitlines()[0])
-                    self._processes.kill(name)  # it may only hang
+                    self._processes.kill(name)  # a process that hangs would live on
                 self._declare_lost(name, error)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
-        """After a signal, have the learner end with a checkpoint."""
+        """Wait for `stop`, then have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
         await stop.wait()
         limit_s = self._config.timeouts.interrupt_s
         self._log.logger.note(
@@ -247,7 +247,7 @@ class Supervisor:
         self._lost.declare(name, error)
 
     async def _wait_until(self, condition: Callable[[], bool], limit: Limit, what: str) -> None:
-        """Wait for something that `_notify` is called after; raises WaitTimeoutError."""
+        """Wait until `condition` is true, which each `_notify` checks. WaitTimeoutError: `limit` has passed."""
         try:
             async with asyncio.timeout(limit.seconds), self._changed:
                 await self._changed.wait_for(condition)
@@ -259,7 +259,7 @@ class Supervisor:
             self._changed.notify_all()
 
     async def _read_reports(self, name: str) -> None:
-        """Take in the reports of a process until it ends; `_watch` sees to it that it does not fall silent."""
+        """Log the reports of a process until its `run` ends. No time limit: `_watch` finds a process that hangs."""
         run: Any = self._processes.actors[name].run
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
@@ -274,7 +274,7 @@ class Supervisor:
                 self._deaths.clear()
             case ServersLost():
                 for name, url in report.servers:
-                    # Otherwise its end was seen already: it is on its way back, or has come back at another URL.
+                    # Otherwise the loss is known already: the server is being restarted, or runs at another URL.
                     if name in self._running and self._urls.get(name, url) == url:
                         self._declare_lost(name, ProcessDiedError(
                             f"{self._processes.on_host(name)} did not answer after a weight push that failed, and gets "
@@ -286,9 +286,9 @@ class Supervisor:
                 evaluation.add_done_callback(self._evaluations.discard)
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate `version` beside training, on one server: the others would answer the same.
+        """Have one rollout server evaluate `version` while training goes on, and log the result.
 
-        If the server dies, another one is asked. If it takes too long, this version goes without an evaluation.
+        If the server dies, another one is asked. After timeouts.eval_s, the version stays without an evaluation.
         """
         limit = self._config.timeouts.limit("eval_s")
         while self._running:
@@ -310,7 +310,7 @@ class Supervisor:
         self._processes.actors["learner/0"].evaluated.remote()
 
     def _check_restart(self, name: str, error: AsyncRLError) -> None:
-        """Raises `error` if the server must not be started again, or died too often."""
+        """Raise `error` if a server that was lost by it must not be restarted, or has died too often."""
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
@@ -327,15 +327,15 @@ class Supervisor:
         self._processes.kill(name)
 
     def end_restarts(self) -> list[str]:
-        """After training: end the servers that are still on their way back; returns the names of those that are up."""
+        """After training, kill the servers that are still being restarted; returns the names of the others."""
         servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
         for name in [name for name in servers if name not in self._running]:
             self._remove_server(name)
         return [name for name in servers if name in self._running]
 
     def give_up(self, error: BaseException) -> None:
-        """The run ends with `error`: keep what may explain it."""
+        """Write status.json for a run that ends with `error`, and after a timeout the stacks of all processes."""
         if isinstance(error, WaitTimeoutError):
             asyncio.run(self._processes.dump_stacks())
-        with suppress(OSError):  # of a full disk, say, which may be `error` itself
+        with suppress(OSError):  # e.g. a full disk, which may also be the cause of `error`
             self.watchdog.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")

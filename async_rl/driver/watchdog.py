@@ -1,4 +1,4 @@
-"""The watchdog: it asks every process every few seconds what it does, and finds those that hang."""
+"""The watchdog asks every process every few seconds what it does, and finds the processes that hang."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from async_rl.telemetry.status import Status, write_status
 
 WATCH_INTERVAL_S = 5.0
 ANSWER_S = 0.3
-"""The watchdog waits so long for answers; a later answer is taken in at the next turn."""
+"""The time for which `Watchdog.look` waits for answers; the next call takes in answers that come later."""
 
 
 class Watchdog:
-    """Knows what each process said last, and when; writes it to status.json for `async-rl status`."""
+    """Keeps the last status of each process and its time, and writes them to status.json for `async-rl status`."""
 
     def __init__(self, config: Config, processes: ActorGroup) -> None:
         self._config = config
@@ -31,22 +31,22 @@ class Watchdog:
         self._questions: dict[asyncio.Task[Status | None], str] = {}
 
     def begin(self, name: str) -> None:
-        """A process of this name has just been started: it has said nothing yet, and does not count as silent."""
+        """Watch process `name`, which has just been started: its silence is counted from now on."""
         self.forget(name)
         self._heard_s[name] = time.monotonic()
 
     def forget(self, name: str) -> None:
-        """The process is gone: neither its last status nor its silence counts any more."""
+        """Stop watching process `name`, which is gone: drop its last status and the questions put to it."""
         self._statuses.pop(name, None)
         for question in [question for question, asked in self._questions.items() if asked == name]:
             question.cancel()
             del self._questions[question]
 
     async def look(self) -> list[tuple[str, AsyncRLError]]:
-        """After WATCH_INTERVAL_S, ask every process what it does, and write status.json.
+        """Sleep for WATCH_INTERVAL_S, ask every process what it does, write status.json; returns the hanging processes.
 
         Returns:
-            The processes that count as dead, each with the reason.
+            (name, error with the reason) of each process that counts as dead.
         """
         await asyncio.sleep(WATCH_INTERVAL_S)
         asked = set(self._questions.values())
@@ -67,9 +67,10 @@ class Watchdog:
         return [(name, type(error)(f"{error}{self._processes.log_tail(name)}")) for name, error in dead]
 
     def write_status(self, note: str) -> None:
-        """
+        """Write the last status of every process to status.json.
+
         Args:
-            note: on the run as a whole: `running`, or how it ended.
+            note: the state of the whole run: `running`, or how it ended.
         """
         known = [
             self._processes.place(name, self._statuses[name])
@@ -78,9 +79,11 @@ class Watchdog:
         write_status(self._config.run_dir, known, note)
 
     def _silent(self, unanswered: Set[str]) -> list[tuple[str, AsyncRLError]]:
-        """Processes that were asked at an earlier turn and have been silent for too long since.
+        """Return (name, error) of each process in `unanswered` that has been silent for too long.
 
-        Those asked at this turn do not count: had the driver been held up, it would have heard from none of them.
+        Args:
+            unanswered: processes that an earlier `look` has asked. One that was asked only now does not count: after a
+                pause of the driver itself all processes seem silent.
         """
         found: list[tuple[str, AsyncRLError]] = []
         for name in sorted(unanswered & self._processes.actors.keys()):
@@ -99,7 +102,7 @@ class Watchdog:
         return found
 
     def _overdue(self) -> list[tuple[str, AsyncRLError]]:
-        """Processes that wait longer than their own limit by more than timeouts.silent_s: they will not give up."""
+        """Return (name, error) of each process that waits longer than its own limit by more than timeouts.silent_s."""
         found: list[tuple[str, AsyncRLError]] = []
         for name, status in list(self._statuses.items()):
             waited_s = status.waited_s + time.monotonic() - self._heard_s[name]
@@ -115,7 +118,7 @@ class Watchdog:
 
 
 async def _answer(call: ObjectRef) -> Status | None:
-    """The status of a process; None if the process is dead, which the task that follows it sees as well."""
+    """Wait for the status of a process; returns None if it is dead, which the supervisor's task for it sees too."""
     with suppress(ray.exceptions.RayError):
         status: Status = await call
         return status

@@ -1,4 +1,4 @@
-"""The weight plane: from the learner's ranks into every running rollout server.
+"""The weight plane: it moves weights from the learner's ranks into every running rollout server.
 
 Transports share one interface and differ only in how bytes travel. Servers are paused and resumed through the
 `ServerAdmin` of their engine. A version is served whole or not at all: servers are paused, receive every bucket, get
@@ -21,10 +21,10 @@ __all__ = ["PushReport", "WeightPublisher", "open_publisher"]
 
 
 def open_publisher(config: Config, engine_urls: list[str], rank: int, device: torch.device) -> WeightPublisher:
-    """Open the learner's half of weight_sync.transport. Every learner rank calls this.
+    """Open the learner's half of weight_sync.transport; returns its publisher. Every learner rank calls this.
 
-    The driver, which knows the placement, replaces `auto`. A caller without a driver gets the transport for learner and
-    server on one device.
+    The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
+    and server on one device.
 
     Raises:
         ConfigError: the transport can't be imported.

@@ -1,4 +1,4 @@
-"""The base of all weight transports: the pause around a push, concurrent calls to the servers, the parity check."""
+"""The base class of all weight transports: pausing servers around a push, calling them, comparing their logprobs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from async_rl.telemetry.timeline import Span
 from async_rl.weights.server_admin import ServerAdmin
 
 LOST_WITHIN_S = 10.0
-"""The time after a failed push within which a server that died has stopped answering."""
+"""The time after a failed push by which a server that has died no longer answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """One push as rank 0 saw it; other ranks get zeros and no spans."""
+    """The measurements of one push on rank 0; other ranks get zeros and no spans."""
 
     seconds: float = 0.0
     """Time from the first gather to the moment at which every server generates again."""
     pause_s: float = 0.0
-    """Time for which the servers stood still."""
+    """Time for which the servers were paused."""
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
-    """`sync` spans of the paused servers, pools `rollout/<index>`."""
+    """The time of the pause as spans of state `sync`, one for each server's pool `rollout/<index>`."""
     lost: tuple[str, ...] = ()
-    """Servers that died during the push and were taken out. The push did not take place: repeat it, on every rank."""
+    """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Tolerance:
 
 
 def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
-    """Start calls that wait for each other, each in its own thread; return a function that waits for their results.
+    """Start all calls, each in its own thread; return a function that waits for their results by name.
 
     The threads are daemons: a collective that can no longer complete must not keep the process from ending.
 
     Raises (the returned function does):
-        WeightSyncError: a call raised, and is named. The others may still be running.
-        WaitTimeoutError: not all returned within `limit`; names those still running.
+        WeightSyncError: a call failed; the message names it. The other calls may still be running.
+        WaitTimeoutError: `limit` has passed; the message names the calls that are still running.
     """
     futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds
@@ -81,7 +81,7 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
 
 
 class WeightPublisher(ABC):
-    """Learner side of a transport. Every rank calls `push`; only rank 0 talks to servers.
+    """The learner's half of a transport. Every rank calls `push`; only rank 0 talks to servers.
 
     Args:
         engine_urls: base URLs of the servers, in the order of their pools `rollout/<index>`.
@@ -90,7 +90,7 @@ class WeightPublisher(ABC):
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         self.config = config
         self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
-        """The URLs of the servers that get the next push; rank 0 may change them between two pushes."""
+        """URLs of the servers that get the next push, by name; rank 0 may change them between two pushes."""
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
@@ -103,11 +103,11 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Prepare the way to every server of `servers`. Rank 0 waits for all of them, at most `timeouts.join_s`."""
+        """Prepare to send to every server of `servers`. Rank 0 waits for all of them, at most `timeouts.join_s`."""
 
     @abstractmethod
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """Send the weights on rank 0, between `open_update` and `close_update`; return the number of bytes."""
+        """On rank 0, call `open_update`, send the weights, call `close_update`; returns the number of bytes sent."""
 
     def admin(self, url: str) -> ServerAdmin:
         if url not in self._admins:
@@ -115,25 +115,28 @@ class WeightPublisher(ABC):
         return self._admins[url]
 
     def give_up(self) -> None:
-        """After a failed push, leave every server in no update and, if it was paused, paused.
+        """After a failed push, end the update at every server; a paused server stays paused.
 
-        A server that can't follow is found by the next push.
+        A server that does not answer is found by the next push.
         """
         self.tell_servers(lambda admin: admin.end_update(), self.servers.values())
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
-        """Make every server serve `version`, whose weights are `named_tensors` under Hugging Face names.
+        """Send weights to every server and return when all of them serve `version`; the report says how long that took.
 
-        The iterable may gather each tensor collectively; it is consumed in full on every rank. If a server turns out to
-        be dead, it is removed from `servers`, the others stay paused, and the report names it.
+        If a server has died, it is removed from `servers`, the others stay paused, and the report names it.
+
+        Args:
+            named_tensors: the weights under Hugging Face names. They may be gathered from all ranks one by one, so
+                every rank reads the iterable to its end.
 
         Raises:
-            WeightSyncError: a live server refused; it stays paused and must not be used.
+            WeightSyncError: a live server refused the weights; it stays paused and must not be used.
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
         if self.config.takes_turns and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the servers need the memory that this rank holds in reserve
+            torch.cuda.empty_cache()  # the servers need the memory that torch keeps cached here
         try:
             if self.rank == 0:
                 self.connect()
@@ -149,15 +152,15 @@ class WeightPublisher(ABC):
             self.give_up()
             return PushReport(lost=lost)
         finally:
-            for _ in tensors:  # the other ranks go on gathering, so every rank must
+            for _ in tensors:  # the other ranks still gather, which needs every rank
                 pass
         return PushReport()
 
     def release_server_memory(self) -> None:
-        """Make every server give its GPU memory to the learner until the next push. Rank 0 calls it with a batch taken.
+        """Make every server give its GPU memory to the learner until the next push; rank 0 calls this with a batch.
 
-        Nothing generates for training then, as there is no admission before the push. Answers to an evaluation are held
-        back and go on with the new weights. A server that is dead is left to the next push, which finds it.
+        No server generates for training then, as no group is admitted before the push. Answers to an evaluation wait
+        and continue with the new weights. A dead server is found by the next push.
         """
 
         def release(admin: ServerAdmin) -> None:
@@ -170,15 +173,15 @@ class WeightPublisher(ABC):
         self._call_all(release)
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
-        """By name of the server, a function that makes `call` for it."""
+        """Return, for each server by name, a function that makes `call` for it."""
         return {name: partial(call, self.admin(url)) for name, url in self.servers.items()}
 
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
-        """Make `call` for every server at once and return the results by name. The first error is raised at once."""
+        """Make `call` for all servers in parallel; returns the results by name. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
     def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
-        """Make `call` for the servers at `urls` at once and return when all have ended, in an error or not."""
+        """Make `call` for the servers at `urls` in parallel; returns when all calls have ended, and ignores errors."""
 
         def tell(admin: ServerAdmin) -> None:
             with suppress(WeightSyncError, WaitTimeoutError):
@@ -187,13 +190,13 @@ class WeightPublisher(ABC):
         self._call_all(tell, urls)
 
     def _call_all(self, call: Callable[[ServerAdmin], Any], urls: Iterable[str] | None = None) -> list[Any]:
-        """Make `call` for all servers, or those at `urls`, at once. Return, or raise an error, when all have ended."""
+        """Make `call` for all servers, or those at `urls`, in parallel; returns the results when all have ended."""
         admins = [self.admin(url) for url in (self.servers.values() if urls is None else urls)]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             return list(threads.map(call, admins))
 
     def _find_lost(self) -> tuple[str, ...]:
-        """Names of the servers that do not answer. They are asked until one does not or LOST_WITHIN_S have passed."""
+        """Return the names of the servers that don't answer, once there are any, or after LOST_WITHIN_S."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
             alive = self._call_all(lambda admin: admin.is_ready())
@@ -203,16 +206,16 @@ class WeightPublisher(ABC):
             time.sleep(0.2)
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
-        """Give up what the transport holds here and at the servers."""
+        """Release what the transport holds here and at the servers."""
 
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
-        """Compare every server's logprobs of `tokens` with the learner's; rank 0 only.
+        """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
         Args:
             learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
 
         Raises:
-            WeightSyncError: they differ by more than `tolerance`: the server does not hold the learner's weights.
+            WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
         """
         scores = self.call_servers(lambda admin: admin.score_tokens(tokens), "weight verification")
         for name, served in scores.items():
@@ -231,7 +234,7 @@ class WeightPublisher(ABC):
                 )
 
     def open_update(self) -> None:
-        """Pause the servers, with `weight_sync.background` not yet, and begin the update at each."""
+        """Begin the update at each server, after pausing it unless `weight_sync.background` postpones the pause."""
         if not self.config.weight_sync.background:
             self._pause()
         if self.config.takes_turns:
@@ -239,7 +242,7 @@ class WeightPublisher(ABC):
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
-        """End the update at each server and let all of them sample again."""
+        """End the update at each server, then resume sampling on all of them."""
         if self.config.weight_sync.background:
             self._pause()
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
@@ -253,7 +256,7 @@ class WeightPublisher(ABC):
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
 
     def _report(self, start_s: float, num_bytes: int) -> PushReport:
-        """The report of the push that began at `start_s` and has just ended."""
+        """Return the report of the push that began at `start_s` and has just ended."""
         end_s = time.time()
         return PushReport(
             seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
@@ -262,7 +265,7 @@ class WeightPublisher(ABC):
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:
-    """The type of the weights that servers hold: `model.dtype`; auto is bfloat16 on GPUs and float32 on a CPU."""
+    """Return the dtype of the servers' weights: `model.dtype`, where auto is bfloat16 on GPUs and float32 on a CPU."""
     name = config.model.dtype
     if name == "auto":
         name = "float32" if device_type == "cpu" else "bfloat16"

@@ -1,4 +1,4 @@
-"""Weights by torch.distributed broadcast, with NCCL between GPUs and gloo on CPU. Both halves of the transport.
+"""Both halves of the transport that broadcasts weights by torch.distributed, with NCCL between GPUs or gloo on CPU.
 
 One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...). A bucket is announced
 through the servers' `ServerAdmin` and travels as one flat byte tensor.
@@ -43,7 +43,7 @@ class BroadcastPublisher(BucketPublisher):
         self.group_name = ""
         self.group: dist.ProcessGroup | None = None
         self._members: dict[str, str] = {}
-        """The servers that joined `group`, with their URLs at that time."""
+        """URLs, at the time of joining, of the servers that joined `group`, by name."""
 
     def connect(self) -> None:
         if self.rank != 0 or self._members == self.servers:
@@ -55,7 +55,7 @@ class BroadcastPublisher(BucketPublisher):
         host, tp = self.config.network.host, self.config.placement.rollout.tp
         world_size = 1 + len(self.servers) * tp
         limit = self.config.timeouts.limit("join_s")
-        # The store listens before any server is asked to join: a server that finds nobody blocks its whole scheduler.
+        # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
         calls = {
             name: partial(
@@ -88,9 +88,10 @@ class BroadcastPublisher(BucketPublisher):
         self._leave(lambda admin: admin.end_update())
 
     def _leave(self, first: Callable[[ServerAdmin], None] | None = None) -> None:
-        """Break the group up, with the call `first` before it at each server.
+        """Destroy the group: first the learner's half, which frees servers that hang in a broadcast, then the servers'.
 
-        The learner's half goes before: a server that hangs in a broadcast is freed when the connection ends.
+        Args:
+            first: a call to each server before it leaves the group.
         """
         if self.group is not None:
             self.group.abort()
@@ -113,21 +114,23 @@ open_gloo = partial(BroadcastPublisher, backend="gloo")
 
 
 class Receiver:
-    """Server half, for engines without one of their own (SGLang has one). Its calls block: call them from a thread."""
+    """The server's half, for engines that have none (SGLang has its own). Its calls block: call them from a thread."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self._spare: list[Tensor] = []
-        """Buffers of weights that were replaced. Allocating new memory of that size takes longer than filling it."""
+        """Buffers of replaced weights, used again because allocating memory of that size takes longer than filling it.
+        """
         self._received: list[Tensor] = []
         self._in_use: list[Tensor] = []
 
     def begin_push(self) -> None:
-        """Forget the buffers of a push that broke off. They are not spare: a thread of it may still write to them."""
+        """Forget the buffers of a failed push. They can't be used again: a thread of that push may still write to them.
+        """
         self._received = []
 
     def end_push(self) -> None:
-        """The weights received since `begin_push` are in use from now on, and those of the push before are not."""
+        """Note that the weights received since `begin_push` are in use now and those of the push before are not."""
         self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 
@@ -142,7 +145,9 @@ class Receiver:
         self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
         device: torch.device | None = None,
     ) -> list[tuple[str, Tensor]]:
-        """Receive one bucket. KeyError: `group_name` was never joined. RuntimeError: the sender is lost."""
+        """Wait for one bucket; returns its tensors by name. KeyError: `group_name` was never joined. RuntimeError: the
+        sender is lost.
+        """
         data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
         dist.broadcast(data, group=self.groups[group_name], group_src=0)
         return unpack(data, names, dtypes, shapes)
@@ -161,9 +166,9 @@ class Receiver:
 def join_group(
     store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Create a process group beside the default one, in the way in which SGLang creates its half.
+    """Wait for all members and return a new process group beside the default one, made as SGLang makes its half.
 
-    `torch.distributed.new_group` can't do so: it requires that all members are in one default group.
+    `torch.distributed.new_group` can't make one: it requires that all members are in one default group.
     """
     group, _ = _new_process_group_helper(
         world_size, rank, [], Backend(backend), PrefixStore(group_name, store),

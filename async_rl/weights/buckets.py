@@ -1,4 +1,4 @@
-"""Packing of named tensors into flat byte buckets, and unpacking."""
+"""Packs named tensors into flat byte buckets and unpacks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Part of a model's weights, in the order in which the tensors lie in `data`."""
+    """Part of a model's weights: tensors that lie one after the other in `data`, in the order of `names`."""
 
     names: list[str]
     dtypes: list[str]
@@ -27,9 +27,10 @@ def iter_buckets(
     dtype: torch.dtype,
     buffers: list[Tensor | None],  # two of [bytes] uint8; None: not allocated yet
 ) -> Iterator[Bucket]:
-    """Cast the tensors to `dtype` and fill buckets in order. A tensor larger than `bucket_bytes` has its own bucket.
+    """Cast the tensors to `dtype` and yield buckets of them, in order. A tensor larger than `bucket_bytes` has its own
+    bucket.
 
-    The buffers take turns: a bucket may be sent while the next one is filled, and must have been sent when the one
+    The two buffers take turns: a bucket may be sent while the next one is filled, and must have been sent when the one
     after that is requested.
     """
     held: list[tuple[str, list[int]]] = []  # name and shape of each tensor in the bucket that is being filled

@@ -1,4 +1,4 @@
-"""Weights between two processes on one GPU: the server maps the learner's bucket, and no byte passes through the host.
+"""The transport between processes on one GPU: the server maps the learner's bucket, and no byte leaves the GPU.
 
 On a CPU the same code shares host memory.
 """
@@ -17,10 +17,10 @@ from async_rl.weights.buckets import Bucket
 
 
 class CudaIpcPublisher(BucketPublisher):
-    """Learner half, for servers on the learner's own device."""
+    """The learner's half of the transport for servers on the learner's own device."""
 
     def connect(self) -> None:
-        pass  # a bucket carries all that is needed to find it
+        pass  # each bucket itself says where its memory is
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         try:
@@ -31,7 +31,7 @@ class CudaIpcPublisher(BucketPublisher):
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         if bucket.data.is_cuda:
-            torch.cuda.current_stream(bucket.data.device).synchronize()  # filled, before another process reads it
+            torch.cuda.current_stream(bucket.data.device).synchronize()  # the bucket must be filled before it is read
         label = version if bucket.is_last else None
         calls = self.calls(lambda admin: admin.map_bucket(bucket, label))
         return start_together(calls, self.push_limit, f"push of version {version}")

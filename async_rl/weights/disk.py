@@ -1,4 +1,4 @@
-"""Weights through files that learner and servers can read: the transport that works wherever no other does."""
+"""The transport through files that learner and servers can read, which works where no other transport does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from async_rl.weights.safetensors_io import write_weights
 class DiskPublisher(WeightPublisher):
     """Writes a model folder that both sides can read, then has every server load it.
 
-    Two folders take turns: a server that is slow to read one does not meet the next push.
+    Two folders take turns, so that the next push does not overwrite files that a slow server still reads.
     """
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:

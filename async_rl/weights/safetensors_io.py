@@ -1,4 +1,4 @@
-"""Writing weights as the safetensors files that transformers, SGLang and the hf engine load from a model folder."""
+"""Writes weights as the safetensors files that transformers, SGLang and the hf engine load from a model folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def write_weights(
 ) -> int:
     """Write `model.safetensors` or, if that would exceed `shard_bytes`, shards and Hugging Face's index of them.
 
-    A tensor larger than `shard_bytes` has its own shard. The iterable may gather each tensor: at most one shard of
-    them exists at a time, with its copy on the way to the file.
+    A tensor larger than `shard_bytes` has its own shard. The iterable may gather tensors one by one, because only one
+    shard of them is in memory at a time.
 
     Returns:
         The number of bytes of all tensors in `dtype`.
@@ -46,7 +46,7 @@ def _shards(
         num_bytes = tensor.numel() * dtype.itemsize
         if shard and size + num_bytes > shard_bytes:
             yield shard
-            shard.clear()  # the dictionary is used again: the caller has written it when it requests the next one
+            shard.clear()  # the caller has written the shard when it requests the next one
             size = 0
         shard[name] = tensor.detach().to("cpu", dtype).contiguous()
         size += num_bytes

@@ -20,12 +20,12 @@ class ServerAdmin(Protocol):
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
     `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;
     folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The call with the last
-    weights also gets their policy version, all others get None. If it never comes, the push has failed: the server is
-    not resumed before another push has sent all weights again.
+    weights also gets their policy version, all others get None. If the last call never comes, the push has failed, and
+    the server is not resumed before another push has sent all weights.
     """
 
     def is_ready(self) -> bool:
-        """Whether the server answers. It does so also while it is paused."""
+        """Return whether the server answers, which it does also while it is paused."""
 
     def pause(self, on_update: str) -> None:
         """Stop sampling. Afterwards no request may read KV of the old weights except under `in_place`.
@@ -35,10 +35,10 @@ class ServerAdmin(Protocol):
         """
 
     def resume(self) -> None:
-        """Sample again, with the weights and the version of the last update."""
+        """Resume sampling, with the weights and the version of the last update."""
 
     def begin_update(self) -> None:
-        """Prepare to receive weights. What an earlier update left unfinished is dropped."""
+        """Prepare to receive weights; drops those of an earlier update that was not completed."""
 
     def end_update(self) -> None:
         """Make the weights received since `begin_update`, and their version, the ones that `resume` samples from."""
@@ -46,7 +46,7 @@ class ServerAdmin(Protocol):
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        """Enter a torch.distributed group with all ranks of the server.
+        """Have all ranks of the server join a torch.distributed group.
 
         Args:
             host, port: address of the group's TCPStore, which the learner serves.
@@ -55,22 +55,22 @@ class ServerAdmin(Protocol):
         """
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
-        """Receive the bytes of `bucket`, which rank 0 of the group broadcasts meanwhile. Here they are not read."""
+        """Have the server receive `bucket`, whose bytes rank 0 of the group broadcasts; `bucket.data` is not read."""
 
     def leave_group(self, name: str) -> None:
         """Destroy the server's half of the group."""
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
-        """Load weights from the memory of `bucket`, which is on the server's own device or host."""
+        """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
 
     def load_folder(self, folder: Path, version: int | None) -> None:
-        """Load the safetensors files of a model folder."""
+        """Have the server load the safetensors files of a model folder."""
 
     def release_memory(self) -> None:
-        """Pause and give the memory of weights and KV cache back. Only engines that declare `releases_memory`."""
+        """Pause and free the memory of weights and KV cache. Called only for engines that declare `releases_memory`."""
 
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take the memory of `part` again, with undefined contents. Nothing happens if it was not released."""
+        """Allocate the memory of `part` again, with undefined contents. Does nothing if it was not released."""
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 under the weights served now. [len(tokens) - 1]"""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 under the served weights. [len(tokens) - 1]"""

@@ -1,10 +1,10 @@
 """The seams of the pipeline: every part that a user can replace, and what each implementation declares about itself.
 
-    configuration key           table            an entry declares                            the code it names
-    algorithm.advantage         ADVANTAGES       what it compares, what it needs              rewards -> advantages
-    algorithm.loss              LOSSES           what advantages and aggregations it takes    LossInputs -> LossOutput
-    algorithm.correction.kind   CORRECTIONS      what it looks at                             log ratios -> weights
-    rollout.engine              ENGINES          what it can do while weights change          an `Engine`
+    configuration key           table            an entry declares                            its code
+    algorithm.advantage         ADVANTAGES       what it compares, whether it has a critic    rewards -> advantages
+    algorithm.loss              LOSSES           which advantages and aggregations it takes   LossInputs -> LossOutput
+    algorithm.correction.kind   CORRECTIONS      whether it reads advantages                  log ratios -> weights
+    rollout.engine              ENGINES          how it takes new weights                     an `Engine`
     weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `WeightPublisher`
 
 A value in the configuration is either a name in the table or `module:name`, which must be an entry of the same class

@@ -9,12 +9,12 @@ from typing import Any
 from async_rl.seams.lookup import implementation
 
 Code = str | Callable[..., Any]
-"""A function, or where it is as `module:name`."""
+"""A function, or its place as `module:name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """A rule by which rewards become advantages. Exactly one of the four functions is set.
+    """A rule that computes advantages from rewards. Exactly one of the four functions is set.
 
     of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
     of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.
@@ -28,15 +28,17 @@ class Advantage:
     of_tokens: Code | None = None
     of_returns: Code | None = None
     compares_group: bool = False
-    """A reward is compared with the others of its group: at least two answers are needed, and equal ones give zeros."""
+    """Each reward is compared with the others of its group, so a group needs two answers, and equal rewards give zeros.
+    """
     discounts: bool = False
-    """algorithm.gamma may be below 1."""
+    """Rewards are discounted, so algorithm.gamma may be below 1."""
     whitens: bool = False
-    """Advantages are always whitened over the trained tokens of the batch, as algorithm.whiten does for the others."""
+    """Advantages are always whitened over the batch's trained tokens, for which other rules need algorithm.whiten."""
     carries_correction: bool = False
-    """The truncated ratio to the behaviour policy is in the advantages already: no correction is added."""
+    """The advantages contain the truncated ratio to the behaviour policy already, so no correction is applied."""
     has_traces: bool = False
-    """A reward reaches earlier tokens through the product of lam * min(1, rho): `vtrace/reach` is reported."""
+    """A reward reaches earlier tokens through the product of lam * min(1, rho); the metric `vtrace/reach` reports it.
+    """
 
     @property
     def needs_critic(self) -> bool:
@@ -47,7 +49,7 @@ class Advantage:
         return self.of_group_and_baseline is not None
 
     def load(self) -> Callable[..., Any]:
-        """The function. ConfigError: it can't be imported."""
+        """Import and return the function that is set. ConfigError: it can't be imported."""
         code = self.of_group or self.of_group_and_baseline or self.of_tokens or self.of_returns
         assert code is not None
         return implementation(code, "algorithm.advantage")
@@ -55,22 +57,22 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss of the policy: LossInputs -> LossOutput, both described in learner/algorithms/losses.py."""
+    """A loss of the policy, LossInputs -> LossOutput; learner/algorithms/losses.py describes these two types."""
 
     function: Code
     needs_answer_advantage: bool = False
     """All tokens of an answer must have one advantage: no critic, no discount and no penalty on single tokens."""
     aggregations: tuple[str, ...] = ()
-    """The only values of algorithm.aggregation that it works with; empty: all."""
+    """The only values of algorithm.aggregation that the loss works with; empty: all."""
 
     def load(self) -> Callable[..., Any]:
-        """The function. ConfigError: it can't be imported."""
+        """Import and return the function. ConfigError: it can't be imported."""
         return implementation(self.function, "algorithm.loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The importance weight of each token, before it is held in [floor, cap].
+    """A rule that computes the importance weight of each token, which is then clamped to [floor, cap].
 
     function: (log rho [N], advantages [N], trained [N] bool, answers [N] index of each token's answer, number of
         answers) -> weights [N]; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
@@ -83,7 +85,7 @@ class Correction:
     """The weights depend on the advantages, so they can't be normalised before the losses are computed."""
 
     def load(self) -> Callable[..., Any]:
-        """The function. ConfigError: it can't be imported."""
+        """Import and return the function. ConfigError: it can't be imported."""
         return implementation(self.function, "algorithm.correction.kind")
 
 

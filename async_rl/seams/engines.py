@@ -1,4 +1,4 @@
-"""The tables of rollout engines and weight transports, with what each can do."""
+"""The tables of rollout engines and weight transports, whose entries declare what each can do."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class EngineEntry:
     receives: tuple[str, ...]
     """The ways in which a server can take new weights; a transport delivers in one of them.
 
-    nccl, gloo: a bucket by broadcast in a process group. shared_memory: a bucket to map. folder: a model folder.
+    nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder.
     """
     releases_memory: bool = False
-    """A server can give its weights and KV cache back for the learner's turn on a shared GPU."""
+    """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
     updates_in_background: bool = False
-    """A server can receive new weights beside the old ones while it generates (weight_sync.background)."""
+    """A server can receive new weights while it generates with the old ones (weight_sync.background)."""
     max_tensor_parallel: int = 1
     """The largest placement.rollout.tp; 0: no limit."""
     attaches_to_url: bool = False
@@ -40,14 +40,14 @@ class EngineEntry:
     computes_in_worker: bool = False
     """The model runs in the worker's own process, not in a process that the engine starts."""
     packages: tuple[str, ...] = ()
-    """Python packages that it needs and that are not requirements of this project."""
+    """Python packages that the engine needs and that are not requirements of this project."""
 
     def load(self) -> Callable[..., Any]:
-        """The function that opens the engine. ConfigError: it can't be imported."""
+        """Import and return the function that opens the engine. ConfigError: it can't be imported."""
         return implementation(self.open, "rollout.engine")
 
     def load_admin(self) -> Callable[..., Any]:
-        """The function that opens a `ServerAdmin`. ConfigError: it can't be imported."""
+        """Import and return the function that opens a `ServerAdmin`. ConfigError: it can't be imported."""
         return implementation(self.open_admin, "rollout.engine")
 
 
@@ -66,10 +66,10 @@ class TransportEntry:
     needs_own_gpus: bool = False
     """Each learner rank and each server must have a GPU that no other uses."""
     writes_files: bool = False
-    """The weights pass through two model folders in the run's folder."""
+    """The weights are written to two model folders in the run directory."""
 
     def load(self) -> Callable[..., Any]:
-        """The function that opens the publisher. ConfigError: it can't be imported."""
+        """Import and return the function that opens the publisher. ConfigError: it can't be imported."""
         return implementation(self.open, "weight_sync.transport")
 
 
@@ -107,14 +107,14 @@ TRANSPORTS: dict[str, TransportEntry] = {
         open="async_rl.weights.disk:DiskPublisher", delivers="folder", devices=("cpu", "cuda"), writes_files=True
     ),
 }
-"""In the order in which weight_sync.transport: auto tries them."""
+"""The weight transports, in the order in which weight_sync.transport: auto tries them."""
 
 
 def choose_transport(engine: EngineEntry, device_type: str, *, one_device: bool, own_gpus: bool) -> str:
-    """The transport that weight_sync.transport: auto stands for: the first of TRANSPORTS that works.
+    """Return the transport that weight_sync.transport: auto stands for: the first of TRANSPORTS that works.
 
     Args:
-        device_type: of the device that holds the learner's weights, cpu or cuda.
+        device_type: type of the device that holds the learner's weights, cpu or cuda.
         one_device: learner and servers are on one GPU, or on one host without GPUs, and network.host is on loopback.
         own_gpus: each learner rank and each server has a GPU that no other uses.
     """

@@ -1,4 +1,4 @@
-"""Looks up a name of the configuration: an entry of a table, or an object elsewhere that is named `module:name`."""
+"""Looks up names that a configuration contains: entries of a table, or importable objects named `module:name`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
-    """Return the entry of the table that is called `name`, or the one that `module:name` is.
+    """Return the entry `name` of the table; a `name` of the form `module:name` is imported.
 
     Args:
         key: the configuration key that holds `name`, for messages.
 
     Raises:
-        ConfigError: there is no such entry, or the object is of another class.
+        ConfigError: there is no such entry, or the imported object is not of the class of the table's entries.
     """
     if name in table:
         return table[name]
@@ -40,18 +40,18 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def import_object(name: str, key: str) -> Any:
-    """Return the object that `module:name` names. The working directory is searched last.
+    """Import and return the object that `module:name` names. The working directory is searched last.
 
     Args:
         key: the configuration key that holds `name`, for messages.
 
     Raises:
-        ConfigError: `name` has another form, the module can't be imported, or it does not define the name.
+        ConfigError: `name` has another form, the module can't be imported, or the module does not define the object.
     """
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(module_name.split(".")):
         raise ConfigError(f"{key} must have the form package.module:name, got {name!r}")
-    if os.getcwd() not in sys.path:  # an installed command does not search it
+    if os.getcwd() not in sys.path:  # Python does not search it for an installed command
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -68,6 +68,6 @@ def import_object(name: str, key: str) -> Any:
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Return the code of an entry, which names it as `module:name` or holds it."""
+    """Return the function or class that `code` is, or import the one that it names as `module:name`."""
     found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
     return found

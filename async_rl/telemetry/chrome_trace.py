@@ -1,4 +1,4 @@
-"""The timeline of all pools as a trace file for https://ui.perfetto.dev or chrome://tracing."""
+"""Writes the timeline of all pools as a trace file for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SLICE = '{"ph": "X"'
 
 
 class ChromeTrace:
-    """Trace Event JSON, written during the run with one event a line, so that a long run takes no memory for it.
+    """A file of Trace Event JSON that is written during the run, one event per line, so that events need no memory.
 
-    Each pool is a process. Its spans are distributed over threads (lanes) so that no two on a thread overlap, because a
-    trace viewer draws only nested slices. Its samples are counters. Times are whole microseconds, so that adjacent
-    spans stay adjacent.
+    In the trace each pool is a process. Its spans are distributed over threads (lanes) so that spans of one thread do
+    not overlap, because a trace viewer draws only nested slices. Its samples are counters. Times are whole
+    microseconds, so that adjacent spans stay adjacent.
 
     Args:
         origin_s: time.time() at the start of the trace's clock; no span starts earlier.
@@ -31,12 +31,12 @@ class ChromeTrace:
         self._separator = "\n"
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, list[int]] = {}
-        """[pool][lane] end of its last span, in microseconds."""
+        """[pool][lane] end of the lane's last span, in microseconds."""
         self._counters: dict[tuple[str, str], float] = {}
-        """[pool, name] the last value."""
+        """[pool, name] the last value of the counter."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample]) -> None:
-        """Write events. A sample with the same value as the one before it is left out: a counter keeps its value."""
+        """Write spans and samples to the file, without samples that repeat a value: a counter keeps its value."""
         for span in sorted(spans, key=lambda span: (span.pool, span.start_s, span.end_s)):
             start_us, end_us = self._microseconds(span.start_s), self._microseconds(span.end_s)
             ends_us = self._lanes.setdefault(span.pool, [])
@@ -54,11 +54,11 @@ class ChromeTrace:
                 self._write("C", sample.pool, ts=ts, name=sample.name, args={sample.name: sample.value})
 
     def clock_s(self, time_s: float) -> float:
-        """`time_s`, given as time.time(), on the clock of the trace."""
+        """Convert `time_s`, a value of time.time(), to seconds on the clock of the trace."""
         return self._microseconds(time_s) / 1e6
 
     def spans(self) -> Iterator[Span]:
-        """All spans so far, read back from the file; their times are on the clock of the trace."""
+        """Read all spans written so far back from the file; their times are on the clock of the trace."""
         self._file.flush()
         pools = {pid: pool for pool, pid in self._pids.items()}
         with self._path.open(encoding="utf-8") as file:
@@ -68,7 +68,7 @@ class ChromeTrace:
                     yield Span(pools[e["pid"]], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"])
 
     def close(self) -> None:
-        """Write the names of the pools and lanes, which completes the file."""
+        """Write the names of the pools and lanes, which complete the file, and close it."""
         for index, pool in enumerate(sorted(self._pids), 1):
             self._write("M", pool, name="process_name", args={"name": pool})
             self._write("M", pool, name="process_sort_index", args={"sort_index": index})

@@ -1,4 +1,4 @@
-"""Metrics: measured in all processes and returned to the driver, which reduces and writes them here once a step."""
+"""Metrics. All processes measure them and report them to the driver, which reduces and writes them once a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Metric:
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """One value for each key, in the order of first appearance. A mean whose weights sum to 0 is left out.
+    """Reduce metrics to one value for each key, in the order of first appearance; a mean of total weight 0 is left out.
 
     Raises:
         ValueError: a key has metrics with different reductions.
@@ -58,12 +58,12 @@ def _reduce(metrics: list[Metric]) -> float | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
-    """The records of a `metrics.jsonl` in the order of their steps. Lines of one step are merged; later values win.
+    """Return one record for each step of a `metrics.jsonl`, in order. Lines of one step are merged; later values win.
 
-    A last line without a line end, as a crash leaves it, is skipped.
+    A last line without a line end, which a crash leaves, is skipped.
 
     Raises:
-        json.JSONDecodeError: another line is not valid JSON.
+        json.JSONDecodeError: any other line is not valid JSON.
     """
     steps: dict[int, dict[str, float | None]] = {}
     lines = Path(path).read_text().splitlines(keepends=True)
@@ -78,9 +78,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
 class MetricsLogger:
     """Writes metrics to `run_dir/metrics.jsonl`, to the console, and to wandb if it is on, with the same keys.
 
-    The file has one JSON object a line; a value that is not finite is null, as JSON has no NaN. An existing file is
-    replaced, or with run.resume continued. On a terminal a progress bar with the time left stays below the lines. For
-    use by one thread.
+    The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
+    existing file is replaced, or with run.resume continued. A terminal also shows a progress bar with the time left.
+    Only one thread may use a logger.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -102,13 +102,13 @@ class MetricsLogger:
         self._wandb = open_wandb_run(config, run_dir, self.note)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write a finished step. Its line is flushed, so that a crash of the driver does not lose it."""
+        """Write the metrics of a finished step and flush the file, so that a crash of the driver does not lose them."""
         self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
     def log_eval(self, version: int, values: dict[str, float]) -> None:
-        """Write an evaluation of policy version `version`, as a line of its own: it may come after its step's line."""
+        """Write the metrics of an evaluation as a line of its own, because it may end after its step was written."""
         self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(version, self._steps, values))
 
@@ -136,7 +136,7 @@ class MetricsLogger:
         return round(time.monotonic() - self._started_s, 3)
 
     def close(self) -> None:
-        """Close the file and wandb; a second call does nothing."""
+        """Close the file, the progress bar and wandb; a second call does nothing."""
         self._bar.stop()
         self._file.close()
         if self._wandb is not None:
@@ -156,7 +156,7 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """The console line of a step, with the columns of _COLUMNS whose values were measured."""
+    """Return the console line of a step, with those columns of _COLUMNS whose values were measured."""
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
     parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])

@@ -1,6 +1,6 @@
-"""GPU utilisation as NVIDIA's management library (NVML) reports it, sampled beside the accounting of the timeline.
+"""Samples of GPU utilisation from NVIDIA's management library (NVML), independent of the timeline's utilisation.
 
-NVML's utilisation is the share of time in which any kernel ran: it does not say how full the GPU was.
+NVML reports the share of time in which any kernel ran, which does not say how much of the GPU the kernel used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INTERVAL_S = 0.5
 
 
 class GpuSampler:
-    """A thread that reads the GPUs that CUDA shows to this process twice a second.
+    """Reads, in a thread, the utilisation of the GPUs that CUDA shows to this process every INTERVAL_S seconds.
 
-    It does nothing without an NVIDIA driver or without the package nvidia-ml-py.
+    Without an NVIDIA driver or the package nvidia-ml-py there are no samples.
     """
 
     def __init__(self, pool: str) -> None:
@@ -33,7 +33,7 @@ class GpuSampler:
             threading.Thread(target=self._run, name=f"{pool} NVML", daemon=True).start()
 
     def drain(self) -> tuple[Sample, ...]:
-        """The samples since the last call: the mean over the devices at each instant."""
+        """Return the samples since the last call, each the mean over all devices at one instant, and forget them."""
         with self._lock:
             samples, self._samples = tuple(self._samples), []
         return samples
@@ -54,7 +54,7 @@ class GpuSampler:
 
 
 def _open_devices() -> tuple[Any, list[Any]]:
-    """The pynvml module and its handles of the visible GPUs; no handles where there is nothing to read."""
+    """Return the pynvml module and its handles of the visible GPUs, or (None, []) where there is nothing to read."""
     try:
         import pynvml
     except ImportError:
@@ -67,7 +67,7 @@ def _open_devices() -> tuple[Any, list[Any]]:
 
 
 def _visible_uuids() -> list[str]:
-    """The UUIDs of the GPUs that CUDA shows to this process, as NVML spells them.
+    """Return the UUIDs of the GPUs that CUDA shows to this process, as NVML spells them.
 
     CUDA itself is asked, because its ordinals are not NVML's indices: CUDA_VISIBLE_DEVICES selects devices, and without
     CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA counts the fastest one first. Asking creates no context on a device.

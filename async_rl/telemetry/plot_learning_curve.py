@@ -1,4 +1,4 @@
-"""The plot of a run's learning curve, staleness and utilisation, from its metrics.jsonl."""
+"""Plots a run's learning curve, staleness and utilisation from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-"""Okabe-Ito colours, which people with a colour vision deficiency can distinguish too."""
+"""Okabe-Ito colours, which people with a colour vision deficiency can also distinguish."""
 
 Series = tuple[list[float], list[float]]
-"""Steps and values."""
+"""The steps of a metric and its values at these steps."""
 
 Records = list[dict[str, float | None]]
 
 
 def plot_learning_curve(run_dir: str | Path) -> Path | None:
-    """Write `run_dir/learning_curve.png`; returns its path, or None if there is neither a reward nor an accuracy.
+    """Write `run_dir/learning_curve.png`; returns its path, or None if neither reward nor accuracy was measured.
 
-    Reward and held-out accuracy on top, staleness and the utilisation of both pools below, over the step.
+    The panels show, over the step: reward and held-out accuracy; staleness; utilisation of learner and rollout.
     """
     import matplotlib
 
@@ -57,7 +57,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
 
 def smooth(values: list[float], span: int) -> list[float]:
-    """Exponential moving average, weight 2 / (span + 1) on the newest value, without bias at the start."""
+    """Return the exponential moving average of weight 2 / (span + 1) on the newest value, corrected for start bias."""
     alpha = 2 / (span + 1)
     total = weight = 0.0
     averaged = []
@@ -97,7 +97,7 @@ def _draw_utilisation(axes: Axes, records: Records, span: int) -> None:
 
 
 def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
-    """Draw the moving average in bold over the values in a pale colour."""
+    """Draw the values of a series in a pale colour, and over them their moving average in bold."""
     steps, values = series
     if span > 1:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)

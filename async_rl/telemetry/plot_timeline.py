@@ -1,4 +1,4 @@
-"""The plot of the timeline: one lane for each pool, one colour for each state."""
+"""Plots the timeline of a run, with one lane for each pool and one colour for each state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STATE_COLORS: dict[State, str] = {
     "busy": "#0072B2", "wait_data": "#E69F00", "wait_weights": "#F0E442", "sync": "#CC79A7", "eval": "#009E73",
     "checkpoint": "#56B4E9", "other": "#999999",
 }  # fmt: skip
-"""Okabe-Ito colours, which people with a colour vision deficiency can distinguish too."""
+"""Okabe-Ito colours, which people with a colour vision deficiency can also distinguish."""
 
 STEPS_SHOWN = 10
 
@@ -19,12 +19,12 @@ STEPS_SHOWN = 10
 def plot_timeline(
     spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
 ) -> Path | None:
-    """Plot the middle STEPS_SHOWN learner steps of a run to `path`; None if the run has fewer than two steps.
+    """Plot the middle STEPS_SHOWN learner steps of a run; returns `path`, or None if there are fewer than two steps.
 
     Args:
         spans: all spans of the run.
-        busy: by pool, the busy share of the whole run, which is written beside its lane.
-        step_ends_s: end of each learner step; the time up to the first one is start-up and not drawn.
+        busy: [pool] busy share over the whole run, which is written beside the pool's lane.
+        step_ends_s: end of each learner step; the first step is start-up and is not drawn.
     """
     if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
         return None

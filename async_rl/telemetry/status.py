@@ -1,6 +1,6 @@
-"""The status of a run: `run_dir/status.json`, which the driver writes and `async-rl status` prints.
+"""The status of a run, which the driver writes to `run_dir/status.json` and `async-rl status` prints.
 
-It says for each process what it does, on which process it waits, and since when.
+It says what each process does, what it waits on, and since when.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Status:
     host: str = ""
     doing: str
     waits_on: str = ""
-    """The process, or the event, that it waits for; empty if it does not wait."""
+    """The process or event that `process` waits for; empty if it does not wait."""
     since_s: float
     """time.time() at the start of the activity."""
     told_s: float = field(default_factory=time.time)
     """time.time() at the report, by the clock of the same host, which may differ from that of other hosts."""
     limit_s: float = 0.0
-    """The time limit of the wait; 0: it does not wait."""
+    """The time limit of the wait; 0: the process does not wait."""
 
     @property
     def waited_s(self) -> float:
@@ -41,7 +41,8 @@ class Status:
 
 
 def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
-    """
+    """Replace `run_dir/status.json` by the given statuses.
+
     Args:
         note: the state of the whole run: `running`, or how it ended.
     """
@@ -51,10 +52,10 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
 
 
 def format_status(run_dir: Path) -> str:
-    """The status of a run as a table with one line for each process.
+    """Return the status of a run as a table with one line for each process.
 
     Raises:
-        ConfigError: the folder is not that of a run.
+        ConfigError: the folder has no status.json that can be read.
     """
     try:
         saved = json.loads((run_dir / "status.json").read_text())

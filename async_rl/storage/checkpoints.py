@@ -1,6 +1,6 @@
-"""The checkpoints of a run as folders: which are complete, which one to resume from, which may be removed.
+"""The checkpoint folders of a run: finds the complete ones and the one to resume from, and removes old ones.
 
-    run_dir/checkpoints/step_40/    has this name only once it is complete
+    run_dir/checkpoints/step_40/    a folder has such a name only once it is complete
         *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
         training_state.json         `TrainingState`: everything else that learner and buffer resume from
 
@@ -24,7 +24,7 @@ from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
 FORMAT = 2
-"""The format of checkpoints: raise it with each change of `TrainingState`, of its field `buffer`, or of the tensors."""
+"""The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
@@ -33,25 +33,25 @@ _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Learner and buffer at one moment: `version` batches are trained, the next one is not chosen."""
+    """The state of learner and buffer after `version` trained batches, before the next batch is chosen."""
 
     version: int
     lineage: int
-    """How often the run had been resumed when this was written."""
+    """The number of times that the run had been resumed when this was written."""
     ranks: int
-    """Learner ranks that wrote it."""
+    """The number of learner ranks that wrote the checkpoint."""
     networks: dict[str, dict[str, int]]
-    """By name (policy, critic): counts of its optimizer, see learner/optimizer.py."""
+    """[policy or critic] counts of the network's optimizer, see learner/optimizer.py."""
     kl_coef: float
-    """algorithm.kl's coefficient, which an adaptive controller changes during a run."""
+    """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
     trained_groups: list[list[list[int]]]
-    """[use] ranges [first, last] of the ids of the groups trained on more than `use` times."""
+    """[use] the ids of the groups trained on more than `use` times, as ranges [first, last]."""
     buffer: dict[str, Any]
-    """The buffer's part, see buffer/checkpoint.py."""
+    """The buffer's part of the state, see buffer/checkpoint.py."""
 
 
 def lineage_of(run_dir: Path) -> int:
-    """How often the run has been resumed. Each resume renames its config: config.lineage_0.yaml, 1 and so on."""
+    """Return how often the run has been resumed. Each resume leaves a config.lineage_N.yaml with N = 0, 1, ..."""
     found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
     return 1 + max((int(name[1]) for name in found if name), default=-1)
 
@@ -61,7 +61,7 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """The complete checkpoints by version, oldest first."""
+    """Return the folders of the complete checkpoints by version, oldest first."""
     found = {}
     for folder in (run_dir / FOLDER).glob("step_*"):
         if (name := _NAME.fullmatch(folder.name)) and _is_complete(folder):
@@ -70,13 +70,13 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `run.resume` names: a checkpoint itself, or a run directory with at least one.
+    """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
     Returns:
-        An absolute path: `step_40`, `.` and `..` don't name the run directory that `run_dir_of` reads from it.
+        An absolute path, because `run_dir_of` takes the run directory from it.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `path` is neither a checkpoint nor a run directory with at least one.
     """
     folder = Path(os.path.abspath(path))
     if _is_complete(folder):
@@ -100,7 +100,8 @@ def write_training_state(folder: Path, state: TrainingState) -> None:
 
 
 def read_training_state(folder: Path) -> TrainingState:
-    """
+    """Read the `TrainingState` of the checkpoint `folder`.
+
     Raises:
         ConfigError: another version of this program wrote the checkpoint.
     """
@@ -115,14 +116,14 @@ def read_training_state(folder: Path) -> TrainingState:
 
 
 def resumed_training_state(config: Config) -> TrainingState | None:
-    """The state that this run resumes from; None for a new run."""
+    """Return the state from which this run resumes, or None for a new run."""
     return read_training_state(Path(config.run.resume)) if config.run.resume else None
 
 
 def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """Rename the checkpoints after `version`, which a resume from `checkpoint` discards, so that none is resumed from.
+    """Rename the checkpoints after `version`, which a resume from `checkpoint` discards; no run resumes from them then.
 
-    Their data stays. The remains of checkpoints that never became complete are removed.
+    Their data stays. Checkpoints that never became complete are removed.
 
     Args:
         lineage: the number of the lineage that ends with the resume.
@@ -138,7 +139,7 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
     """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
 
     Args:
-        values: checkpoint.best_metric by version, as far as it is known.
+        values: [version] the value of checkpoint.best_metric, where it is known.
     """
     found = list_checkpoints(run_dir)
     for version in to_remove(list(found), config, values):
@@ -146,10 +147,10 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Those of the checkpoints `versions` that `prune` removes.
+    """Return those of the checkpoints `versions` that `prune` removes.
 
-    With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Those after it
-    stay only while they are among the last, so that a metric which never comes does not fill the disk.
+    With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Later ones stay
+    only while they are among the last, so that the disk does not fill up if the metric is never measured.
     """
     kept = set(sorted(versions)[-config.keep_last :])
     if config.keep_best:

@@ -1,4 +1,4 @@
-"""Free disk space: checked before a run starts against what it will need, and reported when a disk is full."""
+"""Checks before a run that the disk has the space that the run needs, and explains the error of a full disk."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_disk(config: Config) -> None:
-    """Check that the run directory can be written and has space for the run.
+    """Check that the run directory can be written and has the disk space that the run needs.
 
-    That is RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the result,
-    and two for a weight transport that passes weights through folders.
+    A run needs RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the
+    result, and two for a weight transport that passes weights through folders.
 
     Raises:
         ConfigError: the directory can't be written or has too little space.
@@ -55,7 +55,7 @@ def check_disk(config: Config) -> None:
 
 @contextlib.contextmanager
 def full_disk_named(run_dir: Path) -> Iterator[None]:
-    """Turn the error of a full disk into one that says what to do.
+    """Turn an error of the block that a full disk has caused into one that says what to do.
 
     Raises:
         AsyncRLError: the block failed because a disk is full.
@@ -72,7 +72,7 @@ def full_disk_named(run_dir: Path) -> Iterator[None]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder on the way up from `path` that exists."""
+    """Return the nearest existing folder among `path` and its parents."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
@@ -86,15 +86,15 @@ def _may_write_model_folders(config: Config) -> bool:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Checkpoints that will exist at the same time, with the one being written, without those already on the disk."""
+    """Return how many checkpoints the run adds to the disk at most at one time, the one being written included."""
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
-    keep = config.checkpoint.keep_last + best + bool(best)  # one waits until it is measured
+    keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
     if every == 0:
         return 0
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
     checkpoint = find_checkpoint(config.run.resume)
-    version = read_training_state(checkpoint).version  # later ones are renamed and stay on the disk
+    version = read_training_state(checkpoint).version  # a resume renames later checkpoints, which stay on the disk
     there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
     return max(1, keep + 1 - len(there))
 
@@ -102,7 +102,7 @@ def _num_checkpoints(config: Config) -> int:
 def _checkpoint_bytes(config: Config) -> int:
     lora_rank = config.model.lora.rank
     shapes = _shapes(Path(config.model.path))
-    if lora_rank:  # an upper bound: as if every matrix had an adapter
+    if lora_rank:  # an upper bound, because not every matrix has an adapter
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
         trained = sum(map(math.prod, shapes))
@@ -112,7 +112,7 @@ def _checkpoint_bytes(config: Config) -> int:
 
 
 def _shapes(folder: Path) -> list[list[int]]:
-    """Shapes of all tensors of a model folder, from the headers of its weight files.
+    """Read the shapes of all tensors of a model folder from the headers of its weight files.
 
     Raises:
         ConfigError: a file is incomplete, or is no safetensors file.
@@ -130,7 +130,7 @@ def _shapes(folder: Path) -> list[list[int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weight files of a folder; none if it does not exist, which async_rl/storage/model_folder.py reports."""
+    """Return the weight files of a folder; [] if it does not exist, which async_rl/storage/model_folder.py reports."""
     return weight_files(folder) if folder.is_dir() else []
 
 

@@ -1,4 +1,4 @@
-"""Checks of the Hugging Face folders that a run reads, made before anything is started."""
+"""Checks and reads the Hugging Face model folders of a run; the checks are made before anything is started."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
-"""By key, the endings of which the name of the architecture must have one; the critic may have any architecture."""
+"""[key] endings of which the architecture's name must have one; the critic may have any architecture."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> None:
     """Check that `path`, the value of `key`, holds a causal LM that can be trained on `longest_tokens` tokens.
 
-    Checked are config.json, which must be that of a causal LM with attention, all safetensors files, the tokenizer,
-    which must have an end-of-text token and no token id beyond the model's vocabulary, and the number of positions.
+    The config.json must describe a causal LM with attention and enough positions. All safetensors files must exist. The
+    tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
 
     Raises:
-        ConfigError: one of these is missing or wrong.
+        ConfigError: one of these files is missing or wrong.
     """
     folder = Path(path)
     model = _load_model_config(folder, key, _CAUSAL)
     weight_files(folder)
     check_positions(folder, getattr(model, "max_position_embeddings", None), longest_tokens)
-    if not hasattr(model, "num_attention_heads"):  # as of Mamba2
+    if not hasattr(model, "num_attention_heads"):  # e.g. Mamba2
         raise ConfigError(
             f"{folder / 'config.json'} must describe a model with attention (num_attention_heads), got model_type "
             f"{model.model_type}: the rollout engines keep a KV cache. Choose a transformer model"
@@ -56,13 +56,13 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
 
 
 def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
-    """Check that a model has positions for the longest prompt with its answer.
+    """Check that a model has enough positions for the longest prompt with its answer.
 
     Args:
-        positions: of the model in `path`; None if its config does not say.
+        positions: number of positions of the model in `path`; None if its config does not give it.
 
     Raises:
-        ConfigError: it has too few.
+        ConfigError: the model has too few positions.
     """
     if positions is not None and positions < longest_tokens:
         raise ConfigError(
@@ -72,7 +72,7 @@ def check_positions(path: str | Path, positions: int | None, longest_tokens: int
 
 
 def role_folders(config: Config) -> dict[str, str]:
-    """The model folders of critic, reference and reward model by configuration key, where one is set."""
+    """Return those model folders of critic, reference and reward model that are set, by configuration key."""
     paths = {
         "critic.path": config.critic.path, "reference.path": config.reference.path,
         "reward_model.path": config.reward_model.path,
@@ -81,20 +81,20 @@ def role_folders(config: Config) -> dict[str, str]:
 
 
 def check_role_folder(key: str, path: str) -> None:
-    """Check that `path`, the value of `key`, holds a model that can have this role; see `role_folders`.
+    """Check that `path`, the value of `key`, holds a model of the kind that `key` needs; for keys of `role_folders`.
 
     Raises:
-        ConfigError: it is another kind of model, or lacks files.
+        ConfigError: `path` holds another kind of model, or lacks files.
     """
     _load_model_config(Path(path), key, _ROLES[key])
     weight_files(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are loaded from `folder`, which may hold the same weights in another layout too.
+    """Return the safetensors files to load from `folder`, which may hold the same weights in another layout too.
 
     Raises:
-        ConfigError: there are none, or not all that the index names.
+        ConfigError: there are no such files, or some that the index names are missing.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -114,10 +114,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the folder `path`; the network is never used.
+    """Load the tokenizer in the folder `path`, without network access.
 
     Raises:
-        ConfigError: there is none, or it can't be loaded.
+        ConfigError: there is no tokenizer, or it can't be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -129,15 +129,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare ones
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ConfigError(f"the tokenizer in {path} can't be loaded: {_first_lines(error)}") from None
     return tokenizer
 
 
 def end_tokens(path: str | Path) -> list[int]:
-    """The ids of the tokens that end an answer: all end-of-text tokens in the folder's files.
+    """Return the ids of the tokens that end an answer: all end-of-text tokens that the model folder `path` declares.
 
-    Chat models have several, in config.json, the tokenizer and generation_config.json.
+    Chat models declare several, in config.json, in the tokenizer and in generation_config.json.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -153,11 +153,13 @@ def end_tokens(path: str | Path) -> list[int]:
 
 
 def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:
-    """The configuration of the (text) model in `folder`, whose architecture must end in one of `endings`, if any.
+    """Load the configuration of the (text) model in `folder`, the value of `key`.
+
+    Args:
+        endings: the name of the model's architecture must end in one of these; empty: any name is allowed.
 
     Raises:
-        ConfigError: there is no config.json, transformers can't read it, or it describes another kind of model; `key`
-            names the folder.
+        ConfigError: there is no config.json, transformers can't read it, or it describes another kind of model.
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""The directory of a run: created for a new run, or prepared for a run that resumes from its checkpoint."""
+"""Creates and locks the directory of a new run, and prepares the directory of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LOCK_FILE = ".lock"
 
 @contextlib.contextmanager
 def open_run_dir(config: Config) -> Iterator[Config]:
-    """Lock the directory of a run, a new one or that of run.resume, and yield the config to run with.
+    """Create the directory of a run, or take that of run.resume; lock it and yield the config with its path.
 
-    A new directory is removed again if the run fails before its first step, unless its logs may explain the failure
-    better than the error does.
+    A new directory is removed if the run fails before its first step, unless its logs may explain the failure better
+    than the error does.
 
     Raises:
-        ConfigError: run.resume names nothing to resume, or its run has no step left or is locked by another process.
+        ConfigError: run.resume names no checkpoint, or its run has no step left or is locked by another process.
     """
     if not config.run.resume:
         run_dir = new_run_dir(config)
@@ -65,7 +65,7 @@ def open_run_dir(config: Config) -> Iterator[Config]:
 
 @contextlib.contextmanager
 def open_buffer_dir(config: Config) -> Iterator[None]:
-    """Lock run_dir for a buffer that serves alone; it may hold the journal of an earlier one.
+    """Lock run_dir for a buffer that runs without learner and servers; an earlier buffer's journal may be in it.
 
     Raises:
         ConfigError: the directory can't be created, belongs to a run, or is locked by another buffer.
@@ -88,10 +88,12 @@ def open_buffer_dir(config: Config) -> Iterator[None]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Create the run directory. A name that is taken gets the next free number; two runs may start at once.
+    """Create a new run directory and return its path. If the name is taken, the next free number is added to it.
+
+    Two runs may do this at the same time.
 
     Raises:
-        ConfigError: it can't be created there.
+        ConfigError: the directory can't be created.
     """
     for number in range(1, 10_000):
         candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
@@ -123,7 +125,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a directory until the end of the block or of this process.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     with (run_dir / _LOCK_FILE).open("w") as lock:
         try:
@@ -136,9 +138,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _prepare_resume(config: Config, version: int) -> None:
-    """Discard from the directory what a run wrote after the checkpoint of `version`; the files are kept, renamed.
+    """Discard what the run wrote after the checkpoint of `version`, by renaming the files or moving lines to new files.
 
-    The new names hold the number of the lineage that ends, so that no resume overwrites what an earlier one kept.
+    The new names contain the number of the lineage that ends, so that each resume keeps its own files.
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
@@ -156,8 +158,8 @@ def _prepare_resume(config: Config, version: int) -> None:
         partial = run_dir / "metrics.jsonl.partial"
         partial.write_text("".join(kept))
         partial.replace(metrics)
-    # This ends the lineage, so it comes last: a resume that crashes earlier is repeated by the next one. config.yaml is
-    # copied and not renamed, because the next resume reads it.
+    # A new config.lineage_N.yaml ends the lineage. It comes last, so that after a crash before it the next resume does
+    # all this again. config.yaml is copied and not renamed, because the next resume reads it.
     old_config = run_dir / "config.yaml"
     old_config.touch()
     partial = run_dir / "config.yaml.partial"

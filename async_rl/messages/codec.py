@@ -1,11 +1,11 @@
-"""RolloutGroup <-> msgpack bytes. Messages from the network are checked here before any other code reads them.
+"""Encodes a RolloutGroup to msgpack bytes and decodes it, after checking all that comes from the network.
 
     group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
     array     [dtype, number of elements, little-endian bytes]
 
-A group is sent as columns, one rollout after the other in each, so that it is checked by a few array operations however
-many rollouts it has. An array names its dtype, so that a wrong one is refused instead of reinterpreted. Decoded arrays
-are read-only views of the columns.
+A group is sent as columns, each with one rollout after the other, so that a few array operations check all rollouts. An
+array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are read-only views of the
+columns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SCHEMA_VERSION = 5
 """Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
-"""Float32 log-softmax rounds the logprob 0 of a certain token to a few ulps of its logit, up to 1e-5 at |logit| = 100.
-The sender sets a value above 0 to 0 up to ten times that. A larger one, as of probabilities or of negated logprobs sent
-by mistake, is refused."""
+"""The largest logprob above 0 that is taken for a rounding error and sent as 0. Float32 log-softmax rounds the logprob
+0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or negated
+logprobs sent by mistake."""
 FINISH_REASONS = ("stop", "length")
 
 _INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
@@ -39,7 +39,7 @@ _INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The sizes a group may have."""
+    """The largest sizes that a rollout group may have; `group_size` must be met exactly."""
 
     group_size: int
     max_prompt_tokens: int
@@ -55,12 +55,12 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of the size of a valid group: 13 bytes a response token, 4 a prompt token, and the names."""
+        """Upper bound of the bytes of a valid group: 13 for each response token, 4 for each prompt token, and names."""
         return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """One group as bytes.
+    """Encode one rollout group as bytes.
 
     Raises:
         WireError: an array has the wrong shape or dtype, or another length than its rollout's tokens.
@@ -126,7 +126,7 @@ class GroupColumns(NamedTuple):
         return RolloutGroup(rollouts=rollouts, **{name: getattr(self, name) for name in _SHARED_FIELDS})
 
     def _parts(self) -> Iterator[slice]:
-        """The slice of the arrays that holds each rollout's tokens."""
+        """Yield, for each rollout, the slice of the arrays that holds its tokens."""
         start = 0
         for length in self.lengths:
             yield slice(start, start := start + length)
@@ -137,18 +137,19 @@ _GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version"
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
-    """The group that `encode_group` was given, checked as by `check_group`; its arrays are read-only views."""
+    """Decode the bytes of `encode_group` to a rollout group, with the checks of `check_group` and read-only arrays."""
     return check_group(data, limits).group()
 
 
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
-    """The group that `encode_group` was given, as columns, which takes half the time of decoding it to rollouts.
+    """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rollouts.
 
-    Checked: exactly the known fields; sizes within `limits`; dtypes; for each rollout equal lengths T >= 1 of all four
-    arrays, tokens >= 0, logprobs finite and <= 0, versions non-decreasing from start_version up, a finite reward.
+    A valid message has exactly the known fields, sizes within `limits`, and the right dtypes. Each rollout has four
+    arrays of equal length T >= 1, tokens >= 0, finite logprobs <= 0, versions that start at start_version or later and
+    do not decrease, and a finite reward.
 
     Raises:
-        WireError: names the field and the value.
+        WireError: the message is invalid; the error names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
         raise WireError(
@@ -193,7 +194,7 @@ def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
 
 
 def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The array in little-endian order. WireError: it has another shape or dtype."""
+    """Return the array in little-endian order. WireError: it is not one-dimensional or has another dtype."""
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
@@ -205,7 +206,7 @@ def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -
 
 
 def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The array `name` of all rollouts, one after the other."""
+    """Return the arrays `name` of all rollouts, concatenated."""
     arrays = []
     for i, rollout in enumerate(rollouts):
         array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
@@ -232,14 +233,14 @@ def _finish_reasons(fields: Fields, size: int) -> list[str]:
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:
-    """Check the token versions; returns the newest."""
+    """Check that token versions start at start_version or later and do not decrease; returns the newest version."""
     oldest, newest = int(versions.min()), int(versions.max())
     if oldest < start_version:
         too_old = versions < start_version
         raise _refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
     if oldest < newest:
         falls = versions[1:] < versions[:-1]
-        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # at the start of a rollout they may
+        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # at the start of a rollout they may decrease
         if falls.any():
             at = int(falls.argmax())
             allowed = f"{versions[at]} and up, as the token before has it"
@@ -250,7 +251,7 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
 def _refuse_element(
     name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], lengths: list[int], allowed: str
 ) -> WireError:
-    """The error for the first bad element of a column."""
+    """Return the error for the first bad element of a column, naming the element's rollout."""
     at = int(is_bad.argmax())
     rollout = np.cumsum(lengths).searchsorted(at, side="right")
     return refusal(f"rollouts[{rollout}].{name}", column[at].item(), allowed)

@@ -1,4 +1,4 @@
-"""Reads msgpack messages field by field and refuses an invalid one, naming the field and its value."""
+"""Reads msgpack messages field by field, and refuses an invalid message with an error that names field and value."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ _PACKER = msgpack.Packer()
 
 
 class Fields:
-    """A decoded msgpack map, read field by field; each reader raises WireError naming field, value and what is allowed.
+    """A decoded msgpack map whose methods read one field each; for a wrong value they raise WireError.
+
+    Args:
+        values: the decoded message.
+        path: prefix of the field names in errors.
 
     Raises:
-        WireError: not a map, or not exactly the fields `names`.
+        WireError: `values` is not a map, or does not have exactly the fields `names`.
     """
 
     def __init__(self, values: object, names: Iterable[str], path: str = "") -> None:
@@ -40,10 +44,10 @@ class Fields:
             raise refusal(f"{path}{min(map(str, values.keys() - names))[:80]}", "a field", "no such field")
 
     def refuse(self, name: str, allowed: str, got: object = _WHOLE) -> WireError:
-        """The error to raise for field `name`.
+        """Return the error to raise for field `name`.
 
         Args:
-            got: the part of its value that is wrong; without it, the whole value.
+            got: the part of the field's value that is wrong; by default the whole value.
         """
         return refusal(self._path + name, self._values[name] if got is _WHOLE else got, allowed)
 
@@ -54,7 +58,7 @@ class Fields:
         return value
 
     def number(self, name: str, low: float = -math.inf) -> float:
-        """A finite number >= low."""
+        """Read a field that must be a finite number >= low."""
         value = self._values[name]
         if type(value) not in (int, float) or not low <= value < math.inf or value == -math.inf:
             raise self.refuse(name, "a finite number" + (f" >= {low}" if low > -math.inf else ""))
@@ -88,7 +92,7 @@ class Fields:
         return value
 
     def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
-        """A read-only one-dimensional array of low..high elements of exactly this dtype."""
+        """Read a one-dimensional array of low..high elements of exactly this dtype; the array is read-only."""
         value = self._values[name]
         if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], bytes):
             raise self.refuse(name, "a list of dtype, number of elements, bytes")
@@ -108,16 +112,16 @@ class Fields:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The message in msgpack."""
+    """Return the message as msgpack bytes."""
     data: bytes = _PACKER.pack(message)
     return data
 
 
 def unpack(data: bytes | memoryview) -> object:
-    """The value of one msgpack object.
+    """Decode one msgpack object and return its value.
 
     Raises:
-        WireError: the data is something else.
+        WireError: the data is not one msgpack object.
     """
     try:
         return msgpack.unpackb(data)
@@ -127,7 +131,7 @@ def unpack(data: bytes | memoryview) -> object:
 
 
 def refusal(field: str, value: object, allowed: str) -> WireError:
-    """The error for a field with a value that is not allowed."""
+    """Return the error for a field with a value that is not allowed."""
     return WireError(f"{field}: got {_short(value)}, allowed {allowed}")
 
 

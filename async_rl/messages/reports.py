@@ -1,7 +1,7 @@
-"""The messages that the processes of a run send to the driver: control and measurements, never data or weights.
+"""The messages that the processes of a run send to the driver: events and measurements, never data or weights.
 
     learner rank      StepDone after each step; ServersLost and EvaluationDue in between; TrainingEnded at an early end.
-                      The driver acts on those of rank 0, and takes the spans and samples of all ranks.
+                      The driver acts on the events of rank 0, and logs the spans and samples of all ranks.
     rollout worker    WorkerReport twice a second; EvaluationDone in answer to a request for an evaluation.
 """
 
@@ -15,36 +15,36 @@ from async_rl.telemetry.timeline import Sample, Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A learner rank has trained one batch and taken part in everything that was due after it."""
+    """A learner rank has trained one batch and finished what was due after it, such as the weight push."""
 
     version: int
     """Policy version that the step produced, 1..run.steps."""
     metrics: tuple[Metric, ...] = ()
-    """Those of all ranks together, reported by rank 0 alone."""
+    """The metrics of all ranks together; reported by rank 0 alone."""
     alarms: tuple[str, ...] = ()
-    """Conditions that began with this step, one line for the console each; reported by rank 0 alone."""
+    """Alarms that began with this step, each as one line for the console; reported by rank 0 alone."""
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersLost:
-    """A push has dropped rollout servers: alive or not, they get no weights any more."""
+    """A weight push has dropped rollout servers; they get no weights any more, even if they are alive."""
 
     servers: tuple[tuple[str, str], ...]
-    """(name, URL) of each."""
+    """(name, URL) of each dropped server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """Every server serves `version`, and a held-out evaluation of it is due."""
+    """Every server serves `version`, and a held-out evaluation of this version is due."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnded:
-    """Training is over before run.steps: there is nothing left to learn, or the user has stopped the run."""
+    """Training has ended before run.steps: there is nothing left to learn, or the user has stopped the run."""
 
     version: int
     reason: str

@@ -1,8 +1,8 @@
-"""`async-rl doctor` for a run on several nodes: checks of each node, and of the network between them.
+"""`async-rl doctor` for a run on several nodes: checks each node and the network between them.
 
-A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there. Then what must be equal on
-all nodes is compared, and the probes try to reach each other, first by TCP, then by torch.distributed. No weights are
-loaded.
+A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there. Then the doctor compares
+what must be equal on all nodes, and the probes try to reach each other, first by TCP, then by torch.distributed. No
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ OPEN_PORTS = (
 SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
 Result = TypeVar("Result")
 Results = dict[str, Result | Exception]
-"""By node; an exception where the call failed there."""
+"""[node] the result of a call, or the exception with which the call failed on that node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """The findings on one node."""
+    """The results of the checks on one node, and the values to compare with other nodes."""
 
     checks: list[Check] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class NodeReport:
 
 
 class Probe:
-    """Runs on one node, as an actor of the run would."""
+    """A Ray actor that makes the checks on one node, in the environment that an actor of the run would have."""
 
     def __init__(self, folder: str, config: Config) -> None:
         os.chdir(folder)
@@ -65,7 +65,8 @@ class Probe:
         self._address = ray.util.get_node_ip_address()
 
     def examine(self, marker: str) -> NodeReport:
-        """
+        """Make the checks of this node; returns its report.
+
         Args:
             marker: name of a file that the driver has created in run.dir.
         """
@@ -78,12 +79,12 @@ class Probe:
         )
 
     def listen(self) -> tuple[str, int]:
-        """Open a port; returns its address."""
+        """Open a port for other probes to connect to; returns (address, port)."""
         self._server = socket.create_server((self._address, 0))
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Try to connect to each address; returns those that were not reached, with the reason."""
+        """Try to connect to each (address, port); returns those that were not reached, each with the reason."""
         failed = []
         for address, port in others:
             try:
@@ -93,7 +94,11 @@ class Probe:
         return failed
 
     def join(self, rank: int, world_size: int, address: str, port: int) -> float:
-        """An all-reduce of ones by gloo with all other probes, over the port that rank 0 had opened."""
+        """Take part in a gloo all-reduce of ones with all other probes; returns the sum, which should be `world_size`.
+
+        Args:
+            address, port: the address that `listen` has returned to rank 0.
+        """
         import torch
         import torch.distributed as dist
 
@@ -110,7 +115,7 @@ class Probe:
 
 
 def examine_nodes(config: Config) -> list[Check]:
-    """All checks of the cluster that the run would join; nothing that they start outlives them."""
+    """Make all checks of the cluster that the run would join, and return them. Every process started here is ended."""
     try:
         with open_ray(config):
             return _examine_cluster(config)
@@ -147,7 +152,7 @@ def _examine_cluster(config: Config) -> list[Check]:
 
 
 def _placement(config: Config) -> Check:
-    """Whether the nodes offer the CPUs and GPUs of the run, and whether these are free."""
+    """Check whether the nodes have the CPUs and GPUs that the run needs, and whether these are free."""
     hosts = ray_hosts()
     try:
         wanted = host_demands(config, sum(host.gpus for host in hosts))
@@ -162,10 +167,10 @@ def _placement(config: Config) -> Check:
 
 
 def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
-    """Check that every node passed its own checks, and that versions, model and run.dir are the same on all nodes.
+    """Return the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
 
     Args:
-        reports: by the node's name; an exception if the node could not be examined.
+        reports: [node] the node's report, or an exception if the node could not be examined.
     """
     checks = [_failed_report(name, error) for name, error in reports.items() if isinstance(error, Exception)]
     known = {name: report for name, report in reports.items() if isinstance(report, NodeReport)}
@@ -198,7 +203,7 @@ def _failed_report(name: str, error: Exception) -> Check:
 
 
 def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
-    """Check TCP from each node to each other one, then an all-reduce of all nodes."""
+    """Check TCP connections from each node to each other one, then an all-reduce over all nodes."""
     listening: Results[tuple[str, int]] = call_all({n: p.listen.remote() for n, p in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
     reached: Results[list[str]] = call_all({
@@ -227,7 +232,7 @@ def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
 
 
 def call_all(calls: Mapping[str, Any], timeout_s: float) -> Results[Any]:
-    """The result of each call by name; for a call that failed or took too long, the exception."""
+    """Wait for all calls, at most `timeout_s`; returns the result of each by name, or the exception if it failed."""
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
     results: Results[Any] = {}
     for name, call in calls.items():
@@ -252,7 +257,7 @@ def _version(package: str) -> str:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """Digest of vocabulary and chat template; empty if the tokenizer can't be loaded."""
+    """Return a digest of vocabulary and chat template, or "" if the tokenizer can't be loaded."""
     try:
         tokenizer = load_tokenizer(str(path))
     except ConfigError:
@@ -261,7 +266,7 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 def _model_digest(path: Path) -> str:
-    """Digest of config.json and of names and sizes of the weight files; empty if they can't be read."""
+    """Return a digest of config.json and of names and sizes of the weight files, or "" if they can't be read."""
     try:
         weights = sorted((file.name, file.stat().st_size) for file in path.glob("*.safetensors"))
         return _digest((path / "config.json").read_text() + json.dumps(weights))

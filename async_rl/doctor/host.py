@@ -1,4 +1,4 @@
-"""`async-rl doctor`: checks of this machine and of a configuration, each with how to mend what fails.
+"""`async-rl doctor`: checks this machine and a configuration, and says for each failure how to mend it.
 
 The checks of several nodes are in async_rl/doctor/cluster.py.
 """
@@ -39,7 +39,7 @@ GPU_TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the table. A run can't work while something is `broken`; `warn` costs speed or comfort."""
+    """The result of one check, a line of the table. `broken`: a run can't work; `warn`: it works with drawbacks."""
 
     what: str
     state: Literal["ok", "warn", "broken"]
@@ -49,10 +49,10 @@ class Check:
 
 
 def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
-    """All checks of this machine, and of `config` where one is given. Starts nothing of a run.
+    """Make all checks of this machine, and of `config` where one is given, and return them. No run is started.
 
     Args:
-        is_driver: else this is another host of the run, and only what every host needs is checked.
+        is_driver: whether this host starts the run. Other hosts get only the checks that hold on every host.
     """
     engine = config.rollout.engine_entry if config else None
     checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
@@ -68,7 +68,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
 
 
 def print_table(checks: list[Check]) -> None:
-    """Print the table on stdout, then what to mend."""
+    """Print the checks as a table on stdout, then for each that is not ok how to mend it."""
     what_width = max(len(check.what) for check in checks)
     for check in checks:
         print(f"{check.state:<6}  {check.what:<{what_width}}  {check.found}")
@@ -78,7 +78,7 @@ def print_table(checks: list[Check]) -> None:
 
 
 def _package(name: str) -> Check:
-    """Whether a package can be imported, tried for real: an installed package may still not load."""
+    """Check whether a package can be imported, by importing it: an installed package may still not load."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -89,7 +89,7 @@ def _package(name: str) -> Check:
 def _sglang(engine: EngineEntry | None) -> Check:
     """Whether SGLang can be imported, if `engine` uses it, or no configuration says which engine it is.
 
-    Tried in a process of its own, as its server runs, so that import stand-ins do not reach this process.
+    The import is tried in a separate process, so that the stubs which it needs are not installed in this one.
     """
     needed: Literal["warn", "broken"] = "broken" if engine and "sglang" in engine.packages else "warn"
     instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
@@ -114,7 +114,7 @@ def _sglang(engine: EngineEntry | None) -> Check:
 
 
 def _gpu(engine: EngineEntry | None) -> Check:
-    """The GPUs that torch finds, and whether SGLang could build its kernels for them."""
+    """Check which GPUs torch finds, and whether SGLang could build its kernels for them."""
     try:
         import torch
 
@@ -133,7 +133,7 @@ def _gpu(engine: EngineEntry | None) -> Check:
 
 
 def _missing_gpu_tools() -> list[str]:
-    """The programs and packages that SGLang's server uses on a GPU and that are not here."""
+    """Return the names of the programs and packages that SGLang's server needs on a GPU and that are missing here."""
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
     missing = [name for name in ("nvcc", "ninja") if not shutil.which(name, path=path)]
@@ -141,7 +141,7 @@ def _missing_gpu_tools() -> list[str]:
 
 
 def _loopback() -> Check:
-    """Whether a port of 127.0.0.1 can be opened and reached, over which all processes of a run talk."""
+    """Check whether a port of 127.0.0.1 can be opened and reached, as the processes of a run on one host need it."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -169,7 +169,7 @@ def _shared_memory() -> Check:
 def _enough(
     what: str, free_bytes: int, needed_bytes: int, where: str, otherwise: Literal["warn", "broken"], mend: str
 ) -> Check:
-    """A check of free space: ok from `needed_bytes` on."""
+    """Return the check `what` of free space: ok if at least `needed_bytes` are free, else of the state `otherwise`."""
     state = "ok" if free_bytes >= needed_bytes else otherwise
     return Check(what, state, f"{free_bytes / 2**30:.1f} GiB free{where}", mend)
 
@@ -194,7 +194,7 @@ def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
             each.run()
         except ConfigError as error:
             checks[each.what] = Check(each.what, "broken", str(error))
-        except Exception as error:  # a damaged file, say: the other checks go on
+        except Exception as error:  # e.g. a damaged file; the other checks are still made
             checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
         else:
             checks[each.what] = Check(each.what, "ok", each.value)

@@ -1,4 +1,4 @@
-"""The command `async-rl`. Each command imports what it needs when it runs, so that --help is instant."""
+"""The command `async-rl`. Each subcommand imports its code only when it runs, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code: 0; 2 for an error in the command, configuration or files; 130 after Ctrl-C; else 1.
+    """Run one command and return its exit code.
+
+    The code is 0 for success, 2 for an error in command, configuration or files, 130 after Ctrl-C, else 1.
     """
     args = _parse(arguments)
     try:
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command's arguments. Words of the form key=value may stand anywhere, also behind options."""
+    """Parse the command line. Words of the form key=value may stand anywhere, also after options."""
     parser = argparse.ArgumentParser(
         prog="async-rl",
         description="Asynchronous RL post-training of language models with bounded staleness.",
@@ -108,7 +110,8 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], hel
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
-    """Add the arguments CONFIG and key=value; `or_else` ends the error when CONFIG is needed and not given."""
+    """Add the arguments CONFIG and key=value; `or_else` ends the error message for a CONFIG that is needed and missing.
+    """
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
         help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
@@ -273,7 +276,7 @@ _SUMMARY_ROWS = (
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """The result of a run as a table, a line for each value that was measured."""
+    """Return the result of a run as a table with one line for each value that was measured."""
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     label_width = max((len(label) for label, _ in rows), default=0)

@@ -1,4 +1,4 @@
-"""The cores that a process may use, and how many threads it starts on them."""
+"""The number of cores that a process may use, and of threads that it starts on them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on: those that SLURM, taskset or placement.pin_cpus leave it."""
+    """Return the number of cores that this process may run on, as limited by SLURM, taskset or placement.pin_cpus."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_process(config: Config) -> int:
-    """The number of computing threads of a learner rank or rollout server on a host without GPUs.
+    """Return the number of computing threads of a learner rank or rollout server on a host without GPUs.
 
-    The processes of a host share its cores evenly. With placement.pin_cpus each has been given its share before.
+    The processes of a host share its cores evenly. With placement.pin_cpus, this process sees only its own cores.
     """
     sharers = 1 if config.placement.pin_cpus else config.placement.processes_per_node
     return max(1, usable_cores() // sharers)

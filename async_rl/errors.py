@@ -1,26 +1,26 @@
-"""The errors of the project: one root, and a type of its own only where a caller handles it differently."""
+"""The errors of the project: one root class, and further classes where a caller handles an error differently."""
 
 import traceback
 
 
 class AsyncRLError(Exception):
-    """Root of the errors that carry a complete message for the user; the CLI prints it without a stack trace."""
+    """The base class of errors whose message is complete for the user; the CLI prints it without a stack trace."""
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A setting, file or input can't work. Says what was wrong, the value got, what is allowed, what to do."""
+    """A setting, file or input can't work. The message says what was wrong, the value, what is allowed, what to do."""
 
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):
-    """A wait reached its time limit. Says who waited on whom, for what, for how long."""
+    """A wait reached its time limit. The message says who waited on whom, for what, and for how long."""
 
 
 class ProcessDiedError(AsyncRLError):
-    """A process of the run ended early. Names it and shows its last log lines."""
+    """A process of the run ended early. The message names the process and shows its last log lines."""
 
 
 class ProcessKilledError(ProcessDiedError):
-    """The process itself has ended, not only a call of it failed: it may be started again."""
+    """The process itself has ended or hangs, and not only a call to it has failed: it may be restarted."""
 
 
 class StalenessError(AsyncRLError):
@@ -28,11 +28,11 @@ class StalenessError(AsyncRLError):
 
 
 class NothingToLearnError(AsyncRLError):
-    """The buffer will hand out no further batch; says why. The learner saves a checkpoint and ends."""
+    """The buffer will hand out no further batch. The message says why; the learner saves a checkpoint and ends."""
 
 
 class WireError(AsyncRLError, ValueError):
-    """A received message is invalid. Names the field and the value."""
+    """A received message is invalid. The error's text names the field and the value."""
 
 
 class WeightSyncError(AsyncRLError):
@@ -40,10 +40,10 @@ class WeightSyncError(AsyncRLError):
 
 
 class RewardError(AsyncRLError):
-    """Too many groups failed in their reward function."""
+    """The reward function failed for too many rollout groups."""
 
 
 def raised_at(error: BaseException) -> str:
-    """The `file:line` where an error was raised, not counting Python's import machinery; empty without a traceback."""
+    """Return the `file:line` where an error was raised, outside Python's import machinery; "" without a traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

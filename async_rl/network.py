@@ -1,4 +1,4 @@
-"""Network interfaces, rendezvous stores, and the API key of the rollout servers of a run that leaves loopback."""
+"""Network interfaces, torch.distributed stores, and the API key of rollout servers that other hosts can reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_I
 def use_interface(host: str) -> None:
     """Make torch.distributed and NCCL, here and in child processes, use the interface that has address `host`.
 
-    By default they take the one to which the host's name resolves. Variables that the user has set are kept.
+    By default they take the interface to which the host's name resolves. Variables that the user has set are kept.
     """
     for variable in _INTERFACE_VARIABLES:
         os.environ.setdefault(variable, interface_of(host))
@@ -32,13 +32,13 @@ def open_store(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta,
     listener: socket.socket | None = None,
 ) -> TCPStore:
-    """Open the store by which the ranks of a torch.distributed group find each other.
+    """Open and return the store by which the ranks of a torch.distributed group find each other.
 
-    Rank 0 serves it at `address` only (torch by itself listens on every interface), and at a free port if `port` is 0:
-    the store's attribute `port` is that port. The others connect to it.
+    Rank 0 serves the store at `address` only (torch by itself listens on every interface). If `port` is 0, it takes a
+    free port, which is then the store's attribute `port`. The other ranks connect to it, which takes at most `timeout`.
 
     Args:
-        listener: a socket of rank 0 that listens there already, so that no other process can have taken the port.
+        listener: a socket of rank 0 that listens at this address already, so that no other process takes the port.
     """
     from torch.distributed import TCPStore
 
@@ -52,10 +52,10 @@ def open_store(
 
 
 def interface_of(host: str) -> str:
-    """The name of the network interface that has address `host`.
+    """Return the name of the network interface that has address `host`.
 
     Raises:
-        ConfigError: no interface has this address; lists the ones that exist.
+        ConfigError: no interface has this address; the message lists the interfaces that exist.
     """
     import psutil
 
@@ -74,10 +74,10 @@ def interface_of(host: str) -> str:
 
 
 def api_key(network: NetworkConfig) -> str:
-    """The API key of a run's rollout servers, which every client of its buffer can compute. Empty: none is needed.
+    """Return the API key of a run's rollout servers, which every client of its buffer can compute; "": none is needed.
 
     Raises:
-        ConfigError: network.keys has no client key.
+        ConfigError: the folder network.keys has no client key that can be read.
     """
     if not network.keys or ipaddress.IPv4Address(network.host).is_loopback:
         return ""
@@ -89,6 +89,6 @@ def api_key(network: NetworkConfig) -> str:
 
 
 def authorization(network: NetworkConfig) -> dict[str, str]:
-    """HTTP headers for requests to the run's rollout servers."""
+    """Return the HTTP headers that requests to the run's rollout servers need; {} without an API key."""
     key = api_key(network)
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,4 +1,4 @@
-"""The data types that all parts of the pipeline share. They have no behaviour beyond derived properties, and no torch.
+"""The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
 
 Letters of the axes in every shape comment of the project:
     B  sequences in a (micro-)batch     G  rollouts of one group
@@ -21,16 +21,16 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question of a task. `index` alone determines it: the same index is the same prompt in every process."""
+    """One question of a task. Its `index` determines it: the same index gives the same prompt in every process."""
 
     index: int
     tokens: IntArray  # [P]
     text: str
-    """The text that was tokenized, chat template applied."""
+    """The text that was tokenized, with the chat template applied."""
     reference: Any
     """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
-    """`data_source` of the row, or the task's name."""
+    """The field `data_source` of the prompt's data row, or the task's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Slot:
     """Permission to start one rollout group, granted by the buffer."""
 
     group_id: int
-    """Unique in a run, in the order of grants."""
+    """The number of the rollout group, unique in a run and ascending in the order of grants."""
     prompt_index: int
     start_version: int
-    """Served version at the moment of the grant."""
+    """The served version at the moment of the grant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Rollout:
     finish_reason: str
     """`stop` (the model ended the answer) or `length` (it ran into max_response_tokens)."""
     num_too_old: int = 0
-    """Number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
+    """The number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +70,19 @@ class RolloutGroup:
     prompt_tokens: IntArray  # [P]
     rollouts: tuple[Rollout, ...]  # G of them
     duration_s: float
-    """From the grant of the slot to the last reward."""
+    """The time from the grant of the slot to the last reward."""
     worker: str = ""
     baseline_reward: float | None = None
-    """Reward of a greedy answer to the prompt, which is not trained on; only where the advantage needs it (remax)."""
+    """The reward of a greedy answer, which is not trained on; None unless the advantage needs it (remax)."""
     keeps_kv: bool = False
-    """Its answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
+    """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
-        """[T] True where the token may have been sampled on KV cache of older weights than its version's.
+        """Return [T] True where the token may have been sampled on KV cache of older weights than its version's.
 
-        Its behaviour logprob is right, but recomputing it from scratch gives another value. Tokens of the start version
-        have KV of that version only; in a group that keeps its KV, later tokens have at least the prompt's older KV.
+        The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Tokens of
+        the start version have KV of that version only. In a group that keeps its KV, tokens of later versions were
+        sampled with older KV at least for the prompt.
         """
         return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
 
@@ -91,7 +92,7 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all rollouts."""
+        """The number of response tokens of all rollouts."""
         return sum(len(r.tokens) for r in self.rollouts)
 
 
@@ -100,9 +101,9 @@ class Batch:
     """The `prompts_per_step` groups on which the learner trains in one step."""
 
     version: int
-    """Policy version it is trained at; training it yields version + 1."""
+    """The policy version at which the batch is trained; training it yields version + 1."""
     groups: tuple[RolloutGroup, ...]
     finished_versions: tuple[int, ...]
-    """Served version when each group reached the buffer; splits staleness into in flight and in queue."""
+    """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""
     counters: dict[str, float] = field(default_factory=dict)
-    """The buffer's metrics at the time of hand-out, with keys like `buffer/depth`."""
+    """The buffer's metrics when it handed out the batch, with keys like `buffer/depth`."""

@@ -1,10 +1,10 @@
-"""Accounting of time: spans of what each pool did become the share of time that it spent in each state.
+"""Accounting of time: computes the share of time that each pool spent in each state from the spans of its work.
 
 Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool counts as exactly one state, so the
 shares of a pool add up to 1. Times are in seconds of `time.time()`, which is the same for all processes of a machine.
 
 The definition of busy, for measurements and predictions:
-    learner   it computes an update
+    learner   the rank computes an update
     rollout   at least one rollout group is in flight (granted, and not yet in the buffer), and no push delays it
 The occupancy of a busy rollout pool, its running requests over its slots, is a Sample and not a state.
 """
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A share in 0..1 of `pool`, measured at one instant; `name` is `occupancy` or `gpu`."""
+    """A value in 0..1 of `pool`, measured at one instant; `name` is `occupancy` or `gpu`."""
 
     pool: str
     name: str
@@ -58,7 +58,7 @@ class Timeline:
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
-        """Record the duration of the block, also if it raises."""
+        """Record the time of the block as a span, also if the block raises."""
         entry = (state, name, time.time())
         with self._lock:
             self._open.append(entry)
@@ -70,18 +70,18 @@ class Timeline:
             self.add(state, entry[2], time.time(), name)
 
     def now(self) -> tuple[State, str, float]:
-        """State, name and start of the innermost open `span`; `other` if none is open."""
+        """Return state, name and start of the innermost open `span`; `other`, now, if none is open."""
         with self._lock:
             return self._open[-1] if self._open else ("other", "", time.time())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
-        """Record a span. If the clock was set back in between, the span is empty and not negative."""
+        """Record a span. If the clock was set back before its end, the span is empty and not negative."""
         span = Span(self._pool, state, start_s, max(start_s, end_s), name)
         with self._lock:
             self._spans.append(span)
 
     def drain(self) -> tuple[Span, ...]:
-        """The spans recorded since the last call."""
+        """Return the spans recorded since the last call, and forget them."""
         with self._lock:
             spans, self._spans = tuple(self._spans), []
         return spans
@@ -90,25 +90,25 @@ class Timeline:
 class Usage:
     """The share of a window of time that each pool spent in each state, and the means of the samples in it.
 
-    Time that no span covers is `other`, and PRIORITY decides where spans overlap. Sums are exact, so however many parts
-    the window is added in, the shares of a pool add up to 1 up to the rounding of seven floats.
+    Time that no span covers is `other`, and PRIORITY decides where spans overlap. Sums are exact: even if the window is
+    added in many parts, the shares of a pool add up to 1 up to the rounding of seven floats.
     """
 
     def __init__(self) -> None:
         self._window_s = Fraction(0)
         self._spent_s: dict[str, dict[State, Fraction]] = {}
-        """[pool][state], without `other`."""
+        """[pool][state] time spent in the state; the state `other` is left out."""
         self._samples: dict[str, tuple[float, int]] = {}
-        """[key] sum and number."""
+        """[metric key] sum and number of the samples."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
-        """Add the part [start_s, end_s) to the window.
+        """Add the time [start_s, end_s) to the window; returns this object.
 
-        `spans` are cut to the part, and `samples` outside of it are left out. Every pool that has a span counts, even
-        if no span of it is in the part: the pool was in the state `other` then.
+        `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
+        that time was in the state `other`.
 
         Raises:
-            ValueError: the part is empty.
+            ValueError: end_s is not after start_s.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
@@ -129,7 +129,7 @@ class Usage:
         return self
 
     def shares(self) -> dict[str, dict[State, float]]:
-        """[pool][state] share of the window; every state is a key. Pools are in the order of their names."""
+        """Return [pool][state] share of the window; every state is a key, and pools are in the order of their names."""
         shares: dict[str, dict[State, float]] = {}
         for pool, spent_s in sorted(self._spent_s.items()):
             rest_s = self._window_s - sum(spent_s.values())
@@ -140,11 +140,11 @@ class Usage:
         return shares
 
     def metrics(self) -> dict[str, float]:
-        """Metric values, one pool kind being the part of a pool's name before `/`.
+        """Return the metrics of utilisation. The kind of a pool is the part of its name before `/`.
 
         `utilisation/<kind>` is the mean busy share over the kind's pools, `utilisation/<kind>/<state>` the mean
-        share of every other state, `utilisation/total` the mean busy share over all pools. `<sample>/<kind>` is the
-        mean of the samples of a name over the pools of a kind.
+        share of every other state, `utilisation/total` the mean busy share over all pools. `<name>/<kind>` is the mean
+        of all samples with that name in the pools of a kind.
         """
         shares = self.shares()
         values: dict[str, float] = {}
@@ -160,7 +160,7 @@ class Usage:
 
 
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
-    """The states of one pool as (state, from, to) over [start_s, end_s), without gap or overlap; see PRIORITY."""
+    """Yield the states of one pool over [start_s, end_s) as (state, from, to), without gap or overlap; see PRIORITY."""
     edges: list[tuple[float, int, State]] = []
     for span in spans:
         first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, in such a way that wandb can neither delay nor end a run.
+"""Sends metrics to Weights & Biases in such a way that wandb can neither delay nor end a run.
 
 wandb is imported only when it is on.
 """
@@ -32,7 +32,7 @@ Mode = Literal["online", "offline", "disabled"]
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
     """Return the wandb run that `logging.wandb` asks for, or None if it is off or can't start.
 
-    If it is offline or off against the user's wish, `note` gets the reason.
+    If wandb is offline or off although the user asked for more, `note` is called with the reason.
     """
     mode, why = choose_mode(config.logging.wandb)
     if why:
@@ -58,7 +58,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
                 console="off",
             ),
         )
-        run.define_metric("*", step_metric="step")  # wandb's own counter goes up with every line, evaluations included
+        run.define_metric("*", step_metric="step")  # wandb's own step counts every record, evaluations included
     except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
@@ -66,7 +66,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
 
 
 def _run_id(run_dir: Path) -> str:
-    """The wandb id of this run directory, so that a resumed run continues the same wandb run."""
+    """Return the wandb id of this run directory, with which a resumed run continues the same wandb run."""
     file = run_dir / "wandb_id"
     if not file.is_file():
         file.write_text(secrets.token_hex(4))
@@ -74,7 +74,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 class WandbRun:
-    """Passes values to wandb. The first failure is noted, and nothing more is passed on."""
+    """Passes values to wandb. After the first failure, which `note` reports, nothing more is passed on."""
 
     def __init__(self, run: Any, note: Callable[[str], None]) -> None:
         self._run = run
@@ -88,7 +88,7 @@ class WandbRun:
         self._attempt(lambda: self._run.alert(title="async-rl alarm", text=text))
 
     def close(self) -> None:
-        """Waits at most FINISH_TIMEOUT_S for uploads; the rest stays in run_dir/wandb for `wandb sync`."""
+        """End the wandb run; waits at most FINISH_TIMEOUT_S for uploads, and leaves the rest to `wandb sync`."""
         self._attempt(self._run.finish)
 
     def _attempt(self, call: Callable[[], object]) -> None:
@@ -96,13 +96,13 @@ class WandbRun:
             return
         try:
             call()
-        except Exception as error:  # as in open_wandb_run
+        except Exception as error:  # nothing that wandb raises may end the run
             self._failed = True
             self._note(f"wandb: off from here on: {type(error).__name__}: {error}")
 
 
 def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tuple[Mode, str]:
-    """The mode of wandb on this machine for a value of `logging.wandb`, and why it is less than asked, or nothing."""
+    """Return wandb's mode for a value of `logging.wandb`, and why it is less than the user asked for (else "")."""
     if asked == "disabled" or (asked == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
         return "disabled", ""
     if importlib.util.find_spec("wandb") is None:
@@ -133,11 +133,11 @@ def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
 
     def ask() -> None:
         with suppress(OSError, HTTPException):
-            with suppress(HTTPError):  # an answer, with another status than 200
+            with suppress(HTTPError):  # an answer with an error status counts too
                 urlopen(Request(url, method="HEAD"), timeout=timeout_s).close()
             answered.set()
 
-    # In a thread of its own, because the timeout does not cover the name look-up.
+    # The request runs in a thread, because its timeout does not cover the look-up of the host name.
     asking = threading.Thread(target=ask, daemon=True, name="wandb-reach")
     asking.start()
     asking.join(timeout_s)

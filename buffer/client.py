@@ -157,7 +157,7 @@ class WorkerClient:
         self._socket.connect(address)
 
     async def admit(self, max_groups: int) -> list[Slot]:
-        """Wait until slots are granted and return them, sorted by group id; none if there are none for LONG_POLL_S.
+        """Wait until there are slots, and return up to `max_groups`, sorted by group id; none after LONG_POLL_S.
 
         Only one call at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
         return as many slots as the cancelled call asked for.

@@ -132,7 +132,7 @@ class Store:
     # --- for the learner
 
     def check_version(self, version: int) -> None:
-        """Check that the learner asks for the next batch.
+        """Check that the learner speaks of the newest version.
 
         Raises:
             WireError: `version` is not the number of batches trained so far.
@@ -197,7 +197,9 @@ class Store:
         return not (self._is_draining and self.state.running)
 
     def served(self, version: int) -> None:
-        """Record that every live server serves `version` or a later one; slots held until then become free.
+        """Record that every live server serves `version` or a later one.
+
+        This frees the slots of the groups that were trained on to yield `version` or an earlier one.
 
         Raises:
             WireError: this version was not trained yet, or the served version would fall.

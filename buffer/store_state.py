@@ -75,7 +75,7 @@ class StoreState:
         return accounting.admitted - accounting.trained - accounting.dropped.total() - live
 
     def check_accounting(self) -> None:
-        """Check that each admitted group is in exactly one place.
+        """Check that each admitted group is accounted for exactly once.
 
         Raises:
             StalenessError: groups are lost or counted twice.

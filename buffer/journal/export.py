@@ -89,7 +89,7 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         rows = list(of_group)
         place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
         if place:
-            with suppress(FileNotFoundError):  # removed since this export began
+            with suppress(FileNotFoundError):  # the journal has removed the file since
                 _add_arrays(rows, read_payload(folder, Place(*place)))
         for row in rows:
             row["trained_steps"] = json.loads(row["trained_steps"])

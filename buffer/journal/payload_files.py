@@ -60,7 +60,7 @@ class PayloadFiles:
                 self._begin()
             assert self._file is not None
             written = os.writev(self._file, part)
-            if written != sum(map(len, part)):  # over 2 GiB, or the disk is full, which the next write reports
+            if written != sum(map(len, part)):  # over 2 GiB, or the disk is full: then the next write fails
                 rest = memoryview(b"".join(part))[written:]
                 while rest:
                     rest = rest[os.write(self._file, rest) :]

@@ -90,13 +90,13 @@ class Operations:
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
-        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id and result, to answer again
+        self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
         self._seen_workers: set[str] = set()
         self._admits: dict[str, Parked] = {}
         self._aborts: dict[str, Parked] = {}
         self._learner: Parked | None = None  # a take or may_push
         self._answers: list[Answer] = []
-        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # answers to `put` since `answers`
+        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
 
     def restore(self, refused: int, restarts: int) -> None:
         """Continue after a restart of the buffer, with a restored store, so that clients notice nothing."""

@@ -58,6 +58,8 @@ _MAX_BATCH = 2**20
 
 @dataclass(slots=True)
 class Request:
+    """A request of a client, with the fields of its operation."""
+
     op: str
     id: int
     fields: Fields
@@ -66,6 +68,8 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
+    """A reply of the buffer to requests of one client."""
+
     ids: list[int]
     """Ids of the requests that the reply answers."""
     error: str

@@ -17,7 +17,7 @@ from async_rl.telemetry.metrics import Metric
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One condition on one metric."""
+    """One condition that one metric has to meet."""
 
     name: str
     key: str

@@ -1,4 +1,4 @@
-"""Checkpoints of the learner, written beside training by torch.distributed.checkpoint (DCP).
+"""Writes the learner's checkpoints beside training, and loads them, with torch.distributed.checkpoint (DCP).
 
     save   every rank copies its tensors to host memory, and training waits only for that; a thread then lets DCP write
            one .distcp file per rank and, once all ranks have written, .metadata, which says what is where
@@ -130,7 +130,7 @@ class Checkpointer:
         if set(state.networks) != set(self._networks):
             raise ConfigError(
                 f"{folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
-                f"{' and '.join(sorted(self._networks))}. Resume with the algorithm.advantage it was saved with"
+                f"{' and '.join(sorted(self._networks))}. Resume with the algorithm.advantage of the saved run"
             )
         rank = dist.get_rank()
         tensors = self._tensors(rank if rank < state.ranks else None)

@@ -1,4 +1,4 @@
-"""AdamW for one network, with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
+"""Updates one network by AdamW with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
 
 from __future__ import annotations
 

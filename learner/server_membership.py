@@ -1,4 +1,4 @@
-"""The rollout servers that get the weights. The driver reports, from another thread, which died or came back."""
+"""Tracks which rollout servers get the weights. The driver reports, from another thread, which died or came back."""
 
 from __future__ import annotations
 

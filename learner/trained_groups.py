@@ -1,4 +1,4 @@
-"""The ledger of rollout groups that were trained on: it enforces buffer.max_uses, also after a resume."""
+"""Keeps a ledger of the rollout groups that were trained on, to enforce buffer.max_uses, also after a resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.errors import StalenessError
 
 
 class TrainedGroupLedger:
-    """The ids of the groups that were used once, twice, ..., as ranges.
+    """Keeps the ids of the groups that were used once, twice, ..., as ranges.
 
     Between two ranges is at least one group that was not used so often: dropped, in flight, or retired before. So the
     number of ranges exceeds that of such groups by at most one: with half of a million groups dropped at random, which
@@ -36,7 +36,7 @@ class TrainedGroupLedger:
             edges = next((edges for edges in self._edges if not _holds(edges, group_id)), None)
             if edges is None:
                 raise StalenessError(
-                    f"group {group_id} would be trained on once more than buffer.max_uses = {len(self._edges)}"
+                    f"group {group_id} would be trained on more often than buffer.max_uses = {len(self._edges)}"
                 )
             _flip(edges, group_id)
             _flip(edges, group_id + 1)

@@ -121,7 +121,7 @@ class Learner:
     def _begin(self) -> list[LearnerReport]:
         """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
         self._publisher.connect()
-        events: list[LearnerReport] = self._push() if self.version > 0 else []  # at 0 the servers loaded the folder
+        events: list[LearnerReport] = self._push() if self.version > 0 else []  # the servers have loaded version 0
         self._release()
         if self.evaluations.served(self.version):
             events.append(EvaluationDue(version=self.version))

@@ -62,7 +62,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8), both over the masked-in elements; 0 elsewhere. Any shape.
+    """(x - mean) / sqrt(var + 1e-8) with mean and variance of the masked-in elements; 0 elsewhere. Any shape.
 
     REINFORCE++ whitens the returns-to-go of all tokens of a batch; its variant with a baseline whitens the rewards less
     their group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.

@@ -15,7 +15,7 @@ from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_an
 
 
 def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
-    """log rho of the trained tokens, 0 elsewhere. [N]; rho turns samples of the behaviour policy into the proximal's.
+    """log rho of the trained tokens, 0 elsewhere. [N]; rho corrects for sampling with the behaviour policy.
 
     Source: decoupled PPO, Hilton et al. 2021, arXiv 2110.00641.
     """
@@ -40,7 +40,7 @@ def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answe
 
 
 def geometric_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """(prod rho)^(1 / length), the mean drift of the answer. [N]"""
+    """(prod rho)^(1 / length), the geometric mean of rho over the answer's trained tokens. [N]"""
     return bounded_exp(mean_by_answer(log_rho, trained, answers, count))[answers]
 
 

@@ -38,7 +38,7 @@ class LossOutput:
 
 
 def ppo_clip_loss(x: LossInputs) -> LossOutput:
-    """Clipped loss, r = exp(learner - centre):
+    """PPO's clipped loss of each token, r = exp(learner - centre):
 
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
         L = min(L, -dual * A)  where A < 0 and dual > 0

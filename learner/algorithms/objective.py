@@ -67,7 +67,7 @@ AGGREGATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of one micro-batch, summed over its trained tokens, with gradient."""
+    """The losses of one micro-batch, summed over its trained tokens, with gradient."""
 
     policy: Tensor
     critic: Tensor | None
@@ -95,8 +95,8 @@ class Objective:
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
         self.needs_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
-        """Whether proximal logprobs need a forward pass of their own at step start. Otherwise the pass with gradient
-        gives them: with one optimizer step a batch and no dropout the two passes agree."""
+        """Whether proximal logprobs need a forward pass of their own at step start. Otherwise they are interpolated, or
+        the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.needs_values = takes_several or self._whitens_at_start
         """Whether a critic, if there is one, runs a forward pass at step start to give the old values."""
         self.needs_reference = algorithm.kl.kind != "none"

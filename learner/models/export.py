@@ -27,10 +27,10 @@ def export(source: str | Path, target: Path) -> Path:
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:
         checkpoint = find_checkpoint(source)
-    except ConfigError as error:  # it names run.resume, which is not set here
+    except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     try:
-        partial_folder(target).mkdir(parents=True, exist_ok=True)  # before the weights are read
+        partial_folder(target).mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
     except OSError as error:
         raise ConfigError(f"{target} can't be created: {error.strerror}. Name a folder that you can write") from None
     config = load_config(run_dir_of(checkpoint) / "config.yaml")

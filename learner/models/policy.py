@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM that is scored, sharded with FSDP2, and saved as a folder."""
+"""Loads the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def shard(
         if config.gradient_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
-    # FSDP2 keeps the root gathered for the backward pass; a frozen model has none
+    # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(
         module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
     )

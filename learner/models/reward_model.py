@@ -84,7 +84,7 @@ class RewardModel:
         for rows in plan[dist.get_rank()]:
             indices = [piece.group for row in rows for piece in row]
             tokens = [torch.tensor(sequences[i], device=self._device) for i in indices]
-            tokens = tokens or [torch.zeros(1, dtype=torch.long, device=self._device)]  # the pass is collective
+            tokens = tokens or [torch.zeros(1, dtype=torch.long, device=self._device)]  # passes are collective
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
             rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
@@ -92,6 +92,8 @@ class RewardModel:
 
 
 class _Scorer(nn.Module):
+    """The classifier as one module, whose forward pass returns the scores."""
+
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm

@@ -1,4 +1,4 @@
-"""Tiny random models with a character tokenizer, which learn a small task in a minute on one CPU core."""
+"""Makes tiny random models with a character tokenizer, which learn a small task in a minute on one CPU core."""
 
 from __future__ import annotations
 

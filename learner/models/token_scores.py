@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of chosen tokens without the logits of a whole batch.
+"""Computes log-probabilities and entropies of chosen tokens without the logits of a whole batch.
 
     z = states W^T / temperature        log p(y) = z_y - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 
@@ -30,6 +30,8 @@ def score_tokens(
 
 
 class _ScoreTokens(torch.autograd.Function):
+    """Computes `score_tokens` chunk by chunk; its backward pass computes the logits again."""
+
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor

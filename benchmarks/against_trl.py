@@ -1,11 +1,11 @@
-"""Rollouts per second of TRL's synchronous GRPOTrainer on a config, beside `async-rl train` of the same config.
+"""Measures rollouts per second of TRL's synchronous GRPOTrainer, to compare with `async-rl train` of the same config.
 
     pip install -r benchmarks/requirements.txt
     python -m benchmarks.against_trl configs/quickstart.yaml --steps 20 rollout.max_response_tokens=64
     async-rl train configs/quickstart.yaml run.steps=20 eval.size=0 rollout.max_response_tokens=64
 
-Model folder, prompts, group size, lengths, learning rate and reward are the config's. The first steps do not count.
-The second command prints its rollouts per second in its summary.
+Model folder, prompts, group size, lengths, learning rate and reward are the config's. TRL's first two steps do not
+count. `async-rl train` prints its rollouts per second in its summary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNCOUNTED_STEPS = 2
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    """Notes when each step ends."""
+    """Records the time at which each step ends."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -39,7 +39,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
 
 def run_trl(config: Config, steps: int) -> tuple[float, float]:
-    """Train with TRL; returns rollouts per second and the mean tokens of a rollout."""
+    """Train with TRL; return rollouts per second and the mean number of tokens in a rollout."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)

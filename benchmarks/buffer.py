@@ -1,15 +1,15 @@
-"""Rollout groups per second through the buffer on loopback, beside plain ZMQ.
+"""Measures how many rollout groups per second pass through the buffer on loopback, beside plain ZMQ.
 
     python -m benchmarks.buffer                            # prints the table
     python -m benchmarks.buffer --out benchmarks/results/buffer.md
 
-The rows are measured in turn, `--rounds` times, and medians count. Nothing is generated or trained. CPU is that of all
-processes of a row together; on a machine that has other work it says more than the rate.
-    plain       PUSH to PULL, the same bytes, producer and consumer in a process each
-    forwarded   the same, with a process between that only passes the frames on. The bytes cross two sockets, as they do
-                in a buffer, so a buffer can't be faster
+The rows are measured in turn, `--rounds` times, and the table has their medians. Nothing is generated or trained. CPU
+time is that of all processes of a row together; on a machine that has other work it says more than the rate.
+    plain       ZMQ PUSH to PULL with the same bytes, producer and consumer in a process each
+    forwarded   as `plain`, with a process between that only passes the frames on. The bytes cross two sockets, as they
+                do in a buffer, so a buffer can't be faster
     buffer      a producer of encoded groups, buffer and consumer in a process each: slots, checks, acknowledgements
-    journal     the same, with the journal
+    journal     as `buffer`, with the journal
     clients     as `buffer`, with the clients of a run: every group is encoded, sent from asyncio, and decoded again
 """
 
@@ -59,11 +59,11 @@ from buffer.server import BufferServer
 Figures = tuple[float, ...]
 """Groups per second; CPU microseconds per group of the producer, of the process between, and of the consumer."""
 WAIT_S = 30.0
-"""Limit for every single wait."""
+"""The time limit of each wait for another process."""
 WARMUP_STEPS = 5
 WORKER = "rollout/0"
 SLOT = Slot(group_id=2**32 - 1, prompt_index=2**32 - 1, start_version=0)
-"""A slot whose ids take four bytes each when they are encoded, so that others can be written over them."""
+"""A slot whose ids take four bytes each when they are encoded, so that other ids can be written over them."""
 
 
 def make_group(config: Config, slot: Slot) -> RolloutGroup:
@@ -84,14 +84,14 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
 
 
 class EncodedGroups:
-    """Encodes one group for each start version and writes the ids of a slot into it, which costs hardly any time."""
+    """Encodes one group per start version and reuses its bytes for other slots by writing their ids into them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._encoded: dict[int, bytearray] = {}
 
     def encoded(self, slot: Slot) -> bytearray:
-        """The bytes of a group for this slot, valid until the next call."""
+        """Return the bytes of a group for this slot. They are valid until the next call."""
         data = self._encoded.get(slot.start_version)
         if data is None:
             like = dataclasses.replace(SLOT, start_version=slot.start_version)
@@ -103,7 +103,7 @@ class EncodedGroups:
 
 
 def run_buffer(config: Config, pipe: Connection) -> None:
-    """Process: sends the buffer's address through the pipe and serves until the pipe has something to read."""
+    """Run as a process of its own: send the buffer's address through the pipe; serve until the pipe has a message."""
     server = BufferServer(config)
     pipe.send(server.address)
     stop = threading.Event()
@@ -116,7 +116,7 @@ def run_buffer(config: Config, pipe: Connection) -> None:
 
 
 def run_encoded_producer(config: Config, address: str) -> None:
-    """Process: sends a group for every slot it is granted and asks for more without waiting for acknowledgements."""
+    """Run as a process of its own: send a group for each granted slot, without waiting for acknowledgements."""
     groups = EncodedGroups(config)
     ids = iter(range(1, 2**40))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -155,7 +155,7 @@ def run_client_producer(config: Config, address: str) -> None:
 def through_buffer(
     config: Config, steps: int, producer: Callable[[Config, str], None] = run_encoded_producer, decode: bool = False
 ) -> Figures:
-    """Groups through the buffer, counted after the warm-up; `decode`: the consumer decodes them."""
+    """Measure groups sent through the buffer, after a warm-up. With `decode` the consumer decodes them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     buffer = context.Process(target=run_buffer, args=(config, theirs), daemon=True)
@@ -211,7 +211,7 @@ def run_forwarder(target: str, pipe: Connection, number: int) -> None:
 
 
 def plain(config: Config, steps: int, forwarded: bool = False) -> Figures:
-    """Measure groups sent from a ZMQ PUSH to a PULL socket, after a warm-up; `forwarded`: through a process between."""
+    """Measure groups sent from a ZMQ PUSH to a PULL socket, after a warm-up; if `forwarded`, by a process between."""
     data = encode_group(make_group(config, SLOT))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size
@@ -252,7 +252,7 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
-    """Medians of every row."""
+    """Measure every row in `rounds` rounds, and return the medians by row."""
     figures: dict[str, list[Figures]] = {"plain": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):

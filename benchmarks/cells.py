@@ -1,4 +1,4 @@
-"""The cells of a sweep: one training run for each combination of settings and seed, and the record of each."""
+"""The cells of a sweep, one training run per combination of settings and seed, and the records of finished cells."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
-"""Config keys that say where a cell runs; cells may differ in them."""
+"""The config keys that say where a cell runs, in which the cells of one sweep may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting that a sweep varies: the label of each level, and the overrides `key=value` that set it."""
+    """One setting that a sweep varies: its levels by label, each with the overrides `key=value` that set it."""
 
     name: str
     levels: dict[str, tuple[str, ...]]
@@ -43,7 +43,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep. `labels` has its level on every axis, the seed included."""
+    """One run of a sweep. `labels` has its level's label on every axis, the seed included."""
 
     labels: dict[str, str]
     overrides: tuple[str, ...]
@@ -55,7 +55,7 @@ class Cell:
 
 
 def key_axis(text: str) -> Axis:
-    """An axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError."""
+    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError."""
     key, equals, values = text.partition("=")
     levels = [value for value in values.split(",") if value]
     if not equals or not key or not levels:
@@ -69,13 +69,13 @@ def staleness_axis(text: str) -> Axis:
 
 
 def seed_axis(count: int, first: int) -> Axis:
-    """An axis of `count` seeds, from `first` on. Raises ConfigError if `count` is below 1."""
+    """Return an axis of `count` seeds, from `first` on. Raises ConfigError if `count` is below 1."""
     check(count >= 1, "--seeds", count, "at least 1")
     return Axis(SEED, {str(seed): (f"run.seed={seed}",) for seed in range(first, first + count)})
 
 
 def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
-    """An axis from comma-separated names of known levels. Raises ConfigError for an unknown name."""
+    """Return an axis from comma-separated names of known levels. Raises ConfigError for an unknown name."""
     labels = text.split(",")
     for label in labels:
         if label not in known:
@@ -92,7 +92,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
-    """Every combination of levels. The seed varies slowest, so a sweep that is cut short has whole seeds."""
+    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds."""
     ordered = sorted(axes, key=lambda axis: axis.name != SEED)
     cells = []
     for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
@@ -121,21 +121,21 @@ class Record:
     config: str
     """The resolved config, as YAML."""
     seconds: float
-    """Duration of the whole run, start-up included."""
+    """The duration of the whole run, start-up included."""
     command: str
     commit: str
-    """Commit of the program that ran the cell."""
+    """The commit of the program that ran the cell."""
     varied: Sequence[str]
-    """Config keys that the axes set."""
+    """The config keys that the axes set."""
 
 
 def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
-    """Check that cells, given with their folders, have the same config but for what their axes vary.
+    """Check that cells, given with their folders, have the same config except for the keys that their axes vary.
 
     A key that is missing in one config is not compared: another version of the program may not have it.
 
     Raises:
-        ConfigError: two cells differ in another key.
+        ConfigError: two cells differ in a key that no axis varies.
     """
     records = list(records)
     varied = {*PLACE_KEYS, *(key for _, record in records for key in record.varied)}
@@ -155,7 +155,7 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """Values by dotted key."""
+    """Return the values of nested dicts by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -166,13 +166,13 @@ def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read `cell.json`; None if the cell is not finished."""
+    """Read and return the record in `cell.json`, or None if the cell is not finished."""
     file = folder / "cell.json"
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Records of the finished cells in a sweep's folder; with `axes`, of those that vary exactly these."""
+    """Return the records of the finished cells in a sweep's folder, with `axes` only of cells on exactly these axes."""
     records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
     names = None if axes is None else set(axes)
     return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}

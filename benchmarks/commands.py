@@ -1,4 +1,4 @@
-"""Command-line options of `async-rl sweep`, `report` and `plan`. Each command imports its modules when it runs."""
+"""The command-line options of `async-rl sweep`, `report` and `plan`. Each command imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
-"""Adds the arguments CONFIG and key=value."""
+"""Adds the arguments CONFIG and key=value to the parser of a command."""
 
 
 def add_benchmarks(commands: Any, add_config: AddConfig) -> None:
-    """Add the commands to an argument parser.
+    """Add the commands sweep, report and plan to an argument parser.
 
     Args:
         commands: the subparsers object of argparse. The parser of each command sets `run`, which returns the exit code.

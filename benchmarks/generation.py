@@ -1,12 +1,12 @@
-"""Rollouts per second through the pipeline beside plain HTTP requests of the same prompts to the same server.
+"""Measures rollouts per second through the pipeline, beside plain HTTP requests of the same prompts to the same server.
 
     python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3
     python -m benchmarks.generation configs/sweep_gpu.yaml --random 0.1b --sglang-bench rollout.max_response_tokens=256
 
-Plain: as many requests at once as the pipeline keeps in flight, of which only the JSON is parsed. Pipeline: the rollout
-worker with parsing, rewards and the ZMQ buffer, and a consumer that trains nothing. The two take turns on one server;
-the ratio is that of the medians. With --sglang-bench, SGLang's own serving benchmark sends as many requests of the
-longest prompt and answer, without the shared prompts of a group.
+Plain requests are as many at once as the pipeline keeps in flight, and only the JSON of their replies is parsed. The
+pipeline is the rollout worker with parsing, rewards and the ZMQ buffer, and a consumer that trains nothing. Plain and
+pipeline take turns on one server; the printed ratio is pipeline over plain, of the medians. With --sglang-bench,
+SGLang's own serving benchmark sends as many requests, each of the longest prompt and answer and no prompt twice.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CACHE_KEYS = itertools.count()
 
 
 Rates = tuple[float, float]
-"""Rollouts and tokens per second."""
+"""Rollouts per second, and tokens per second."""
 
 
 async def plain_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Send `groups` requests to the server."""
+    """Send `groups` requests of group_size samples to the server, wait for the replies, and return the rates."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
@@ -60,7 +60,7 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
         )
         body = request_body(request, [Answer()], ends, f"plain-{next(CACHE_KEYS)}.")
         body["sampling_params"][0]["n"] = request.n
-        del body["rid"]  # the server names the samples itself
+        del body["rid"]  # the server gives the samples ids itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
             answers = await reply.json()
             assert len(answers) == rollout.group_size
@@ -74,9 +74,9 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
 
 
 async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Run worker and buffer until the consumer has taken `groups` groups."""
+    """Run worker and buffer until the consumer has taken `groups` groups, and return the rates."""
     batches = groups // config.learner.prompts_per_step
-    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # just `groups` slots
+    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives exactly `groups` slots
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
     server = BufferServer(config)
     stop = threading.Event()
@@ -91,7 +91,7 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
         tokens = 0
         for version in range(batches):
             tokens += sum(group.num_tokens for group in client.take(version).groups)
-            client.trained(version + 1)  # never served: the engine stays at version 0 and admission at its cap
+            client.trained(version + 1)  # never served: the engine stays at version 0, and no further slot opens
         client.close()
         return tokens
 
@@ -104,7 +104,7 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
     consuming = asyncio.create_task(asyncio.to_thread(consume))
     await asyncio.wait((consuming, producing), return_when=asyncio.FIRST_COMPLETED)
     if producing.done():
-        producing.result()  # raises what ended the worker, for which the consumer would wait in vain
+        producing.result()  # raises the error that ended the worker; without a worker the consumer would time out
     tokens = await consuming
     seconds = time.monotonic() - start_s
     await worker.stop()
@@ -120,7 +120,7 @@ from sglang.benchmark.serving import cli_main; cli_main()"""
 
 
 def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
-    """Tokens/s of SGLang's own benchmark with as many answers, as many at once, on the same server."""
+    """Run SGLang's own benchmark on the same server, with as many answers in all and at once; return its tokens/s."""
     rollout = config.rollout
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
         done = subprocess.run(
@@ -143,7 +143,10 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
 async def measure(
     config: Config, groups: int, rounds: int, with_sglang_bench: bool, logs: Path
 ) -> dict[str, list[float]]:
-    """Rates of each round: rollouts/s and tokens/s of plain requests and of the pipeline, tokens/s of SGLang's own."""
+    """Start a server and run all rounds; return the rate of each round, by the name of the rate.
+
+    Names without `_tokens` are of rollouts/s, names with it of tokens/s.
+    """
     engine = open_engine(config, 0, logs)
     rates: dict[str, list[float]] = {}
     try:

@@ -1,4 +1,4 @@
-"""The steps of the GPU suite, the most informative first."""
+"""The steps of the GPU suite (benchmarks/gpu_suite.py) in the order in which they run, the most informative first."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ SERVER_ARGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (TRITON | {"disable-prefill-cuda-graph": True}, ("sglang",)),
     (TRITON | {"disable-cuda-graph": True}, ("sglang",)),
 )
-"""(arguments of SGLang, what they need). They are tried in order until SGLang starts and takes weights."""
+"""Pairs of SGLang's arguments and the packages they need, tried in order until SGLang starts and takes weights."""
 CELL_SECONDS = 150
 CELL_MINUTES = 4.0
-"""Expected duration of a cell of the sweep, start-up included."""
+"""The expected duration of a cell of the sweep, start-up included."""
 BOUNDS = "0,1,2,4,8,10"
 MODEL = "models/SmolLM2-135M-Instruct"
 SWEEP = Path("runs/sweep-gpu-sweep")
 
 MakeCommand = Callable[[Path, dict[str, Any], float], list[str]]
-"""(folder for results, server arguments that work, minutes left) -> command."""
+"""Takes (folder for results, server arguments that work, minutes left); returns the command of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     name: str
     minutes: float
-    """Expected duration. The step is not started with less time left, and is ended after three times as long."""
+    """The expected duration. The step is not started with less time left, and is ended after three times as long."""
     command: MakeCommand
     needs: tuple[str, ...] = ()
-    """Packages, files of packages (package/start of the file's name), names of steps that must have succeeded, or
-    `server`: one of the sglang steps."""
+    """Conditions: a package, a file of a package (package/start of the file's name), the name of a step that must have
+    succeeded, or `server` for any one of the sglang steps."""
     continues: bool = False
     """The step uses all the time that is left, and every call of the suite continues it."""
 
@@ -48,7 +48,7 @@ def _python(*words: str) -> list[str]:
 
 
 def _tests(*files: str) -> MakeCommand:
-    """The logs of the servers that the tests start are kept in the folder for results."""
+    """Return a command that runs tests and keeps the logs of their servers in the folder for results."""
     return lambda folder, server, left: _python(
         "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", "--basetemp", str(folder / Path(files[0]).stem),
         *files,
@@ -79,7 +79,7 @@ def _start_server(number: int) -> Step:
 
 
 def _server_args(server: dict[str, Any]) -> str:
-    """The config's server arguments together with those that work here, as an override."""
+    """Return an override with the config's server arguments and those with which SGLang started here."""
     return f"rollout.server_args={json.dumps(load_config(CONFIG, []).rollout.server_args | server)}"
 
 

@@ -1,11 +1,11 @@
-"""Run the `gpu` tests and benchmarks that fit a given time, the most informative first. See scripts/gpu_suite.sh.
+"""Runs the `gpu` tests and benchmarks that fit a given time, the most informative first. See scripts/gpu_suite.sh.
 
-    python -m benchmarks.gpu_suite 25 OUT           # in 25 minutes; results in OUT
-    python -m benchmarks.gpu_suite 25 OUT --list    # print what would run; starts nothing
+    python -m benchmarks.gpu_suite 25 OUT           # takes at most 25 minutes; writes results into OUT
+    python -m benchmarks.gpu_suite 25 OUT --list    # prints the steps that would run; starts nothing
 
 Outcomes and results are kept in runs/gpu-suite, so the same command continues with the steps that have not succeeded.
-After every step OUT is written: suite.json (everything measured, which steps ran, which did not and why), suite.log
-(the end of every log), and the sweep's plots and cells. No process outlives the call.
+After every step the results are written into OUT: suite.json (all measurements, which steps ran, which did not and
+why), suite.log (the end of every log), and the sweep's plots and cells. No process outlives the call.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from benchmarks.marked_command import MarkedCommand
 STATE = Path("runs/gpu-suite")
 GRACE_S = 15.0
 RESERVE_S = 20.0
-"""Part of the given time that is kept for writing results."""
+"""The part of the given time that is kept for writing results."""
 PLOTS = ("trade_off", "utilisation", "accuracy_by_time", "staleness")
 CELL_FILES = ("cell.json", "config.yaml", "summary.json", "metrics.jsonl", "logs/*.log")
-"""Files of a cell that are kept: what a report needs and the logs, but no weights and answers."""
+"""The files of a cell that are kept: those that a report needs and the logs, but no weights and answers."""
 LOG_BYTES = 200_000
-"""Bytes that are kept from the end of each log."""
+"""The number of bytes that are kept from the end of each log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     step: str
     state: str
-    """done | failed | timeout | skipped"""
+    """`done`, `failed`, `timeout` or `skipped`."""
     seconds: float = 0.0
     command: str = ""
     why: str = ""
@@ -56,7 +56,7 @@ class Suite:
     """Runs steps one after the other within a time limit.
 
     Args:
-        folder: keeps outcomes and results from call to call.
+        folder: the folder that keeps outcomes and results from call to call.
     """
 
     def __init__(self, steps: Sequence[Step], folder: Path, minutes: float) -> None:
@@ -71,7 +71,7 @@ class Suite:
         return self.end_s - time.monotonic()
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """Run every step that has not succeeded and can start; `after_step` is called after each that ran."""
+        """Run every step that has not succeeded and can start, and call `after_step` after each of them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in self.steps:
             if self.is_done(step.name) and not step.continues:
@@ -85,7 +85,7 @@ class Suite:
                 after_step()
 
     def obstacle(self, step: Step) -> str:
-        """Why a step can't start; empty if it can."""
+        """Return the reason why a step can't start, or "" if it can."""
         if step.minutes * 60 > self.left_s():
             return f"needs {step.minutes:g} min, {max(0.0, self.left_s()) / 60:.1f} are left"
         if step.name.startswith("sglang-") and self.is_done("server"):
@@ -100,7 +100,7 @@ class Suite:
         return ""
 
     def server_args(self) -> dict[str, Any]:
-        """The server arguments with which SGLang started."""
+        """Return the server arguments with which SGLang started, or none if it has not started."""
         return next((args for i, (args, _) in enumerate(SERVER_ARGS) if self.is_done(f"sglang-{i}")), {})
 
     def is_done(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class Suite:
 
 
 def _is_installed(need: str) -> bool:
-    """Whether a package, or a file of a package, is installed; it is not imported."""
+    """Return whether a package, or a file of a package, is installed, without importing it."""
     package, _, file = need.partition("/")
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec else []
@@ -151,7 +151,7 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
     found: dict[str, Any] = {"machine": describe_machine(), "steps": outcomes}
     for file in sorted(folder.glob("*.json")):
         if file.stem != "outcomes":
-            with suppress(ValueError):  # the step was ended while it wrote
+            with suppress(ValueError):  # the file is cut off if its step was ended while it wrote
                 found[file.stem] = json.loads(file.read_text())
     if (file := folder / "measured.jsonl").is_file():
         found["logprobs"] = [json.loads(line) for line in file.read_text().splitlines()]
@@ -174,7 +174,7 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
 
 
 def plan(suite: Suite) -> str:
-    """A line for each step: whether it is done, or the minute in which it would end."""
+    """Return text with a line for each step: that it is done, the minute in which it would end, or no time left."""
     lines, spent = [], 0.0
     for step in suite.steps:
         fits = (spent + step.minutes) * 60 <= suite.left_s()

@@ -1,18 +1,19 @@
-"""Kill one process of a run at a random moment, check how the run recovers or ends, and tabulate the outcomes.
+"""Kills one process of a run at a random moment, checks how the run recovers or ends, and tabulates the outcomes.
 
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
-server   SGLang's scheduler, with rollout.engine=sglang           the run goes on, and the server comes back
-worker   a rollout process, with its engine                       the run goes on, and the process comes back
+kind     killed process                                           expected outcome
+server   SGLang's scheduler, with rollout.engine=sglang           the run goes on, and the server is restarted
+worker   a rollout process, with its engine                       the run goes on, and the process is restarted
 silent   a rollout process, by SIGSTOP: it lives and does not     as for worker, after timeouts.silent_s (10 s here)
          answer
-buffer   the buffer                                               the run goes on with a new one, from the journal
-learner  a learner rank                                           the run ends with an error that names it; --resume
-driver   `async-rl train` itself                                  every process ends; --resume
+buffer   the buffer                                               the run goes on with a new buffer, from the journal
+learner  a learner rank                                           the run ends with an error that names the rank
+driver   `async-rl train` itself                                  every process ends
 
-All others are killed by SIGKILL. Every run has checkpoint.every_steps=2. It is checked how it ended, that every
-admitted group is accounted for, that no token was older than the bound, and that no process is left. A run that goes on
-is ended by Ctrl-C a few steps later; a run that ended is resumed.
+All processes but `silent` are killed by SIGKILL. Every run has checkpoint.every_steps=2. Checked are the exit code,
+that every admitted group is accounted for, that no token was older than the bound, and that no process is left. A run
+that goes on is ended by Ctrl-C a few steps later; a run that ended is continued with --resume.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SILENT_S = 10.0
 FATAL = ("learner", "driver")
 START_TIMEOUT_S = 300.0
 BACK_TIMEOUT_S = 300.0
-"""An SGLang server takes a minute to start on a busy machine."""
+"""The time limit for a restart. An SGLang server takes a minute to start on a busy machine."""
 END_TIMEOUT_S = 120.0
 MORE_STEPS = 3
 
@@ -58,16 +59,16 @@ MORE_STEPS = 3
 class Outcome:
     kind: str
     after_s: float
-    """Seconds from the second logged step to the kill."""
+    """The seconds from the second logged step to the kill."""
     exit_code: int
-    """130 after the Ctrl-C that ends a run which went on."""
+    """The exit code of the run; 130 if it went on and Ctrl-C ended it."""
     recovered_s: float
-    """Server, worker: seconds from the kill until the process serves the current version again. Buffer: until the
-    second batch of the new one was trained. Learner, driver: from `--resume` until the next step was trained."""
+    """The seconds from the kill until the new process serves the current version (server, worker), or until the second
+    batch from the new buffer was trained, or from `--resume` until the next step was trained (learner, driver)."""
     ended_s: float
-    """Seconds from the kill until no process of the run was left; 0 where the run went on."""
+    """The seconds from the kill until no process of the run was left; 0 if the run went on."""
     error: str
-    """First line of the error with which the run ended."""
+    """The first line of the error with which the run ended."""
     names_all: bool
     """Whether the error gives the learner rank, its host and the last lines of its log."""
     counts_add_up: bool
@@ -76,7 +77,7 @@ class Outcome:
 
 
 def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
-    """Start a run, kill one of its processes, and follow it to its end.
+    """Start a run, kill one of its processes, wait until the run ends, and return the outcome.
 
     Raises:
         WaitTimeoutError: the run does not start, or neither goes on nor ends.
@@ -131,7 +132,7 @@ def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> floa
 
 
 def _wait_for_end(command: MarkedCommand) -> tuple[int, float, int]:
-    """Returns (exit code, seconds until the last process had ended, number of processes left)."""
+    """Wait for the run's end; return (exit code, seconds until no process was left, number of processes left)."""
     start_s = time.monotonic()
     code = command.wait(END_TIMEOUT_S)
     orphans = len(command.orphans())
@@ -139,7 +140,7 @@ def _wait_for_end(command: MarkedCommand) -> tuple[int, float, int]:
 
 
 def _stop(command: MarkedCommand, run_dir: Path) -> tuple[int, int]:
-    """Send Ctrl-C after a few more steps; returns (exit code, number of processes left)."""
+    """Wait for a few more steps, send Ctrl-C, and return (exit code, number of processes left)."""
     enough = _steps(run_dir) + MORE_STEPS
     wait_until(lambda: _steps(run_dir) >= enough or command.process.poll() is not None, END_TIMEOUT_S, "more steps")
     if command.process.poll() is None:
@@ -165,7 +166,7 @@ def _outcome(
 
 
 def _add_up(counters: dict[str, float]) -> bool:
-    """Whether admitted = trained + dropped, as it must be when nothing runs any more."""
+    """Return whether admitted = trained + dropped, as it must be when nothing runs any more."""
     reasons = [key for key in counters if key.startswith("buffer/dropped_") and key.count("/") == 1]
     dropped = sum(counters[key] for key in reasons)
     return bool(counters) and counters["buffer/admitted"] == counters["buffer/trained"] + dropped
@@ -177,7 +178,7 @@ def _steps(run_dir: Path) -> int:
 
 
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
-    """A row for each kind of process and engine, with a column for everything that was checked."""
+    """Return a table with a row for each kind of process and engine, and a column for each check."""
     header = (
         "killed", "engine", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
         "counts add up", "bound kept", "orphans",

@@ -1,4 +1,4 @@
-"""Speed and memory of a whole learner step beside a plain FSDP forward and backward pass on the same batch.
+"""Measures speed and memory of a whole learner step, beside a plain FSDP forward and backward pass on the same batch.
 
     python -m benchmarks.learner_step                      # CPU: one thread, a random model of 3 M parameters
     python -m benchmarks.learner_step --size 1b --groups 64 --answers 8 --mean 256 --longest 1024 --max-tokens 32768
@@ -6,12 +6,12 @@
 step          Updater.update: plan, pack, forward, loss with correction and diagnostics, backward, clipping, AdamW
 plain         the same micro-batches through a plain fully_shard'ed transformers model: lm(...).logits, cross-entropy,
               backward; nothing else
-lean          plain, but logits at the response's positions alone
-checkpointed  the step with learner.gradient_checkpointing
+lean          as plain, but logits at the response's positions alone
+checkpointed  as step, with learner.gradient_checkpointing
 
-All take turns in one process, in a new order each round. On a CPU, seconds are processor seconds. Peak memory is above
-what the process holds at the start of the step. On a GPU there is MFU: 6 * parameters * tokens that are not padding
-(attention not counted) / seconds, over the FLOP/s of a large bfloat16 matrix product measured in the same process.
+The four sides take turns in one process, in a new order each round. On a CPU, seconds are processor seconds. Peak
+memory is above what the process holds at the start of the step. On a GPU there is MFU: 6 * parameters * tokens that are
+not padding (attention not counted) / seconds, over the FLOP/s of a large bfloat16 matrix product in the same process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MATRIX_SIZE = 8192
 
 
 def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, vocab: int) -> Batch:
-    """A batch of random tokens and rewards, with lognormal answer lengths of coefficient of variation 1."""
+    """Return a batch of random tokens and rewards, with lognormal answer lengths of coefficient of variation 1."""
     rng = np.random.default_rng(0)
     sigma = np.log(2) ** 0.5
     made = []
@@ -95,7 +95,7 @@ class Plain(nn.Module):
         shard(self, self.lm, mesh, dtype, LearnerConfig())
 
     def forward(self, micro: MicroBatch, is_lean: bool) -> torch.Tensor:
-        """Returns the loss, summed over the tokens of a micro-batch."""
+        """Return the loss, summed over the tokens of a micro-batch; if `is_lean`, from logits at the response alone."""
         fed = micro.inputs
         mask = None if fed.segments is None else attention_mask(fed.segments, self.dtype)
         inputs = {"attention_mask": mask, "position_ids": fed.positions, "use_cache": False}
@@ -113,7 +113,7 @@ class Plain(nn.Module):
 
 
 class Memory:
-    """Peak memory in bytes above what is held at `start`."""
+    """Measures the peak memory, in bytes, above the memory that is in use when `start` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -140,7 +140,7 @@ def _status_bytes(key: str) -> int:
 
 
 def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of every round, and peak bytes, of every side; size and padding of the micro-batches."""
+    """Run all sides in turn; return each side's seconds by round and peak bytes, and the sizes of the micro-batches."""
     updater = Updater(config, device)
     plain = Plain(config, device, updater.policy.compute_dtype)
     checkpointed = Updater(
@@ -179,7 +179,7 @@ def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> 
 
 
 def matmul_flops(device: torch.device) -> float:
-    """FLOP/s of a large bfloat16 matrix product. Random values: zeros need less power and run faster."""
+    """Return the FLOP/s of a large bfloat16 matrix product. The values are random, because zeros would run faster."""
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).bfloat16() for _ in range(2))
     seconds = []
     for _ in range(13):
@@ -190,13 +190,13 @@ def matmul_flops(device: torch.device) -> float:
 
 
 def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
-    """MFU: model FLOP/s of each side over `ceiling_flops`. Recomputed activations do not count."""
+    """Return the MFU of each side: its model FLOP/s over `ceiling_flops`. Recomputed activations do not count."""
     flops = 6 * parameters * found["real_tokens"]
     return {side: flops / statistics.median(times) / ceiling_flops for side, times in found["seconds"].items()}
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds; on a CPU those in which this process ran, so that other processes hardly disturb them."""
+    """Return the time in seconds, on a CPU that in which this process ran, which other processes hardly disturb."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -204,7 +204,7 @@ def _clock(device: torch.device) -> float:
 
 
 def report(found: dict[str, Any], header: str) -> str:
-    """The result as a Markdown page. Adds the ratios of the step's speed to `found`."""
+    """Return the result as a Markdown page, and add the ratios of the step's speed to `found`."""
     seconds, tokens = found["seconds"], found["trained_tokens"]
     found["ratio"], lines = {}, []
     for side, times in seconds.items():

@@ -1,4 +1,4 @@
-"""Description of the machine, the installed versions and the commit that a benchmark ran with."""
+"""Describes the machine, the installed versions and the commit that a benchmark runs with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "sglang", "transformers", "ray")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, memory, GPUs, system, versions of the main packages, and the commit of this checkout."""
+    """Return processor, cores, memory, GPUs, system, versions of the main packages, and this checkout's commit."""
     found = {
         "processor": _processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def machine_text() -> str:
-    """Processor, system, commit and cores, for a line in a result."""
+    """Return processor, system, commit and cores as text, for a line in a result."""
     machine = describe_machine()
     return ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
 

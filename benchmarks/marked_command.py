@@ -1,4 +1,4 @@
-"""A command whose processes can all be found and ended, also those that outlive their parents."""
+"""Runs a command and finds and ends all its processes, also those that outlive their parents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from async_rl.errors import WaitTimeoutError
 
 ROOT = Path(__file__).parents[1]
 MARK = "ASYNC_RL_MARK"
-"""Environment variable with a unique value, which every process of a command inherits."""
+"""The environment variable with a unique value that every process of a command inherits."""
 ASYNC_RL = (sys.executable, "-m", "async_rl.cli")
 END_TIMEOUT_S = 10.0
 
@@ -26,9 +26,9 @@ class MarkedCommand:
     """A running command in a process group of its own.
 
     Args:
-        log: file that receives its output.
-        program: words before the arguments (default: `async-rl`).
-        environment: variables to set besides those of this process.
+        log: the file that receives the command's output.
+        program: the words before the arguments (default: `async-rl`).
+        environment: the variables to set besides those of this process.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class MarkedCommand:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the command to end; returns its exit code.
+        """Wait for the command to end, and return its exit code.
 
         Raises:
-            WaitTimeoutError: with the end of the log.
+            WaitTimeoutError: the command still runs after `timeout_s`. The message has the end of its log.
         """
         try:
             return self.process.wait(timeout_s)
@@ -59,11 +59,11 @@ class MarkedCommand:
             raise WaitTimeoutError(f"still running after {timeout_s:.0f} s; log:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
-        """Output so far."""
+        """Return the command's output so far."""
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes of the command, without zombies."""
+        """Return the living processes of the command, without zombies."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -72,7 +72,7 @@ class MarkedCommand:
         return found
 
     def orphans(self) -> list[psutil.Process]:
-        """Processes that still live END_TIMEOUT_S after the command itself has ended."""
+        """Wait at most END_TIMEOUT_S for all processes of the command to end, and return those that still live."""
         deadline = time.monotonic() + END_TIMEOUT_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -93,10 +93,10 @@ class MarkedCommand:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Wait for a condition; returns the seconds it took.
+    """Wait until `condition` is true, and return the seconds that this took.
 
     Raises:
-        WaitTimeoutError: names `what`.
+        WaitTimeoutError: the condition is still false after `timeout_s`. The message names `what`.
     """
     start_s = time.monotonic()
     while not condition():

@@ -1,4 +1,4 @@
-"""`async-rl plan`: predicted utilisation at each staleness bound, the split of devices over the pools, and memory."""
+"""`async-rl plan`: predicts utilisation at each staleness bound, the best split of the devices, and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.tables import Table
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""
 SPLIT_STEPS = 80
-"""Simulated steps for each split of the devices."""
+"""The number of simulated steps for each split of the devices."""
 ABOVE_0 = {
     "train_s": "--train-s", "rollout_s": "--rollout-s", "group_mean_s": "--group-s", "concurrency": "--concurrency",
     "prompts_per_step": "--prompts-per-step", "params": "--params", "device_gb": "--device-gb",
@@ -28,7 +28,7 @@ ABOVE_0 = {
 }  # fmt: skip
 FROM_0 = {"sync_s": "--sync-s", "load_s": "--load-s", "group_cv": "--cv"}
 TRAINED_BYTES = 2 + 2 + 12
-"""Bytes of a trained parameter: bf16 weight and gradient, float32 master weight and two Adam moments."""
+"""The bytes of a trained parameter: bf16 weight and gradient, float32 master weight and two Adam moments."""
 FROZEN_BYTES = 2
 ROLES = {
     "ppo": {
@@ -36,12 +36,12 @@ ROLES = {
     },
     "grpo": {"policy": TRAINED_BYTES, "reference": FROZEN_BYTES},
 }  # fmt: skip
-"""Bytes per parameter of every network that a method holds, all of the policy's size. GRPO has a verifiable reward."""
+"""The bytes per parameter of each network of a method. All have the policy's size; GRPO needs no reward model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Simulated results at each bound."""
+    """The simulated results of one workload at each bound."""
 
     workload: Workload
     bounds: tuple[int, ...]
@@ -49,14 +49,18 @@ class Plan:
 
     @property
     def best(self) -> int:
-        """The smallest bound after which the step gets hardly shorter."""
+        """The smallest bound whose step takes at most 2 % longer than the shortest step of all bounds."""
         shortest_s = min(result.step_s for result in self.results)
         enough = [result.step_s <= (1 + WORTHWHILE) * shortest_s for result in self.results]
         return self.bounds[enough.index(True)]
 
 
 def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
-    """Simulate each bound at which the learner would not wait for ever. Raises ConfigError if there is none."""
+    """Simulate each bound at which the learner would not wait for ever, and return the results.
+
+    Raises:
+        ConfigError: there is no such bound.
+    """
     possible = tuple(bound for bound in bounds if bound >= workload.smallest_bound)
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
@@ -66,7 +70,7 @@ def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
 
 
 def measured_workload(folder: Path) -> Workload:
-    """The workload of a run directory, or of all bounds of a sweep's first series.
+    """Return the workload of a run directory, or of all bounds of a sweep's first series.
 
     Raises:
         ConfigError: durations were not measured, or the simulator does not cover the runs' rules.
@@ -81,7 +85,7 @@ def measured_workload(folder: Path) -> Workload:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """The text that `async-rl plan` prints for its options. Raises ConfigError."""
+    """Return the text that `async-rl plan` prints for its options. Raises ConfigError if they can't be used."""
     _check_values(args)
     workload = planned_workload(args)
     parts = []
@@ -106,7 +110,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def planned_workload(args: argparse.Namespace) -> Workload | None:
-    """The workload of RUN_DIR with the durations that options replace; None if neither is given.
+    """Return the workload of RUN_DIR, with durations replaced by options, or None if neither is given.
 
     Raises:
         ConfigError: the options are not enough for a workload, or contradict each other.
@@ -145,7 +149,7 @@ def _check_values(args: argparse.Namespace) -> None:
 
 
 def devices_now(now: str) -> tuple[int, int]:
-    """Parse the devices of learner and rollout. Raises ConfigError."""
+    """Return the devices of learner and rollout from text like `4,4`. Raises ConfigError."""
     learner, comma, rollout = now.partition(",")
     if not (comma and learner.isdecimal() and rollout.isdecimal() and int(learner) and int(rollout)):
         raise ConfigError(f"--now must be learner,rollout devices, e.g. 4,4; got {now!r}")
@@ -153,7 +157,7 @@ def devices_now(now: str) -> tuple[int, int]:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Durations, a table of the bounds, and the recommended bound."""
+    """Return text with the durations, a table of the bounds, and the recommended bound."""
     w = plan.workload
     lines = [
         f"Learner: {w.train_s:.3g} s to train a batch of {w.prompts_per_step} groups, {w.sync_s:.3g} s to push, "
@@ -188,7 +192,7 @@ def _shares(result: Result) -> list[str]:
 
 
 def rules_text(workload: Workload) -> str:
-    """The rules that are not the default ones, for a sentence."""
+    """Return the rules that differ from their defaults, as `key=value, ...`."""
     w, default = workload, Workload()
     settings = {
         "staleness.late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
@@ -201,9 +205,9 @@ def rules_text(workload: Workload) -> str:
 def split_devices(
     workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int
 ) -> dict[tuple[int, int], Result]:
-    """Results of every split (learner devices, rollout devices), with speeds in proportion to the devices.
+    """Simulate every split of the devices; return the results by (learner devices, rollout devices).
 
-    The learner's time shrinks; the rollout pool's slots grow, and its load spreads over them.
+    With more devices the learner's time shrinks in proportion, and so does load_s, while rollout concurrency grows.
 
     Args:
         learner_now, rollout_now: the devices that the workload's durations were measured with.
@@ -220,7 +224,7 @@ def split_devices(
 
 
 def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
-    """A table of the splits, and the one with the shortest step."""
+    """Return text with a table of the splits, and the split with the shortest step."""
     best = min(splits, key=lambda split: splits[split].step_s)
     rows = [[str(learner), str(rollout), *_shares(result)] for (learner, rollout), result in splits.items()]
     header = ("learner devices", "rollout devices", "step, s", "learner", "rollout")
@@ -229,7 +233,7 @@ def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
 
 
 def describe_memory(parameters: float, method: str, device_gb: float, link_gbps: float) -> str:
-    """Memory of the learner by network, the fewest devices that hold it, and the time of one weight transfer."""
+    """Return text with the learner's memory by network, the fewest devices for it, and the time of one weight push."""
     sizes_gb = {role: parameters * role_bytes / 1e9 for role, role_bytes in ROLES[method].items()}
     total_gb = math.fsum(sizes_gb.values())
     lines = [f"Learner memory, {parameters / 1e9:g} billion parameters, {method}, Adam in mixed precision (bf16):"]
@@ -245,7 +249,7 @@ def describe_memory(parameters: float, method: str, device_gb: float, link_gbps:
 
 
 def describe_overlap(rollout_s: float, train_s: float) -> str:
-    """Learner utilisation and speed-up if a step takes the longer of two times instead of their sum."""
+    """Return text with the learner's utilisation and the speed-up if rollout and training overlap fully."""
     together_s, longer_s = rollout_s + train_s, max(rollout_s, train_s)
     return (
         f"Rollout {rollout_s:.4g} s and learning {train_s:.4g} s a step: in turn the learner works "

@@ -1,4 +1,4 @@
-"""Plots of a report. Colours: cividis for staleness, which is ordered, and Okabe-Ito for the rest."""
+"""Draws the plots of a report. Staleness has the ordered colours of cividis, everything else those of Okabe and Ito."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Series = tuple[tuple[str, str], ...]
 
 
 def draw_all(rows: Sequence[Row], folder: Path, predicted: dict[int, Result]) -> list[Path]:
-    """Draw every plot there is data for as a PNG file; returns their paths.
+    """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
 
     Args:
-        predicted: simulated results by staleness.
+        predicted: the simulated results by staleness bound.
     """
     import matplotlib
 
@@ -66,7 +66,7 @@ def by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
 
 
 def series_name(series: Series, others: Sequence[Series] = ()) -> str:
-    """Text of a series' labels, without those that all `others` have, too."""
+    """Return the labels of a series as text, without the labels that all `others` have too."""
     return ", ".join(
         f"{key} {label}" for key, label in series if not others or any((key, label) not in other for other in others)
     )
@@ -91,7 +91,7 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any)
 
 
 def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
-    """Draw a line for each series: means with standard errors over seeds, at evenly spaced bounds."""
+    """Draw one value against the bound, with a line per series: means and standard errors over seeds."""
     bounds = sorted({row.staleness for row in rows})
     all_series = by_series(rows)
     for number, (series, of_series) in enumerate(all_series.items()):
@@ -117,7 +117,7 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
 
 
 def _trade_off(rows: Sequence[Row]) -> Any:
-    """Improvement per step; without exact mode also the learner's utilisation and the improvement per minute."""
+    """Draw the improvement per step and, for bounded mode, the learner's utilisation and the improvement per minute."""
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
     bounded = [row for row in rows if not row.exact]
     figure, panels = _panels(3 if bounded else 1)
@@ -133,12 +133,12 @@ def _trade_off(rows: Sequence[Row]) -> Any:
 
 
 def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Held-out accuracy with a marker for each evaluation; mean and standard error over seeds."""
+    """Draw held-out accuracy, mean and standard error over seeds; return None if a run has fewer than 3 evaluations."""
     if any(len(run.evals) < 3 for row in rows for run in row.runs):
         return None
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
-        # The k-th evaluations of all seeds are averaged: they do not fall on exactly the same step.
+        # The k-th evaluations of all seeds are averaged, although they are not at exactly the same step.
         count = min(len(run.evals) for run in row.runs)
         points = np.array([run.evals[: count - 1] + run.evals[-1:] for run in row.runs])  # [seeds, count, 3]
         means, errors = _mean_and_error(points[:, :, 2])
@@ -148,7 +148,7 @@ def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 
 
 def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Smoothed mean reward of the batches; mean and standard error over seeds on the span that all of them reach."""
+    """Draw the smoothed mean reward of the batches: mean and standard error over seeds, where all seeds have values."""
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
         curves = []
@@ -167,7 +167,7 @@ def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 def _curves(
     rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
 ) -> Any:
-    """Draw a panel for each series with a line for each bound."""
+    """Draw a panel for each series with a line for each bound; return None without rows."""
     if not rows:
         return None
     from matplotlib import colormaps
@@ -190,14 +190,14 @@ def _curves(
 
 
 def _mean_and_error(lines: Any) -> tuple[Any, Any]:
-    """Mean and standard error [points] of `lines` [seeds, points] over the seeds; the error of a single seed is 0."""
+    """Return mean and standard error over the seeds, [points] each, of `lines` [seeds, points]; 0 for a single seed."""
     if len(lines) == 1:
         return lines[0], np.zeros_like(lines[0])
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
 def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
-    """Share of time in each state, stacked, for the first series; marks for prediction, occupancy and NVML."""
+    """Draw the share of time in each state as stacked bars for the first series; mark prediction, occupancy, NVML."""
     if not rows:
         return None
     series, rows = next(iter(by_series(rows).items()))
@@ -238,7 +238,7 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
     _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights, median step")
     _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
     _against_staleness(panels[2], rows, "kl", "KL(behaviour || proximal), nats a token")
-    panels[0].set_yscale("symlog", linthresh=1e-3)  # from 0, where nothing is stale, over decades
+    panels[0].set_yscale("symlog", linthresh=1e-3)  # the variance is 0 where nothing is stale, and spans decades
     panels[0].set_ylim(bottom=0)
     panels[2].set_ylim(bottom=0)
     panels[1].set_ylim(top=min(1.02, max(1.005, panels[1].get_ylim()[1])))
@@ -247,9 +247,9 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
 
 
 def _staleness_histogram(rows: Sequence[Row]) -> Any:
-    """Share of the trained rollouts at each staleness, with a panel for each bound and all series together.
+    """Draw the share of trained rollouts at each staleness, with a panel for each bound and all series together.
 
-    Exact mode is drawn only if there is nothing else.
+    Runs in exact mode are drawn only if there are no others.
     """
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})

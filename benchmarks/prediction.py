@@ -1,4 +1,4 @@
-"""Measured durations of a run's stages, the workload that they make for the simulator, and what it predicts."""
+"""Measures the durations of a run's stages, makes a workload of them, and compares the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ SIMULATED_STEPS = 150
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Mean durations of the stages of one run; nan for a stage that it did not measure."""
+    """The mean durations of the stages of one run; nan for a stage that the run did not measure."""
 
     train_s: float
     train_cv: float
     sync_s: float
-    """Duration of a push, without what it waits for (groups to drain, an evaluation)."""
+    """The duration of a push, without its waits for groups to drain or for an evaluation."""
     pushes: float
-    """Pushes per step."""
+    """The number of pushes per step."""
     pause_s: float
-    """Pause of generation in a push."""
+    """How long generation pauses in a push."""
     handout_s: float
-    """Time in which the learner receives a batch that is ready."""
+    """How long the learner takes to receive a batch that is ready."""
     group_s: float
-    """Duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
+    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
     group_cv: float
     together: float
-    """Mean number of groups in flight while a group runs."""
+    """The mean number of groups in flight while a group runs."""
     in_flight: float
-    """Groups in flight over the concurrency, mean over time; comparable with Result.in_flight."""
+    """The mean over time of groups in flight over the concurrency; comparable with Result.in_flight."""
     rollout_busy_s: float
-    """Time per step in which at least one group is in flight, also while an evaluation runs beside it."""
+    """The time per step in which at least one group is in flight, also while an evaluation runs."""
     failed: float
 
 
@@ -66,9 +66,9 @@ def stages(run: Run) -> Stages:
 
 
 def _in_flight(run: Run) -> float:
-    """Seconds of all groups over the seconds of the run and the concurrency.
+    """Return the sum of all groups' durations over the run's duration and the concurrency; nan if not measured.
 
-    The metric rollout/in_flight is sampled when the worker happens to look, and is too high on a busy machine.
+    The metric rollout/in_flight is sampled at the worker's reports, and is too high on a busy machine.
     """
     seconds = [
         group_s * sum(step.get(f"rollout/{end}") or 0.0 for end in ("groups", "failed", "aborted"))
@@ -79,7 +79,7 @@ def _in_flight(run: Run) -> float:
 
 
 def _group_cv(run: Run) -> float:
-    """Standard deviation over mean of the durations of groups within a step."""
+    """Return the standard deviation over the mean of the durations of groups within a step; nan if not measured."""
     variances, means = [], []
     for step in run.steps[1:]:
         mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
@@ -90,13 +90,13 @@ def _group_cv(run: Run) -> float:
 
 
 def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
-    """One workload from runs at several bounds.
+    """Return one workload made of the measured stages of runs at several bounds.
 
-    The duration of a group over the groups in flight is fitted by a straight line. If all runs were loaded equally,
-    the engine counts as full (load_s = group_mean_s).
+    A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
+    the same number in flight, the engine counts as full (load_s = group_mean_s).
 
     Args:
-        rules: sizes and rules of the runs, from `rules_of`.
+        rules: the sizes and rules of the runs, from `rules_of`.
     """
     load = np.array([stage.together for stage in found])
     durations = np.array([stage.group_s for stage in found])
@@ -126,24 +126,24 @@ def _mean(found: Sequence[Stages], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A bound as it was measured, beside its prediction and the work-conserving bound."""
+    """The values measured at one staleness bound, beside their prediction and the work-conserving bound."""
 
     staleness: int
     learner: float
     rollout: float
     staleness_mean: float
     bound: float
-    """Work-conserving bound of the sum of both utilisations."""
+    """The work-conserving bound of learner + rollout, from work_conserving_bound."""
     in_flight: float
-    """Groups in flight over the concurrency."""
+    """The mean over time of groups in flight over the concurrency."""
     predicted: Result | None
-    """None if the simulator does not cover the run's rules, or if durations were not measured."""
+    """The simulator's result; None if it does not cover the run's rules, or if durations were not measured."""
 
 
 def work_conserving_bound(found: Stages, staleness: int) -> float:
-    """Largest sum of both utilisations that the run's stage times allow, if neither pool waited without need.
+    """Return the largest sum of learner and rollout utilisation that the run's stage times allow.
 
-    A step takes both pools' times one after the other at staleness 0, else the time of the slower pool.
+    It assumes that a step takes the time of both pools one after the other at staleness 0, else that of the slower one.
     """
     learner_s, rollout_s = found.train_s + found.pushes * found.sync_s, found.rollout_busy_s
     step_s = learner_s + rollout_s if staleness == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)
@@ -151,15 +151,15 @@ def work_conserving_bound(found: Stages, staleness: int) -> float:
 
 
 def first_series(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the first series, one for each bound, without exact mode."""
+    """Return the rows of the first series, one for each bound, without runs in exact mode."""
     bounded = [row for row in rows if not row.exact]
     return [row for row in bounded if row.series == bounded[0].series]
 
 
 def compare(rows: Sequence[Row]) -> list[Measured]:
-    """Each bound of the first series beside its prediction.
+    """Return for each bound of the first series the measured values beside their prediction.
 
-    The simulator gets the durations of training and push of that bound, and group durations fitted over all bounds.
+    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.
     """
     of_series = first_series(rows)
     if not of_series:
@@ -185,7 +185,7 @@ def compare(rows: Sequence[Row]) -> list[Measured]:
 
 
 def _workload(rows: Sequence[Row], found: Sequence[Stages]) -> Workload | None:
-    """The workload of these runs; None if it can't be simulated, or if durations of groups were not measured."""
+    """Return the workload of the runs, or None if it can't be simulated or group durations were not measured."""
     try:
         workload = workload_of(found, rules_of(rows[0].runs[0]))
     except ConfigError:
@@ -194,10 +194,10 @@ def _workload(rows: Sequence[Row], found: Sequence[Stages]) -> Workload | None:
 
 
 def rules_of(run: Run) -> Workload:
-    """A workload with the sizes and rules of the run's config and default durations.
+    """Return a workload with the sizes and rules of the run's config, and with default durations.
 
     Raises:
-        ConfigError: the simulator does not cover a rule.
+        ConfigError: the config has staleness.late mask or eval.pin_version, which the simulator does not cover.
     """
     config = _config(run)
     for section, key, value in (("staleness", "late", "mask"), ("eval", "pin_version", True)):
@@ -212,7 +212,7 @@ def rules_of(run: Run) -> Workload:
 
 
 def _concurrency(config: dict[str, Any]) -> int:
-    """Largest number of groups in flight over all servers."""
+    """Return the largest number of groups in flight on all servers together."""
     return int(config["rollout"]["concurrency"] * config["placement"]["rollout"]["servers"])
 
 

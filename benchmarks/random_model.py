@@ -1,4 +1,4 @@
-"""Models with random weights, for benchmarks of speed."""
+"""Makes models with random weights, for benchmarks of speed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }
-"""Qwen2 configurations by size. The head of 3m has the same share of the work as in a real 0.5 B model."""
+"""Qwen2 configurations by size. The output head of 3m has the same share of the work as in a real 0.5 B model."""
 
 
 def save_random_model(size: str, folder: Path) -> None:
     """Save model and tokenizer as a Hugging Face folder, the size 3m in float32 and the others in bfloat16.
 
-    The tokenizer knows the first hundred tokens only: text of the others is empty.
+    The tokenizer knows only the first hundred tokens, and decodes the others to empty text.
     """
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

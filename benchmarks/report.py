@@ -1,4 +1,4 @@
-"""`async-rl report`: tables, plots and one page that opens offline, from the files of a run or a sweep alone."""
+"""`async-rl report`: makes tables, plots and one HTML page from the files of a run or a sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRADE_OFF: dict[str, tuple[str, str]] = {
     "train_s": ("training, s", "{:.3f}"),
     "push_s": ("push, s", "{:.3f}"),
 }
-"""Heading and number format of each value. Columns that no run measured are left out of the tables."""
+"""The heading and number format of each column by its value. Columns that no run measured are left out."""
 LEARNING: dict[str, tuple[str, str]] = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
@@ -80,7 +80,7 @@ CAPTIONS = {
 
 
 def write_report(folder: Path) -> str:
-    """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; returns the text to print.
+    """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
     Raises:
         ConfigError: the folder holds no finished run.
@@ -102,9 +102,9 @@ def write_report(folder: Path) -> str:
 
 
 def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title: str) -> Table | None:
-    """A row for each combination of settings; None if no run measured any of the columns.
+    """Return a table with a row for each combination of settings, or None if no run measured any of the columns.
 
-    A `-` is a value that the runs of this row did not measure.
+    A `-` stands for a value that the runs of the row did not measure.
     """
     columns = {key: column for key, column in columns.items() if any(row.has(key) for row in rows)}
     header = ["staleness", *(key for key, _ in rows[0].series), *(label for label, _ in columns.values()), "seeds"]
@@ -118,7 +118,7 @@ def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title:
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:
-    """Measured utilisation and staleness of each bound beside the simulator's; None where nothing was measured."""
+    """Return a table of each bound's utilisation and staleness, measured and predicted; None without any bound."""
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
         "predicted", "in flight, measured", "predicted", "both pools, measured", "work-conserving bound",
@@ -143,7 +143,7 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def dropped_groups(rows: Sequence[Row]) -> Table | None:
-    """Means of the trained and of the dropped groups, by reason; None if nothing was dropped."""
+    """Return a table of means over trained and over dropped groups, by drop reason, or None if none was dropped."""
     lines = []
     for row in rows:
         for outcome in ("trained", *(f"dropped_{reason}" for reason in DROP_REASONS)):
@@ -159,7 +159,7 @@ def dropped_groups(rows: Sequence[Row]) -> Table | None:
 
 
 def _write_csvs(rows: Sequence[Row], folder: Path) -> None:
-    """table.csv: means and standard errors; runs.csv: every run; evals.csv: every held-out evaluation."""
+    """Write table.csv (means and standard errors), runs.csv (every run) and evals.csv (every held-out evaluation)."""
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]
     keys = [*TRADE_OFF, *LEARNING]
@@ -213,7 +213,7 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
 
 
 def _origin(folder: Path) -> str:
-    """Command, machine and commits of the sweep, and the config of its first run, as far as they are known."""
+    """Return HTML with the sweep's command, machine and commits, and the config of its first run, if known."""
     plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
     commits = {record.commit for record in finished_cells(folder).values()} - {""}

@@ -1,4 +1,4 @@
-"""Finished runs read from their folders, the values of each run, and rows that gather the seeds of one setting."""
+"""Reads finished runs from their folders, computes the values of each, and gathers the seeds of a setting in a row."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SYSTEM_VALUES = (
     "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "per_minute", "train_s",
     "push_s",
 )  # fmt: skip
-"""Values that are left out in exact mode, where a push waits for the groups of a batch."""
+"""The values that are left out in exact mode, where a push waits for the groups of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One finished run, alone or as a cell of a sweep."""
+    """One finished run, which may be a cell of a sweep."""
 
     labels: dict[str, str]
     summary: dict[str, Any]
@@ -37,7 +37,7 @@ class Run:
     while answers were sampled, the version is the newest one that answered."""
     folder: Path
     exact: bool = False
-    """The run had staleness.mode=exact: it studies an algorithm apart from the system."""
+    """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
 
     @property
     def staleness(self) -> int:
@@ -45,26 +45,26 @@ class Run:
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
-        """Labels on every axis but the seed."""
+        """The labels on every axis but the seed."""
         return tuple((key, label) for key, label in self.labels.items() if key != SEED)
 
     @property
     def series(self) -> tuple[tuple[str, str], ...]:
-        """Labels on every axis but seed and staleness: one line of a plot."""
+        """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
     def mean(self, key: str) -> float:
-        """Mean of a metric over the steps after the first; nan if it was never measured."""
+        """Return the mean of a metric over the steps after the first, or nan if it was never measured."""
         values = [value for _, _, value in self.points(key, first=1)]
         return sum(values) / len(values) if values else math.nan
 
     def median(self, key: str) -> float:
-        """Median of a metric over the steps after the first; nan if it was never measured."""
+        """Return the median of a metric over the steps after the first, or nan if it was never measured."""
         values = [value for _, _, value in self.points(key, first=1)]
         return statistics.median(values) if values else math.nan
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
-        """(step, seconds since the end of the first step, value) of every step that measured a metric."""
+        """Return (step, seconds since the end of the first step, value) of every step that measured the metric."""
         return [
             (step.get("step") or 0.0, step.get("time/since_first_step_s") or 0.0, value)
             for step in self.steps[first:]
@@ -73,9 +73,9 @@ class Run:
 
     @property
     def improvement(self) -> float:
-        """Held-out accuracy at the end minus at the start.
+        """The held-out accuracy at the end minus at the start.
 
-        Without evaluations, the mean reward of the last tenth of the steps minus that of the first tenth.
+        Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
         """
         if len(self.evals) >= 2:
             return self.evals[-1][2] - self.evals[0][2]
@@ -84,7 +84,7 @@ class Run:
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
 
     def values(self) -> dict[str, float]:
-        """The values in the tables of a report, nan where the run did not measure one."""
+        """Return the values for the tables of a report by name; nan if the run did not measure a value."""
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
         values = {
             "is_variance": self.median("offpolicy/is_weight_var"),
@@ -112,7 +112,7 @@ class Run:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Read the finished cells of a sweep, or the one run of a run directory, ordered by staleness.
+    """Read and return the finished cells of a sweep, or the one run of a run directory, ordered by staleness.
 
     Cells of an earlier sweep over other axes in the same folder are left out.
 
@@ -152,7 +152,7 @@ def _read_run(folder: Path) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All seeds of one combination of settings."""
+    """The runs with one combination of settings, one for each seed."""
 
     runs: tuple[Run, ...]
     values: dict[str, list[float]]
@@ -171,24 +171,24 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the row in sentences and tables."""
+        """The name of the row in sentences and tables."""
         others = ", ".join(f"{key} {label}" for key, label in self.series)
         return f"staleness {self.staleness}" + (f" ({others})" if others else "")
 
     def has(self, key: str) -> bool:
-        """Whether any seed measured the value."""
+        """Return whether any seed measured the value."""
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Mean over the seeds with its standard error; of staleness_max, the maximum over the seeds."""
+        """Return the mean over the seeds with its standard error, or for staleness_max the maximum over the seeds."""
         values = self.values[key]
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def rows_of(runs: Iterable[Run]) -> list[Row]:
-    """A row for each combination of settings.
+    """Return a row for each combination of settings, with the wall-clock improvement added to its values.
 
-    Adds the wall-clock improvement: improvement per 100 steps, times the learner's utilisation over its utilisation at
+    Wall-clock improvement is the improvement per 100 steps, times the learner's utilisation over its utilisation at
     the smallest staleness of the same series.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
@@ -208,5 +208,5 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
 
 
 def baseline(rows: Sequence[Row], row: Row) -> Row:
-    """The row of the same series with the smallest staleness."""
+    """Return the row of the same series with the smallest staleness."""
     return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

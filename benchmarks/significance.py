@@ -1,4 +1,4 @@
-"""Tests and intervals over seeds: the best staleness bound against the others, and each correction against none."""
+"""Compares the best staleness bound with the others, and each correction with none, by tests over seeds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.statistics import CONFIDENCE, estimate, holm, p_value, ratio_tex
 from benchmarks.tables import Table
 
 WAY = 0.75
-"""The accuracy to which times are measured: this share of what the baseline learned, before it levels off."""
+"""Times are measured to the accuracy at this share of the baseline's improvement, which is before it levels off."""
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Rows by measured improvement per minute, best first. Rows of exact mode are left out."""
+    """Return the rows by measured improvement per minute, best first, without rows of exact mode."""
 
     def gain(row: Row) -> float:
         return row.estimate("per_minute").mean
@@ -24,7 +24,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_row(rows: Sequence[Row]) -> str:
-    """One sentence that names the best row."""
+    """Return one sentence that names the best row, or says that there is none."""
     order = ranked(rows)
     if not order:
         return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
@@ -33,9 +33,10 @@ def best_row(rows: Sequence[Row]) -> str:
 
 
 def bounds_compared(rows: Sequence[Row]) -> Table | None:
-    """Every bounded row, best first, against the best one and against the smallest staleness of the best one's series.
+    """Return a table that compares each bounded row with the best row and with the baseline, or None for one row.
 
-    The best row is known only after the fact, so its p-values are corrected for the number of other rows.
+    The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
+    data, so the p-values are corrected for the number of other rows.
     """
     order = ranked(rows)
     if len(order) < 2:
@@ -65,9 +66,9 @@ def _p(value: float) -> str:
 
 
 def accuracy_to_reach(base: Row, rows: Iterable[Row]) -> float | None:
-    """The held-out accuracy at WAY of the baseline's mean way from its first evaluation to its last.
+    """Return the accuracy at the share WAY of the baseline's mean improvement from first to last evaluation.
 
-    None where a run has too few evaluations, or where the baseline learned too little to tell the way from the start.
+    Return None if a run has fewer than 3 evaluations, or if some run already starts with that accuracy.
     """
     runs = [run for row in rows for run in row.runs]
     if any(len(run.evals) < 3 for run in runs):
@@ -88,9 +89,9 @@ def _times_to_accuracy(row: Row, base: Row, accuracy: float) -> list[str]:
 
 
 def seconds_to(run: Run, accuracy: float) -> float | None:
-    """Seconds from the end of the first step until held-out accuracy first reached `accuracy`.
+    """Return the seconds from the end of the first step until held-out accuracy first reached `accuracy`.
 
-    Between two evaluations accuracy is taken for a straight line. None if the run never reached it.
+    Between two evaluations accuracy is interpolated by a straight line. Return None if the run never reached it.
     """
     before: tuple[float, float] | None = None
     for _, seconds, value in run.evals:
@@ -104,10 +105,10 @@ def seconds_to(run: Run, accuracy: float) -> float | None:
 
 
 def corrections_compared(rows: Sequence[Row]) -> list[Table]:
-    """Differences of each correction from no correction, at each exact staleness above 0 and on average over them.
+    """Return tables that compare each correction with none, at each exact staleness above 0 and on average over them.
 
-    One table for the improvement per 100 steps and one for the mean reward; none without such rows. Holm's correction
-    is for all averages of a table, and for all its single comparisons.
+    There is one table for the improvement per 100 steps and one for the mean reward, and none without such rows. Holm's
+    correction is applied to all averages of a table together, and to all its single comparisons together.
     """
     pairs: dict[str, list[tuple[Row, Row]]] = {}
     exact = [row for row in rows if row.exact and row.staleness > 0]
@@ -139,7 +140,7 @@ def _correction_table(pairs: dict[str, list[tuple[Row, Row]]], key: str, label: 
 
 
 def ended_early(rows: Sequence[Row]) -> str:
-    """One sentence that names the runs that had nothing left to learn from; empty if there are none."""
+    """Return one sentence that names the runs that ended early and why, or "" if there are none."""
     ended = [
         f"{run.folder.name} after {len(run.steps)} steps ({run.summary['ended'].rstrip('.')})"
         for row in rows for run in row.runs if run.summary.get("ended")

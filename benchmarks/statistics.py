@@ -1,4 +1,4 @@
-"""Means over seeds with standard errors, t tests, and confidence intervals of ratios."""
+"""Statistics over seeds: means with standard errors, t tests, and confidence intervals of ratios."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Raises ValueError without values."""
+    """Return the mean of `values` with its standard error. Raises ValueError without values."""
     if not values:
         raise ValueError("a mean needs at least one value, got none")
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -34,16 +34,16 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p-value of mean(a) = mean(b) by Welch's t test; nan where the spread of either is not known."""
+    """Return the two-sided p-value of mean(a) = mean(b) by Welch's t test, or nan if a or b has fewer than 2 values."""
     if min(len(a), len(b)) < 2:
         return math.nan
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns of equal values, for which the test is right
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns of equal values, but its result is right
         return float(stats.ttest_ind(a, b, equal_var=False).pvalue)
 
 
 def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """Mean of mean(a) - mean(b) over strata (a, b) of equal weight, and its p-value: Welch's test for several strata.
+    """Return the mean of mean(a) - mean(b) over strata (a, b) of equal weight, and its p-value by Welch's test.
 
     Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
     """
@@ -60,10 +60,10 @@ def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number, so that the chance of a single false alarm stays 5 %.
+    """Return p-values corrected for their number: below 0.05, the chance of any false alarm among them is 5 %.
 
-    The k-th smallest of n is multiplied by n - k + 1 and is no less than those before it. A nan stays nan and does
-    not count. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    The k-th smallest of n is multiplied by n - k + 1 and is no less than the smaller ones. A nan stays nan and does not
+    count in n. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
     adjusted, least = list(p_values), 0.0
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
@@ -74,7 +74,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def ratio_text(a: Sequence[float], b: Sequence[float]) -> str:
-    """mean(a) / mean(b) with its confidence interval; `-` where mean(b) is not above 0."""
+    """Return mean(a) / mean(b) with its confidence interval as text, or `-` if mean(b) is not above 0."""
     if not np.mean(b) > 0:
         return "-"
     low, high = ratio_interval(a, b)
@@ -83,9 +83,9 @@ def ratio_text(a: Sequence[float], b: Sequence[float]) -> str:
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Confidence interval of mean(a) / mean(b), by Fieller's theorem; (-inf, inf) where the seeds do not bound it.
+    """Return the confidence interval of mean(a) / mean(b), by Fieller's theorem, or (-inf, inf) if it has no bounds.
 
-    The ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2).
+    It holds the ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2).
     Source: Fieller 1954, "Some problems in interval estimation"; t with Welch's degrees of freedom.
     """
     top, bottom = estimate(a), estimate(b)

@@ -1,4 +1,4 @@
-"""`async-rl sweep`: the same training at every combination of settings and seeds, one run at a time.
+"""`async-rl sweep`: runs the same training at every combination of settings and seeds, one run at a time.
 
 A cell is `async-rl train` in a process of its own, so a cell that fails does not affect the others. Finished cells are
 kept: the same command continues a sweep that was cut short.
@@ -39,23 +39,23 @@ from benchmarks.report import write_report
 from benchmarks.warm import WarmServer
 
 UNLIMITED_STEPS = 1_000_000
-"""run.steps of a cell that ends by time."""
+"""The run.steps of a cell whose length is given in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Settings of a sweep, as given on the command line."""
+    """The settings of a sweep, as given on the command line."""
 
     config: str
     overrides: tuple[str, ...] = ()
     axes: tuple[Axis, ...]
     folder: Path
     seconds: float = 0.0
-    """Training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
+    """The training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
     max_cells: int = 0
-    """Cells to run in this call; 0: all."""
+    """The number of cells to run in this call; 0: all."""
     cold: bool = False
-    """Every cell starts its own server instead of sharing one."""
+    """Whether every cell starts its own server instead of sharing one."""
 
     def base_overrides(self) -> tuple[str, ...]:
         limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
@@ -64,22 +64,22 @@ class Sweep:
 
 @dataclass
 class Progress:
-    """Finished and failed cells of a sweep."""
+    """The finished and failed cells of a sweep."""
 
     cells: list[Cell]
     seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each finished cell, by cell name."""
+    """The duration of each finished cell, by cell name."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Error of each failed cell, by cell name."""
+    """The error of each failed cell, by cell name."""
 
     @property
     def pending(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.name not in self.seconds and cell.name not in self.failed]
 
     def time_left(self) -> str:
-        """Expected time until the last cell ends, as text.
+        """Return the expected time until the last cell ends, as text.
 
-        A cell is expected to take as long as finished cells with the same settings, or else as the average one.
+        A cell is expected to take as long as finished cells with the same settings, or else as the average cell.
         """
         if not self.pending:
             return "done"
@@ -95,16 +95,16 @@ class Progress:
 
 
 def settings_of(cell: Cell) -> str:
-    """Text that names the cell's level on every axis but the seed."""
+    """Return text that names the cell's level on every axis but the seed."""
     return ", ".join(f"{key} {label}" for key, label in cell.labels.items() if key != SEED)
 
 
 RunCell = Callable[[Sweep, Cell, str], str]
-"""(sweep, cell, URL of a running server or "") -> error or "". Runs one cell."""
+"""Takes (sweep, cell, URL of a running server or ""), runs the cell, and returns its error or ""."""
 
 
 def run_and_report(sweep: Sweep) -> int:
-    """Run the cells that are not finished, write and print the report of the finished ones; returns the exit code."""
+    """Run the cells that are not finished, write and print the report of the finished cells; return the exit code."""
     progress = run_sweep(sweep)
     for name, error in progress.failed.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
@@ -116,12 +116,12 @@ def run_and_report(sweep: Sweep) -> int:
 
 
 def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
-    """Run the cells that are not finished, by `run_cell` (default: run_in_process); returns the state after the last.
+    """Run the cells that are not finished with `run_cell` (default: run_in_process); return which finished and failed.
 
     Raises:
-        ConfigError: a combination of settings is not valid, or the folder holds a sweep of another config. Raised
-            before anything starts.
-        KeyboardInterrupt: after the running cell has ended.
+        ConfigError: a combination of settings is not valid, or the folder holds a sweep of another config. No cell has
+            started then.
+        KeyboardInterrupt: the sweep was interrupted; the running cell has ended.
     """
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: _checked_config(sweep, cell) for cell in cells}
@@ -147,7 +147,7 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
             seconds = time.monotonic() - start_s
             if error:
                 progress.failed[cell.name] = error
-                warm.close()  # the server may be the reason, and its state is not known
+                warm.close()  # the shared server may be the cause, and its state is not known
             else:
                 command = shlex.join(train_command(sweep, cell))
                 write_record(cell, make_record(cell, configs[cell.name], seconds, command, machine["commit"]))
@@ -162,7 +162,7 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def run_in_process(sweep: Sweep, cell: Cell, url: str = "") -> str:
-    """Train one cell in a child process; returns "" or the exit code with the first error line of its log."""
+    """Train one cell in a child process; return "", or its exit code with the first error line of its log."""
     log_file = sweep.folder / "logs" / f"{cell.name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]

@@ -1,4 +1,4 @@
-"""Tables in Markdown and HTML, and the files in which a benchmark keeps its result."""
+"""Writes tables in Markdown and HTML, and the result files of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     best: int | None = None
-    """Number of the row that is set in bold."""
+    """The index of the row that is set in bold."""
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(self.header) + " |", "| " + " | ".join(["---:"] * len(self.header)) + " |"]
@@ -38,7 +38,7 @@ class Table:
 
 
 def write_page(out: Path, page: str, numbers: Any) -> None:
-    """Write a result as out.md and its numbers as out.json, and print it. A dot in the name begins no suffix."""
+    """Print a result, and write it as out.md and its numbers as out.json. The suffix is added to the whole name."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(f"{out.name}.md").write_text(page)
     out.with_name(f"{out.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""An SGLang server that the cells of a sweep share, if their configs would start the same server."""
+"""The SGLang server that cells of a sweep share if their configs would start the same server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WaitTimeoutError
 
 MARGIN_S = 60.0
-"""Time for the start beyond timeouts.server_start_s, and time limit for ending the server."""
+"""The time limit for ending the server, and for its start in addition to timeouts.server_start_s."""
 
 
 class WarmServer:
-    """The server of the last cell. A cell takes it over if its server would have the same flags; the cell resets it
-    (rollout_server/engines/sglang/attach_server.py). After a failure a new one is started. Without GPUs only: with
-    them, Ray says which GPU a server has.
+    """Keeps the SGLang server of the last cell running for the next one, if that would start it with the same flags.
+
+    A cell that takes the server over resets it (rollout_server/engines/sglang/attach_server.py). After a failure a new
+    server is started. With GPUs no server is shared, because Ray says which GPU a server has.
 
     Args:
-        configs: of all cells, to make room for the one that needs most.
+        configs: the configs of all cells. The server gets room for the cell that needs most.
     """
 
     def __init__(self, configs: Iterable[Config], log_dir: Path) -> None:
@@ -38,10 +39,10 @@ class WarmServer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def url_for(self, config: Config) -> str:
-        """URL of a running server for this cell's rollout.server_url; empty if the cell should start its own.
+        """Start a server for the cell, or keep the last; return its URL, or "" if the cell should start its own.
 
         Raises:
-            AsyncRLError: it did not start.
+            AsyncRLError: the server did not start.
         """
         if config.rollout.engine != "sglang" or config.placement.rollout.servers > 1 or config.rollout.server_url:
             return ""
@@ -65,16 +66,16 @@ class WarmServer:
         self._engine = self._loop = self._key = None
 
     def _answers(self) -> bool:
-        """Whether the server is running and answers a request for its load."""
+        """Return whether the server is running and answers a request for its load within MARGIN_S."""
         if self._engine is None:
             return False
         try:
             return self._run(self._engine.load(), MARGIN_S, "say its load") is not None
-        except Exception:  # another process may listen on its port and answer anything
+        except Exception:  # another process may listen on the server's port and answer anything
             return False
 
     def _start(self, config: Config) -> None:
-        """Start the server from a thread of its own, because it ends with that thread and inherits its cores."""
+        """Start the server from a new thread and wait for it. The server ends with that thread and has its cores."""
         from async_rl.driver.actors import share_of_cores
 
         cores = share_of_cores(config, 0, sorted(os.sched_getaffinity(0))) if config.placement.pin_cpus else []
@@ -99,10 +100,10 @@ class WarmServer:
         await self._engine.start()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float, purpose: str) -> Any:
-        """Run a coroutine in the server's thread and return its result.
+        """Run a coroutine in the server's thread, wait for it, and return its result.
 
         Raises:
-            WaitTimeoutError: it took too long and was cancelled.
+            WaitTimeoutError: the coroutine took longer than `timeout_s` and was cancelled.
         """
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -124,10 +125,10 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _key(config: Config) -> Any:
-    """The settings that a server's flags depend on, as text.
+    """Return the settings that a server's flags depend on, as text.
 
-    The number of slots is left out, because the shared server has the largest one, and so is the seed, because SGLang's
-    samples do not depend on it.
+    The number of slots is left out, because the shared server has the largest number, and so is the seed, because
+    SGLang's samples do not depend on it.
     """
     return repr((config.model, config.task.max_prompt_tokens, config.rollout, config.placement, config.eval))
 

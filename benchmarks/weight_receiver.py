@@ -1,4 +1,4 @@
-"""A rollout server without a model, in a process of its own: it receives weights and answers with their sum.
+"""A rollout server without a model, in a process of its own, which receives weights and returns their sum.
 
 It has the weight endpoints of the hf engine. In place of logprobs it returns its version and the sum of its weights.
 """
@@ -25,7 +25,7 @@ END_S = 10.0
 
 
 class Tensors(nn.Module):
-    """float32 tensors w0, w1, ... of equal size."""
+    """A module that holds float32 tensors w0, w1, ... of equal size."""
 
     device = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class Tensors(nn.Module):
 
 
 class TensorEngine:
-    """The part of an engine that the weight endpoints use."""
+    """The part of an engine that weight endpoints use. `prompt_logprobs` returns the version and the weights' sum."""
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:
         self.model = Tensors(num_tensors, num_elements)
@@ -57,7 +57,7 @@ class TensorEngine:
 
 
 class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
-    """Starts a receiver; a publisher can connect to `url` at once."""
+    """Starts a receiver process and waits until it listens; then a publisher can connect to `url`."""
 
     def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512) -> None:
         self.names = tensor_names(num_tensors)
@@ -86,7 +86,7 @@ class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill a process. Raises WaitTimeoutError if it does not end."""
+    """Kill a process and wait for its end. Raises WaitTimeoutError if it does not end within END_S."""
     process.kill()
     try:
         process.communicate(timeout=END_S)
@@ -99,7 +99,7 @@ def tensor_names(num_tensors: int) -> list[str]:
 
 
 async def serve(num_tensors: int, num_elements: int, join_s: float) -> None:
-    """Serve until stdin ends, which happens when the parent ends."""
+    """Print the URL, and serve until stdin ends, which happens when the parent process ends."""
     endpoints = WeightEndpoints(TensorEngine(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

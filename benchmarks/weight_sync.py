@@ -1,13 +1,13 @@
-"""Time of a weight push into a rollout server, beside a plain transfer of the same bytes.
+"""Measures the time of a weight push into a rollout server, beside a plain transfer of the same bytes.
 
     python -m benchmarks.weight_sync --sizes 1,16,128,1024 --rounds 5
     python -m benchmarks.weight_sync --sglang 1b --transports cuda_ipc,disk --rounds 5
 
-A push is pause, buckets, loading and resume. Pause is the time for which the server stands still. Push and plain
-transfer take turns; the medians over the rounds after the first count.
+A push pauses the server, sends the buckets, loads the weights and resumes. The pause is the time in which the server
+generates nothing. Push and plain transfer take turns; the table has the medians over the rounds after the first.
 
 gloo        buckets are announced over HTTP and broadcast with torch.distributed
-background  the same, but the server pauses only to load the weights (weight_sync.background)
+background  as gloo, but the server pauses only to load the weights (weight_sync.background)
 disk        files in a temporary folder
 cuda_ipc    the server maps the learner's GPU memory; on a CPU, shared host memory
 
@@ -52,16 +52,16 @@ from rollout_server.engines.base import open_engine
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync"
 WAIT_S = 120.0
-"""Limit for the two processes of the plain broadcast to wait for each other."""
+"""The time limit for the two processes of the plain broadcast to wait for each other."""
 MB = 2**20
 MAX_TENSORS = 64
 
 Transfer = Callable[[], float]
-"""Moves the bytes once and returns the seconds it took."""
+"""Moves the bytes once and returns the seconds that this took."""
 
 
 class PlainBroadcast:
-    """Rank 0 of a gloo group of two; rank 1 is a process of its own."""
+    """A plain transfer by gloo: this process is rank 0 of a group of two, and starts rank 1 as a process."""
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,7 +77,7 @@ class PlainBroadcast:
             ) from error
 
     def __call__(self) -> float:
-        """Returns the seconds until the other process has everything."""
+        """Broadcast the bytes; return the seconds until the other process has all of them."""
         start_s = time.monotonic()
         dist.broadcast(self.data, 0)
         dist.barrier()
@@ -103,7 +103,7 @@ def receive_plain(where: str) -> None:
 
 
 def device_copy(num_bytes: int, device: torch.device) -> Transfer:
-    """A copy of so many bytes within the device's memory."""
+    """Return a transfer that copies `num_bytes` within the device's memory."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -120,7 +120,7 @@ def device_copy(num_bytes: int, device: torch.device) -> Transfer:
 def measure(
     config: Config, url: str, tensors: dict[str, Tensor], device: torch.device, rounds: int, plain: Transfer
 ) -> dict[str, Any]:
-    """Medians of `rounds` pushes and plain transfers in turn, after one of each to warm up."""
+    """Time `rounds` pushes and plain transfers in turn, after one of each to warm up; return medians and ratios."""
     publisher = open_publisher(config, [url], 0, device)
     publisher.connect()
     pushes, plain_s = [], []
@@ -141,7 +141,7 @@ def measure(
 
 
 def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
-    """The config with one of the transports of this benchmark."""
+    """Return the config with one of this benchmark's transports, where `background` means gloo in the background."""
     background = transport == "background"
     sync = WeightSyncConfig(
         transport="gloo" if background else transport,  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
 
 
 def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each size and transport, with tensors of equal size in benchmarks/weight_receiver.py."""
+    """Return a row for each size and transport, for pushes of equal tensors into benchmarks/weight_receiver.py."""
     rows = []
     for megabytes in map(int, arguments.sizes.split(",")):
         num_tensors = min(MAX_TENSORS, megabytes)
@@ -168,7 +168,7 @@ def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str,
 
 
 async def sglang_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each transport into one SGLang server."""
+    """Start one SGLang server and return a row for each transport into it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(base.model.path, dtype=serving_dtype(base, device.type))
     model.to(device)  # type: ignore[arg-type]

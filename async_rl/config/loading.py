@@ -1,5 +1,4 @@
-"""Reads a `Config` from a YAML file and `key.sub=value` overrides, and writes it as YAML. Errors name the line or word.
-"""
+"""Reads a `Config` from YAML and `key.sub=value` overrides, and writes it as YAML. Errors name the line or word."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class LearnerClient:
         self._call("trained", version=version)
 
     def served(self, version: int) -> None:
-        """Report that every live server serves `version`: admission goes on with it. `served(0)` opens admission."""
+        """Report that every live server serves `version`: new groups start with it. `served(0)` opens admission."""
         self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class WorkerClient:
     async def admit(self, max_groups: int) -> list[Slot]:
         """Wait until there are slots, and return up to `max_groups`, sorted by group id; none after LONG_POLL_S.
 
-        Only one call at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
+        Only one call may run at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
         return as many slots as the cancelled call asked for.
         """
         if self._open_admit is None:

@@ -132,7 +132,7 @@ class Store:
     # --- for the learner
 
     def check_version(self, version: int) -> None:
-        """Check that the learner speaks of the newest version.
+        """Check that a request of the learner is for the newest version.
 
         Raises:
             WireError: `version` is not the number of batches trained so far.

@@ -5,9 +5,9 @@
     put, fail    worker     at once
     aborts       worker     with groups that were dropped while it runs them as soon as there are some, or after wait_s
     take         learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
-    may_push     learner    as soon as the rules allow, with what it waits for after its wait_s
+    may_push     learner    as soon as the rules allow a push, with what it waits for after its wait_s
     trained      learner    at once
-    served       learner    at once; parked admits are answered next
+    served       learner    at once; parked `admit` requests are answered next
     checkpoint   learner    at once, with the buffer's part of a checkpoint
 
 A refused request changes nothing; its sender gets the reason. This module has no socket and no journal.

@@ -49,7 +49,7 @@ class Checkpointer:
     """Saves and loads the networks of one learner rank. Every method is collective.
 
     Args:
-        networks: by name (policy, critic); the same names on all ranks.
+        networks: the networks by name (policy, critic); the same names on all ranks.
     """
 
     def __init__(self, config: Config, networks: Mapping[str, Network], device: torch.device) -> None:

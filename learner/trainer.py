@@ -91,7 +91,7 @@ class Learner:
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
-            AsyncRLError: a wait ran out, a push failed, or the numbers stopped being finite.
+            AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()
         is_last, start_s = False, time.time()
@@ -212,7 +212,7 @@ class Learner:
         )
 
     def _end_early(self, why: Stopped | NothingToLearn) -> list[LearnerReport]:
-        """Keep what was learned, and return the reports: after a stop as a checkpoint, else also pushed and saved."""
+        """Keep what was learned, and return reports: a stop saves a checkpoint; else also push and save the policy."""
         events: list[LearnerReport] = []
         if isinstance(why, Stopped):
             if self.version > self._saved_version:

@@ -108,8 +108,8 @@ class Objective:
         Args:
             pairs: (group, answer) of each answer of the minibatch.
 
-        Counted are trained tokens and those masked only for their age. So masking tokens for their age removes their
-        loss and does not amplify that of the others.
+        Trained tokens count, and so do those masked only for their age: masking these removes their loss and does not
+        amplify that of the others.
         """
         rollouts = [groups[g].rollouts[i] for g, i in pairs]
         counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]

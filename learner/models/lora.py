@@ -1,4 +1,4 @@
-"""Adds low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) to a model, and merges them, through peft.
+"""Adds low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) to a model through peft, and merges them.
 
 A linear layer y = W x becomes y = W x + alpha / rank * B A x. W [out, in] is frozen; A [rank, in] and B [out, rank] are
 trained.

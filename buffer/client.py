@@ -159,8 +159,8 @@ class WorkerClient:
     async def admit(self, max_groups: int) -> list[Slot]:
         """Wait until there are slots, and return up to `max_groups`, sorted by group id; none after LONG_POLL_S.
 
-        Only one call may run at a time. The call after a cancelled one continues it, so that no granted slot is lost; it may
-        return as many slots as the cancelled call asked for.
+        Only one call may run at a time. The call after a cancelled one continues it, so that no granted slot is lost;
+        it may return as many slots as the cancelled call asked for.
         """
         if self._open_admit is None:
             self._open_admit = next(self._ids)

@@ -3,7 +3,7 @@
     request   {schema, op, id, ...}              put: 1 frame, the group
     reply     {schema, ids, error, result}       take: the frames of a batch, or none while the learner has to wait
 
-A request is repeated with the same id until its reply arrives; in the buffer it has only one effect. Requests of
+A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
 one client that have the same answer may be answered together, as those of `put` often are.
 
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer

@@ -144,15 +144,15 @@ def _sft(args: argparse.Namespace) -> int:
     config_copy = target / "sft_config.yaml"
     if target.is_file() or (target.exists() and not config_copy.is_file() and any(target.iterdir())):
         raise ConfigError(
-            f"model.path {target} is or holds what `async-rl sft` did not make; it will not be overwritten. "
-            "Set model.path to where the result shall go, and sft.base to the model to start from"
+            f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
+            "Set model.path to a new folder for the result, and sft.base to the model to start from"
         )
     from learner.sft import base_tokenizer, train_sft
     from rollout_server.tasks.base import open_task
 
     task = open_task(config, base_tokenizer(config))
     target.mkdir(parents=True, exist_ok=True)
-    config_copy.write_text(dump_config(config))  # first: a run cut short may be repeated
+    config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
     pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
     for report in train_sft(config, pairs, target, config.sft.target_loss):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)

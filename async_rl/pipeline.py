@@ -58,7 +58,7 @@ def run(config: Config) -> dict[str, Any]:
     with StopSignals() as signals, open_run_dir(config) as config, full_disk_named(config.run_dir):
         summary = _run(config, signals)
     if signals.requested:
-        raise KeyboardInterrupt(f"go on with: async-rl train --resume {config.run_dir}")
+        raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}")
     return summary
 
 
@@ -87,7 +87,7 @@ def _run(config: Config, signals: StopSignals) -> dict[str, Any]:
             if not signals.requested:
                 _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, log, revive_buffer)
-            supervisor.watchdog.write_status("ended as it should")
+            supervisor.watchdog.write_status("ended normally")
         except BaseException as error:
             supervisor.give_up(error)
             raise
@@ -181,7 +181,7 @@ async def _revive_buffer(
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
     buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
-    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("join_s"), "the new start")
+    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("join_s"), "the restart")
 
 
 def _close_buffer(

@@ -189,7 +189,7 @@ def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
     blind = [name for name, report in known.items() if not report.sees_run_dir]
     checks.append(Check(
         "run.dir everywhere", "broken" if blind else "ok",
-        f"not the driver's on {', '.join(blind)}" if blind else "the same folder",
+        f"not the driver's folder on {', '.join(blind)}" if blind else "the same folder",
         "set run.dir to a folder on a disk that all hosts share: logs, keys and checkpoints go there",
     ))
     return checks

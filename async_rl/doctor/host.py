@@ -87,7 +87,7 @@ def _package(name: str) -> Check:
 
 
 def _sglang(engine: EngineEntry | None) -> Check:
-    """Whether SGLang can be imported, if `engine` uses it, or no configuration says which engine it is.
+    """Check whether SGLang can be imported, if `engine` uses it or is None because there is no configuration.
 
     The import is tried in a separate process, so that the stubs which it needs are not installed in this one.
     """
@@ -120,7 +120,7 @@ def _gpu(engine: EngineEntry | None) -> Check:
 
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except Exception as error:
-        return Check("GPU", "warn", f"torch can't say: {_first_line(error)}", REINSTALL)
+        return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
     if names:
         found = f"{len(names)} x {names[0]}"
         uses_sglang = engine is None or "sglang" in engine.packages

@@ -136,7 +136,7 @@ class ActorGroup:
         except RayActorError as error:
             if error.actor_init_failed:  # Ray keeps the text of what was raised, not the exception
                 raise ProcessDiedError(
-                    f"{self.on_host(name)} failed as it began:{self.log_tail(name)}\n{_last_frames(error)}"
+                    f"{self.on_host(name)} failed while it started:{self.log_tail(name)}\n{_last_frames(error)}"
                 ) from None
             raise ProcessKilledError(
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "

@@ -225,7 +225,7 @@ def explain(config: Config) -> list[str]:
                 raise
             return [
                 *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
-                "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+                "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
             ]
     wanted = host_demands(config, sum(host.gpus for host in hosts))
     return [f"{host.name}: {demand}" for host, demand in zip(assign(wanted, hosts), wanted, strict=True)]

@@ -111,8 +111,8 @@ class Watchdog:
                 del self._statuses[name]
                 found.append((name, WaitTimeoutError(
                     f"{self._processes.on_host(name)} {status.doing} and has waited {waited_s:.0f} s on "
-                    f"{status.waits_on}; {status.limit_s:.0f} s are its limit, which it did not keep. Every process "
-                    f"that answers wrote its stacks into its log"
+                    f"{status.waits_on}, longer than its limit of {status.limit_s:.0f} s. Every process that still "
+                    f"answers has written its stacks into its log"
                 )))
         return found
 

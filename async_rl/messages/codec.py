@@ -112,10 +112,10 @@ class GroupColumns(NamedTuple):
     baseline_reward: float | None
     keeps_kv: bool
     newest_version: int
-    """Highest version of its tokens."""
+    """The highest version of the group's tokens."""
 
     def group(self) -> RolloutGroup:
-        """The same as rollouts, whose arrays are views."""
+        """Return the group as a RolloutGroup, whose arrays are views of the columns."""
         rollouts = tuple(
             Rollout(
                 tokens=self.tokens[part], logprobs=self.logprobs[part], versions=self.versions[part],
@@ -211,7 +211,7 @@ def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt
     for i, rollout in enumerate(rollouts):
         array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
         if len(array) != len(rollout.tokens):
-            raise WireError(f"rollouts[{i}].{name}: {len(array)} elements, allowed {len(rollout.tokens)} as its tokens")
+            raise WireError(f"rollouts[{i}].{name}: {len(array)} elements for {len(rollout.tokens)} tokens")
         arrays.append(array)
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
@@ -243,7 +243,7 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
         falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # at the start of a rollout they may decrease
         if falls.any():
             at = int(falls.argmax())
-            allowed = f"{versions[at]} and up, as the token before has it"
+            allowed = f"{versions[at]} and up, as the token before has version {versions[at]}"
             raise _refuse_element("versions", versions, np.append(False, falls), lengths, allowed)
     return newest
 

@@ -103,7 +103,7 @@ class Fields:
             allowed = f"{low}" if low == high else f"{low}..{high}"
             raise WireError(f"{self._path}{name}: {_short(count)} elements, allowed {allowed}")
         if len(data) != count * dtype.itemsize:
-            raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize} as it says")
+            raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize}")
         array = np.frombuffer(data, dtype)
         # numpy accepts any byte as a bool, but arithmetic with bytes other than 0 and 1 is wrong.
         if dtype == _BOOL and count and (worst := array.view(np.uint8).max()) > 1:

@@ -110,7 +110,7 @@ def read_training_state(folder: Path) -> TrainingState:
     if (found := fields.pop("format", None)) != FORMAT:
         raise ConfigError(
             f"{folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
-            "Resume with that one, or begin a new run with model.path at what its `async-rl export` makes of it"
+            "Resume with that version, or start a new run with model.path at the result of its `async-rl export`"
         )
     return TrainingState(**fields)
 

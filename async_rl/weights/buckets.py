@@ -81,5 +81,5 @@ def unpack(
 
 
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
-    """The number of bytes that tensors of these types and shapes take."""
+    """Return the number of bytes that tensors of these types and shapes take."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))

@@ -47,7 +47,7 @@ def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
     assert found["tokenizer everywhere"].found == "10.0.0.1 has t1; 10.0.0.2 has t2"
     assert found["model everywhere"].found == "10.0.0.1 has m1; 10.0.0.2 has none"
     assert "copy model.path" in found["model everywhere"].mend
-    assert found["run.dir everywhere"].found == "not the driver's on 10.0.0.2"
+    assert found["run.dir everywhere"].found == "not the driver's folder on 10.0.0.2"
     assert found["10.0.0.2: disk"] == Check("10.0.0.2: disk", "broken", "0.1 GiB free in /", "free some")
     assert set(found) == {
         "torch everywhere", "sglang everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",

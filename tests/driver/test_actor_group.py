@@ -112,7 +112,7 @@ class Stillborn:
 
 
 def test_a_process_that_fails_as_it_is_made_is_named_with_what_it_raised(group: ActorGroup) -> None:
-    with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 failed as it began") as caught:
+    with pytest.raises(ProcessDiedError, match=r"learner/0 on 10\.0\.0\.9 failed while it started") as caught:
         call(group, "learner/0", Stillborn)
     assert "OSError: no logs can be written here" in str(caught.value)
     assert "memory" not in str(caught.value)

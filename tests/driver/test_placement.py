@@ -304,7 +304,7 @@ def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monke
         ("gsm8k_two_node", [
             "host 1: buffer, learner/0..7: 8 CPUs, 8 GPUs (8 learner ranks x 1)",
             "host 2: rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)",
-            "not held against any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+            "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
         ]),
     ],
 )

@@ -130,9 +130,9 @@ def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> Non
     for changes, message in (
         ({"tokens": np.arange(3)}, r"rollouts\[1\].tokens: dtype '<i8', allowed <i4"),
         ({"logprobs": -np.ones(3)}, r"rollouts\[1\].logprobs: dtype '<f8', allowed <f4"),
-        ({"tokens": np.arange(4, dtype=I)}, r"rollouts\[1\].logprobs: 3 elements, allowed 4 as its tokens"),
-        ({"versions": np.full(2, 3, I)}, r"rollouts\[1\].versions: 2 elements, allowed 3 as its tokens"),
-        ({"mask": np.ones(4, np.bool_)}, r"rollouts\[1\].mask: 4 elements, allowed 3 as its tokens"),
+        ({"tokens": np.arange(4, dtype=I)}, r"rollouts\[1\].logprobs: 3 elements for 4 tokens"),
+        ({"versions": np.full(2, 3, I)}, r"rollouts\[1\].versions: 2 elements for 3 tokens"),
+        ({"mask": np.ones(4, np.bool_)}, r"rollouts\[1\].mask: 4 elements for 3 tokens"),
         ({"tokens": [1, 2, 3]}, r"rollouts\[1\].tokens: got list"),
     ):
         with pytest.raises(WireError, match=message):
@@ -154,7 +154,7 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
     [
         ("tokens", ["<i8", 6, bytes(48)], "tokens: dtype '<i8', allowed <i4"),
         ("tokens", [["<i4"], 6, bytes(24)], "tokens: dtype a list of 1, allowed <i4"),
-        ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes, allowed 24 as it says"),
+        ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes, allowed 24"),
         ("tokens", ["<i4", 6], "tokens: got a list of 2, allowed a list of dtype, number of elements, bytes"),
         ("tokens", "abc", "tokens: got 'abc', allowed a list of dtype"),
         ("logprobs", ["<f4", 5, bytes(20)], "logprobs: 5 elements, allowed 6"),

@@ -10,7 +10,7 @@ from async_rl.errors import AsyncRLError
 
 
 class ServerLostError(Exception):
-    """A rollout server is lost and may be started again; `args[0]` is the AsyncRLError that says why."""
+    """A rollout server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
 
 
 class LostProcesses:

@@ -30,9 +30,9 @@ class PreflightCheck:
     value: str
     """The value of the setting in the config."""
     run: Callable[[], object]
-    """Raises ConfigError if the check fails."""
+    """Makes the check; raises ConfigError if it fails."""
     needs: str = ""
-    """`what` of another check, without whose success this one can't be made; empty: of none."""
+    """`what` of the check that must succeed before this one can be made; empty: there is none."""
     everywhere: bool = False
     """Whether the check must succeed on every host of a run, not only on the driver's."""
 

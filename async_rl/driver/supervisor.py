@@ -35,7 +35,7 @@ GRACE_S = 3.0
 ends the run in place of the failure."""
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
-"""A function that starts a new buffer after the death given as its argument, or raises that argument."""
+"""A function that replaces a buffer which was killed; it gets the error of the death, and raises it if it can't."""
 
 
 class Supervisor:

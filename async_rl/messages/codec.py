@@ -55,7 +55,7 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of the bytes of a valid group: 13 for each response token, 4 for each prompt token, and names."""
+        """The largest number of bytes of a valid group: 13 per response token, 4 per prompt token, and the names."""
         return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
 
 

@@ -21,7 +21,7 @@ from async_rl.telemetry.timeline import Span
 from async_rl.weights.server_admin import ServerAdmin
 
 LOST_WITHIN_S = 10.0
-"""The time after a failed push by which a server that has died no longer answers."""
+"""A server that died in a push stops answering within this time after the push has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

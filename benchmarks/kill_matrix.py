@@ -114,7 +114,7 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
         return
     victims = [p for p in command.processes() if VICTIMS[kind] in f"{p.name()} {' '.join(p.cmdline()[:1])}"]
     if not victims:
-        raise RuntimeError(f"no {VICTIMS[kind]} runs:\n{command.text()[-2000:]}")
+        raise RuntimeError(f"no process {VICTIMS[kind]} is running; output:\n{command.text()[-2000:]}")
     rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 

@@ -98,7 +98,7 @@ def answer(args: argparse.Namespace) -> str:
             now = devices_now(args.now)
             parts.append(describe_splits(split_devices(workload, args.devices, plan.best, *now), plan.best))
     elif args.devices is not None:
-        raise ConfigError("--devices needs a RUN_DIR or durations (--train-s 40 --group-s 60) to split them by")
+        raise ConfigError("--devices needs a RUN_DIR or durations (--train-s 40 --group-s 60) as well")
     if args.params is not None:
         parts.append(describe_memory(args.params, args.method, args.device_gb, args.link_gbps))
     if not parts:
@@ -123,7 +123,7 @@ def planned_workload(args: argparse.Namespace) -> Workload | None:
     if not (args.folder or given or args.rollout_s is not None):
         return None
     if args.rollout_s is not None and {"group_mean_s", "load_s"} & set(given):
-        raise ConfigError("--rollout-s is of all groups of a batch together: give it without --group-s and --load-s")
+        raise ConfigError("--rollout-s is the time of a whole batch: give it without --group-s and --load-s")
     if args.folder:
         workload = measured_workload(args.folder)
     else:

@@ -187,7 +187,7 @@ class AlgorithmConfig:
         check(
             self.proximal != "interpolate" or self.steps_per_batch > 1, "algorithm.proximal", self.proximal,
             "recompute or behaviour with one optimizer step per batch",
-            "Its one forward pass gives the proximal logprobs already: there is none to save.",
+            "The forward pass of that step gives the proximal logprobs: there is no other pass to save.",
         )
         check(
             not normalised or self.proximal == "recompute", "algorithm.correction.batch_normalised", normalised,
@@ -215,12 +215,12 @@ class AlgorithmConfig:
         check(
             not entry.carries_correction or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
             f"auto or none with algorithm.advantage {self.advantage}",
-            "Its advantages carry the truncated ratio already.",
+            "These advantages carry the truncated ratio already.",
         )
         check(
             not entry.carries_correction or self.proximal != "behaviour", "algorithm.proximal", self.proximal,
             f"recompute or interpolate with algorithm.advantage {self.advantage}",
-            "Its advantages carry the ratio to the behaviour policy already.",
+            "These advantages carry the ratio to the behaviour policy already.",
         )
 
     def _check_loss(self) -> None:
@@ -239,5 +239,5 @@ class AlgorithmConfig:
         check(
             not entry.aggregations or self.aggregation in entry.aggregations, "algorithm.aggregation",
             self.aggregation, f"{' or '.join(entry.aggregations)} with algorithm.loss {self.loss}",
-            "The loss is not defined for another mean.",
+            "The loss is not defined for another aggregation.",
         )

@@ -57,7 +57,7 @@ def _check_algorithm(config: Config) -> None:
     check(
         not (entry.needs_greedy_baseline and reward_model), "reward_model.path", reward_model,
         f"empty with algorithm.advantage {advantage}",
-        "Its greedy answers are scored in the worker, on another scale. Use rloo or grpo.",
+        "Its greedy answers, the baseline, are scored in the worker, on another scale. Use rloo or grpo.",
     )
     check(
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
@@ -82,7 +82,7 @@ def _check_replay(config: Config) -> None:
     uses, fraction = config.buffer.max_uses, config.buffer.fresh_fraction
     check(
         uses == 1 or fraction < 1, "buffer.fresh_fraction", fraction, f"below 1 with buffer.max_uses {uses}",
-        f"No batch would have room for a used group. Set it to {1 / uses:g} or more, or buffer.max_uses: 1.",
+        f"No batch would have room for a used group. Set {1 / uses:g} or more but below 1, or buffer.max_uses: 1.",
     )
     check(
         fraction * uses >= 1, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
@@ -104,7 +104,7 @@ def _check_best(config: Config) -> None:
     check(
         metric in config.eval.metrics, "checkpoint.best_metric", metric,
         f"one of {', '.join(config.eval.metrics)} with eval.samples {config.eval.samples}",
-        "Or one that steps measure, such as reward/mean.",
+        "Or one that every step measures, such as reward/mean.",
     )
     check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
     check(
@@ -114,7 +114,7 @@ def _check_best(config: Config) -> None:
     check(
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
         f"a multiple of eval.every_steps = {evals} {needed}",
-        f"So that {metric} is measured at each checkpoint's version.",
+        f"Else {metric} is not measured at each checkpoint's version.",
     )
 
 
@@ -126,7 +126,7 @@ def _check_updates(config: Config) -> None:
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     check(
         late != "mask" or on_update != "drain", "staleness.late", late, "wait or drop with weight_sync.on_update drain",
-        "All tokens of a drained answer are of one version: none is too old alone. "
+        "All tokens of a drained answer are of one version: no single token can be too old. "
         "Or set weight_sync.on_update: in_place, retract or abort.",
     )
     flags = {name.replace("_", "-"): value for name, value in server_args.items()}
@@ -161,7 +161,7 @@ def _check_engine(config: Config) -> None:
     )
     check(
         not rollout.server_url or servers == 1, "rollout.server_url", rollout.server_url,
-        f"empty with placement.rollout.servers {servers}", "The URL is of one server.",
+        f"empty with placement.rollout.servers {servers}", "The URL names one server.",
     )
 
 

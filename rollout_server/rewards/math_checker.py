@@ -57,7 +57,8 @@ class MathChecker:
             child = self._idle.get(timeout=IDLE_TIMEOUT_S)
         except queue.Empty:
             raise RewardError(
-                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {self._num_children} math-verify processes"
+                f"an answer waited {IDLE_TIMEOUT_S:.0f} s for one of the {self._num_children} math-verify processes "
+                "to be idle"
             ) from None
         kept: subprocess.Popen[str] | None = None
         try:
@@ -69,7 +70,7 @@ class MathChecker:
             returncode = child.wait(ANSWER_TIMEOUT_S)  # the child has closed its output, so it is ending
             if returncode == -signal.SIGALRM:
                 return False
-            raise RewardError(f"the math-verify process ended with code {returncode}: is it installed?")
+            raise RewardError(f"the math-verify process ended with code {returncode}: is math-verify installed?")
         finally:
             self._idle.put(kept)
 

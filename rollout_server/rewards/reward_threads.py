@@ -106,7 +106,7 @@ class RewardThreads:
             self._start_thread()
             error = f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s for one response"
             if call.reward.cancelled():
-                warnings.warn(f"{error}; its group was given up meanwhile", stacklevel=2)
+                warnings.warn(f"{error}; the group had been given up meanwhile", stacklevel=2)
             call.future.set_exception(RewardError(error))
 
     def _work(self) -> None:

@@ -86,8 +86,8 @@ class Task(ABC):
             answer = question.solution or question.answer
             if not isinstance(answer, str):
                 raise ConfigError(
-                    f"{question.source} has no reference answer to learn from (got {answer!r}): it can't "
-                    "warm-start a model. Use another task for sft."
+                    f"{question.source} has no reference answer that is text (got {answer!r}), so sft can't "
+                    "learn from it. Use another task for sft."
                 )
             tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
             pairs.append((prompt.tokens.tolist(), [*tokens, self._tokenizer.eos_token_id]))

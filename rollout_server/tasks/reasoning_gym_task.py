@@ -156,8 +156,8 @@ def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
             raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {part!r} in it")
         if spec["name"] == _COMPOSITE:
             raise ConfigError(
-                "task.params.datasets: a composite can't be part of a composite, as answers could not be scored. List "
-                "its datasets"
+                "task.params.datasets: a composite can't be part of a composite, as its answers could not be scored. "
+                "List its datasets instead"
             )
         _check_params(spec["name"], spec["config"])
         specs.append(DatasetSpec(**spec))

@@ -100,7 +100,7 @@ class HFEngine:
         limit = self._config.timeouts.limit("shutdown_s")
         await asyncio.to_thread(self._thread.join, limit.seconds)
         if self._thread.is_alive():
-            raise WaitTimeoutError(f"the end of {self._name} waited {limit} for its decode thread")
+            raise WaitTimeoutError(f"{self._name} waited {limit} for its decode thread to end")
 
     async def pause(self, *, keep_kv: bool) -> None:
         """Stop sampling, and return when no token is being sampled any more.

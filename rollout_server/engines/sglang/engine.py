@@ -235,7 +235,7 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_to
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
     if not (tokens or aborted) or len(logprobs) != len(tokens) or None in logprobs:
         raise AsyncRLError(
-            f"SGLang must send one logprob for each token, got {len(tokens)} tokens with {logprobs[:20]}"
+            f"SGLang must send one logprob for each token, got {len(tokens)} tokens and logprobs {logprobs[:20]}"
         )
     answer.tokens += tokens
     answer.logprobs += logprobs

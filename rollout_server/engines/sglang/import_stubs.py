@@ -49,7 +49,7 @@ class Absent:
 
     def __getattr__(self, attribute: str) -> Absent:
         if attribute.startswith("__"):
-            raise AttributeError(f"{self.__name__} (absent package) has no {attribute}")
+            raise AttributeError(f"the stub of {self.__name__}, which can't be imported here, has no {attribute}")
         return Absent(f"{self.__name__}.{attribute}")
 
     def __call__(self, *_args: object, **_kwargs: object) -> Any:

@@ -24,12 +24,14 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_row(rows: Sequence[Row]) -> str:
-    """Return one sentence that names the best row, or says that there is none."""
+    """Return text that names the best row, or says that there is none; with one seed it says what that leaves open."""
     order = ranked(rows)
     if not order:
         return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
-    gain = order[0].estimate("per_minute").text("{:+.3f}")
-    return f"On this hardware {order[0].name} improves most per minute of wall-clock time: {gain}."
+    best = order[0]
+    gain = best.estimate("per_minute").text("{:+.3f}")
+    caution = " Whether others differ from it can't be judged from a single seed." if len(best.runs) == 1 else ""
+    return f"On this hardware {best.name} improves most per minute of wall-clock time: {gain}.{caution}"
 
 
 def bounds_compared(rows: Sequence[Row]) -> Table | None:

@@ -18,7 +18,7 @@ test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest
 
 unit: venv  ## the tests that start no process, in under two minutes
-	$(BIN)/python -m pytest -m "not gpu and not nightly and not processes and not e2e"
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv  ## the long tests
 	$(BIN)/python -m pytest -m nightly

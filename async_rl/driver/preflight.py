@@ -51,6 +51,11 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     model, reward = config.model.path, config.task.reward
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
+    if not config.rollout.server_url:
+        engine = config.rollout.engine
+        checks.append(PreflightCheck(
+            "rollout.engine", engine, lambda: config.rollout.engine_entry.check_model(config), MODEL, everywhere=True
+        ))
     for key, path in role_folders(config).items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
     checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))

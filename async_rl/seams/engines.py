@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from async_rl.errors import ConfigError
 from async_rl.seams.lookup import implementation
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
 
 Code = str | Callable[..., Any]
 """A class or function, or its place as `module:name`."""
@@ -41,6 +45,8 @@ class EngineEntry:
     """The model runs in the worker's own process, not in a process that the engine starts."""
     packages: tuple[str, ...] = ()
     """Python packages that the engine needs and that are not requirements of this project."""
+    refuses_model: Code | None = None
+    """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
 
     def load(self) -> Callable[..., Any]:
         """Import and return the function that opens the engine. ConfigError: it can't be imported."""
@@ -49,6 +55,12 @@ class EngineEntry:
     def load_admin(self) -> Callable[..., Any]:
         """Import and return the function that opens a `ServerAdmin`. ConfigError: it can't be imported."""
         return implementation(self.open_admin, "rollout.engine")
+
+    def check_model(self, config: Config) -> None:
+        """Raise ConfigError if the engine can't serve the model in model.path. Takes less than a second."""
+        reason = implementation(self.refuses_model, "rollout.engine")(config) if self.refuses_model else ""
+        if reason:
+            raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,6 @@ def _add_commands(commands: Any) -> None:
     keys = _add(commands, "keys", _keys, "make the keys that let the buffer leave loopback")
     keys.add_argument("action", choices=["new"])
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
-
-    buffer = _add(commands, "buffer", _buffer, "run the buffer alone, for clients of your own")
-    _add_config(buffer, is_needed=False)
-    buffer.add_argument("--every-s", type=float, default=10.0, metavar="S", help="seconds between lines of counters")
 
     export = _add(commands, "export", _export, "write a checkpoint as a Hugging Face folder")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
@@ -177,22 +173,6 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _buffer(args: argparse.Namespace) -> int:
-    from async_rl.config.check import check
-    from async_rl.config.loading import load_config
-    from async_rl.driver.signals import StopSignals
-    from async_rl.storage.run_dir import open_buffer_dir
-    from buffer.standalone import serve_alone
-
-    check(0 < args.every_s <= 1e6, "--every-s", args.every_s, "above 0, at most 1000000")
-    defaults = [] if args.config else ["model.path=none", "task.name=reasoning_gym/none", "run.name=buffer"]
-    config = load_config(args.config, [*defaults, *args.overrides])
-    with StopSignals(), open_buffer_dir(config):
-        counters = serve_alone(config, partial(print, flush=True), args.every_s)
-    print("ended in order: " + "  ".join(f"{key} {value:.0f}" for key, value in counters.items() if value))
-    return 0
-
-
 def _export_trajectories(args: argparse.Namespace) -> int:
     from buffer.journal.export import export_trajectories
 
@@ -254,9 +234,8 @@ def _doctor(args: argparse.Namespace) -> int:
     if config and not runs_here(config):
         from async_rl.doctor.cluster import examine_nodes
 
-        checks += examine_nodes(config)
-    print_table(checks)
-    return EXIT_ERROR if any(check.state == "broken" for check in checks) else 0
+        checks = chain(checks, examine_nodes(config))
+    return 0 if print_table(checks) else EXIT_ERROR
 
 
 _SUMMARY_ROWS = (

@@ -1,8 +1,7 @@
 """`async-rl doctor` for a run on several nodes: checks each node and the network between them.
 
 A probe on every node of the Ray cluster makes the checks of async_rl/doctor/host.py there. Then the doctor compares
-what must be equal on all nodes, and the probes try to reach each other, first by TCP, then by torch.distributed. No
-weights are loaded.
+what must be equal on all nodes, and the probes try to reach each other by TCP. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -31,7 +28,6 @@ from async_rl.doctor.host import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, exam
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
-from async_rl.network import open_store, use_interface
 from async_rl.storage.model_folder import load_tokenizer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -41,9 +37,6 @@ OPEN_PORTS = (
     "`ray start --node-ip-address`"
 )
 SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
-Result = TypeVar("Result")
-Results = dict[str, Result | Exception]
-"""[node] the result of a call, or the exception with which the call failed on that node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +55,6 @@ class Probe:
     def __init__(self, folder: str, config: Config) -> None:
         os.chdir(folder)
         self._config = config
-        self._address = ray.util.get_node_ip_address()
 
     def examine(self, marker: str) -> NodeReport:
         """Make the checks of this node; returns its report.
@@ -74,13 +66,13 @@ class Probe:
         facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
         facts |= {"tokenizer": _tokenizer_digest(path), "model": _model_digest(path)}
         return NodeReport(
-            checks=examine(self._config, is_driver=False), facts=facts,
+            checks=list(examine(self._config, is_driver=False)), facts=facts,
             sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
         )
 
     def listen(self) -> tuple[str, int]:
         """Open a port for other probes to connect to; returns (address, port)."""
-        self._server = socket.create_server((self._address, 0))
+        self._server = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
@@ -93,40 +85,21 @@ class Probe:
                 failed.append(f"{address}:{port} ({error})")
         return failed
 
-    def join(self, rank: int, world_size: int, address: str, port: int) -> float:
-        """Take part in a gloo all-reduce of ones with all other probes; returns the sum, which should be `world_size`.
 
-        Args:
-            address, port: the address that `listen` has returned to rank 0.
-        """
-        import torch
-        import torch.distributed as dist
-
-        if hasattr(self, "_server"):
-            self._server.close()
-        use_interface(self._address)
-        timeout = timedelta(seconds=self._config.timeouts.join_s)
-        store = open_store(address, port, rank, world_size, timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        ones = torch.ones(1)
-        dist.all_reduce(ones)
-        dist.destroy_process_group()
-        return float(ones)
-
-
-def examine_nodes(config: Config) -> list[Check]:
-    """Make all checks of the cluster that the run would join, and return them. Every process started here is ended."""
+def examine_nodes(config: Config) -> Iterator[Check]:
+    """Yield the checks of the cluster that the run would join, as they come. Every process started here is ended."""
     try:
         with open_ray(config):
-            return _examine_cluster(config)
+            yield from _examine_cluster(config)
     except ConfigError as error:
-        return [Check("Ray", "broken", str(error))]
+        yield Check("Ray", "broken", str(error))
 
 
-def _examine_cluster(config: Config) -> list[Check]:
+def _examine_cluster(config: Config) -> Iterator[Check]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     offers = "; ".join(f"{host.name}: {host.cpus:g} CPUs, {host.gpus:g} GPUs" for host in ray_hosts())
-    checks = [Check("Ray", "ok", f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}: {offers}"), _placement(config)]
+    yield Check("Ray", "ok", f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}: {offers}")
+    yield _placement(config)
     probe_class: Any = ray.remote(Probe)
     addresses = [node["NodeManagerAddress"] for node in nodes]
     probes = {
@@ -135,20 +108,20 @@ def _examine_cluster(config: Config) -> list[Check]:
         ).remote(os.getcwd(), config)
         for address, node in zip(addresses, nodes, strict=True)
     }
+    marker = Path(config.run.dir) / f".doctor-{uuid.uuid4().hex}"
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
     try:
-        with _marker(config) as marker:
-            reports: Results[NodeReport] = call_all(
-                {name: probe.examine.remote(marker) for name, probe in probes.items()},
-                SGLANG_IMPORT_TIMEOUT_S + config.timeouts.join_s,
-            )
-        checks += compare(reports)
+        timeout_s = SGLANG_IMPORT_TIMEOUT_S + config.timeouts.join_s
+        reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
+        yield from compare(reports)
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
-            checks += _network(able, config.timeouts.join_s)
+            yield _ports(able, config.timeouts.join_s)
     finally:
+        marker.unlink(missing_ok=True)
         for probe in probes.values():
             ray.kill(probe)
-    return checks
 
 
 def _placement(config: Config) -> Check:
@@ -166,47 +139,46 @@ def _placement(config: Config) -> Check:
     return Check("placement", "ok", "; ".join(f"{h.name}: {b}" for h, b in zip(chosen, wanted, strict=True)))
 
 
-def compare(reports: Mapping[str, NodeReport | Exception]) -> list[Check]:
-    """Return the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
+def compare(reports: Mapping[str, NodeReport | Exception]) -> Iterator[Check]:
+    """Yield the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
 
     Args:
         reports: [node] the node's report, or an exception if the node could not be examined.
     """
-    checks = [_failed_report(name, error) for name, error in reports.items() if isinstance(error, Exception)]
-    known = {name: report for name, report in reports.items() if isinstance(report, NodeReport)}
-    for name, report in known.items():
-        bad = [check for check in report.checks if check.state != "ok"]
-        checks.append(Check(name, "ok", f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok"))
-        checks += [dataclasses.replace(check, what=f"{name}: {check.what}") for check in bad]
+    known = {}
+    for name, report in reports.items():
+        if isinstance(report, TimeoutError):
+            mend = f"check with `ray status` that the host is alive; if so, {OPEN_PORTS}"
+            yield Check(name, "broken", str(report), mend)
+        elif isinstance(report, Exception):
+            found = f"the checks can't run there: {_last_line(report)}"
+            yield Check(name, "broken", found, f"the same environment on every host: {REINSTALL}")
+        else:
+            known[name] = report
+            bad = [check for check in report.checks if check.state != "ok"]
+            yield Check(name, "ok", f"{len(report.checks) - len(bad)} of {len(report.checks)} checks are ok")
+            yield from (dataclasses.replace(check, what=f"{name}: {check.what}") for check in bad)
     for fact in ("python", *PACKAGES, "tokenizer", "model"):
-        found = {name: report.facts.get(fact) or "none" for name, report in known.items()}
-        if len(set(found.values())) < 2:
-            checks.append(Check(f"{fact} everywhere", "ok", next(iter(found.values()), "no node reports it")))
+        found_on = {name: report.facts.get(fact) or "none" for name, report in known.items()}
+        if len(set(found_on.values())) < 2:
+            yield Check(f"{fact} everywhere", "ok", next(iter(found_on.values()), "no node reports it"))
             continue
-        differences = "; ".join(f"{name} has {value}" for name, value in found.items())
+        differences = "; ".join(f"{name} has {value}" for name, value in found_on.items())
         mend = SAME_MODEL if fact in ("tokenizer", "model") else f"install the same on every host: {REINSTALL}"
-        checks.append(Check(f"{fact} everywhere", "broken", differences, mend))
+        yield Check(f"{fact} everywhere", "broken", differences, mend)
     blind = [name for name, report in known.items() if not report.sees_run_dir]
-    checks.append(Check(
+    yield Check(
         "run.dir everywhere", "broken" if blind else "ok",
         f"not the driver's folder on {', '.join(blind)}" if blind else "the same folder",
         "set run.dir to a folder on a disk that all hosts share: logs, keys and checkpoints go there",
-    ))
-    return checks
+    )
 
 
-def _failed_report(name: str, error: Exception) -> Check:
-    if isinstance(error, TimeoutError):
-        return Check(name, "broken", str(error), f"check with `ray status` that the host is alive; if so, {OPEN_PORTS}")
-    found = f"the checks can't run there: {_last_line(error)}"
-    return Check(name, "broken", found, f"the same environment on every host: {REINSTALL}")
-
-
-def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
-    """Check TCP connections from each node to each other one, then an all-reduce over all nodes."""
-    listening: Results[tuple[str, int]] = call_all({n: p.listen.remote() for n, p in probes.items()}, timeout_s)
+def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
+    """Check TCP connections from each node to each other one."""
+    listening = call_all({name: probe.listen.remote() for name, probe in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
-    reached: Results[list[str]] = call_all({
+    reached = call_all({
         name: probe.reach.remote([place for other, place in targets.items() if other != name])
         for name, probe in probes.items()
     }, timeout_s + CONNECT_TIMEOUT_S * len(probes))
@@ -217,24 +189,14 @@ def _network(probes: Mapping[str, Any], timeout_s: float) -> list[Check]:
         elif missed:
             failures.append(f"{name} can't reach {', '.join(missed)}")
     if failures:
-        return [Check("ports", "broken", "; ".join(failures), OPEN_PORTS)]
-    ports = Check("ports", "ok", f"each of {len(probes)} nodes reaches the others on a free one")
-    address, port = next(iter(targets.values()))
-    joined: Results[float] = call_all({
-        name: probe.join.remote(rank, len(probes), address, port) for rank, (name, probe) in enumerate(probes.items())
-    }, 2 * timeout_s)
-    wrong = [f"{n}: {_last_line(v)}" for n, v in joined.items() if isinstance(v, Exception) or v != len(probes)]
-    return [ports, Check(
-        "torch.distributed", "broken" if wrong else "ok",
-        "; ".join(wrong) or f"an all-reduce by gloo over {len(probes)} nodes",
-        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, must name the interface of Ray's address; {OPEN_PORTS}",
-    )]
+        return Check("ports", "broken", "; ".join(failures), OPEN_PORTS)
+    return Check("ports", "ok", f"each of {len(probes)} nodes reaches the others on a free one")
 
 
-def call_all(calls: Mapping[str, Any], timeout_s: float) -> Results[Any]:
+def call_all(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """Wait for all calls, at most `timeout_s`; returns the result of each by name, or the exception if it failed."""
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
-    results: Results[Any] = {}
+    results: dict[str, Any] = {}
     for name, call in calls.items():
         try:
             results[name] = ray.get(call) if call in ready else TimeoutError(f"no answer for {timeout_s:.0f} s")
@@ -245,8 +207,8 @@ def call_all(calls: Mapping[str, Any], timeout_s: float) -> Results[Any]:
     return results
 
 
-def _last_line(value: object) -> str:
-    return (str(value).strip().splitlines() or [type(value).__name__])[-1]
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _version(package: str) -> str:
@@ -259,7 +221,7 @@ def _version(package: str) -> str:
 def _tokenizer_digest(path: Path) -> str:
     """Return a digest of vocabulary and chat template, or "" if the tokenizer can't be loaded."""
     try:
-        tokenizer = load_tokenizer(str(path))
+        tokenizer = load_tokenizer(path)
     except ConfigError:
         return ""
     return _digest(json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]))
@@ -276,16 +238,3 @@ def _model_digest(path: Path) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@contextmanager
-def _marker(config: Config) -> Iterator[str]:
-    """Create a file in run.dir for the duration of the block; yields its name."""
-    folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / f".doctor-{uuid.uuid4().hex}"
-    marker.touch()
-    try:
-        yield marker.name
-    finally:
-        marker.unlink(missing_ok=True)

@@ -12,11 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
@@ -28,6 +30,8 @@ from async_rl.storage.free_space import RUN_BYTES, existing_parent
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
 SGLANG_IMPORT_TIMEOUT_S = 180
+_WHAT_WIDTH = 25
+"""Characters of the first column, which fit the longest name of a check of this machine."""
 
 REINSTALL = "make venv (or reinstall with the pip commands of docs/installing.md)"
 
@@ -48,33 +52,41 @@ class Check:
     """The advice for a check that is not ok."""
 
 
-def examine(config: Config | None, *, is_driver: bool = True) -> list[Check]:
-    """Make all checks of this machine, and of `config` where one is given, and return them. No run is started.
+def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
+    """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
 
     Args:
         is_driver: whether this host starts the run. Other hosts get only the checks that hold on every host.
     """
     engine = config.rollout.engine_entry if config else None
-    checks = [Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")]
-    checks += [_package(name) for name in ("torch", "transformers", "ray")]
-    checks += [_sglang(engine), _gpu(engine), _loopback(), _memory(), _shared_memory(), _cores()]
-    if config is None:
-        parent = existing_parent(Path("runs"))
-        return [*checks, _enough(
-            "disk", shutil.disk_usage(parent).free, RUN_BYTES, f" in {parent}", "broken",
-            "free some, or set run.dir to another disk",
-        )]
-    return checks + _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
+    yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield from (_package(name) for name in ("torch", "transformers", "ray"))
+    yield _sglang(engine)
+    yield _gpu(engine)
+    yield from (_loopback(), _memory(), _shared_memory(), _cores())
+    if config:
+        yield from _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
+        return
+    parent = existing_parent(Path("runs"))
+    mend = "free some, or set run.dir to another disk"
+    yield _enough("disk", shutil.disk_usage(parent).free, RUN_BYTES, f" in {parent}", "broken", mend)
 
 
-def print_table(checks: list[Check]) -> None:
-    """Print the checks as a table on stdout, then for each that is not ok how to mend it."""
-    what_width = max(len(check.what) for check in checks)
+def print_table(checks: Iterable[Check]) -> bool:
+    """Print each check as a line on stdout as soon as it is made, then for each that is not ok how to mend it.
+
+    Returns:
+        Whether no check is broken.
+    """
+    bad = []
     for check in checks:
-        print(f"{check.state:<6}  {check.what:<{what_width}}  {check.found}")
-    for check in checks:
-        if check.mend and check.state != "ok":
+        print(f"{check.state:<6}  {check.what:<{_WHAT_WIDTH}}  {check.found}", flush=True)
+        if check.state != "ok":
+            bad.append(check)
+    for check in bad:
+        if check.mend:
             print(f"\n{check.state}: {check.what}: {check.found}\n  to mend it: {check.mend}")
+    return all(check.state != "broken" for check in bad)
 
 
 def _package(name: str) -> Check:
@@ -151,11 +163,8 @@ def _loopback() -> Check:
 
 
 def _memory() -> Check:
-    import psutil
-
-    free_bytes = psutil.virtual_memory().available
     mend = "end other programs: even the quickstart wants about 4 GiB"
-    return _enough("memory", free_bytes, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
+    return _enough("memory", psutil.virtual_memory().available, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
 
 
 def _shared_memory() -> Check:
@@ -175,30 +184,29 @@ def _enough(
 
 
 def _cores() -> Check:
-    cores = usable_cores()
-    mend = "give it 2 or more: learner and rollout share them"
+    cores, mend = usable_cores(), "give it 2 or more: learner and rollout share them"
     return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
 
 
-def _examine_inputs(inputs: Sequence[PreflightCheck]) -> list[Check]:
-    """Run the checks that a run makes of its inputs before it starts; return the results as checks of the doctor.
+def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
+    """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
 
     A check that needs another one is skipped, with a warning, if that one is not ok.
     """
-    checks: dict[str, Check] = {}
+    passed = set()
     for each in inputs:
-        if each.needs and checks[each.needs].state != "ok":
-            checks[each.what] = Check(each.what, "warn", f"not checked: that needs the {each.needs}")
+        if each.needs and each.needs not in passed:
+            yield Check(each.what, "warn", f"not checked: that needs the {each.needs}")
             continue
         try:
             each.run()
         except ConfigError as error:
-            checks[each.what] = Check(each.what, "broken", str(error))
+            yield Check(each.what, "broken", str(error))
         except Exception as error:  # e.g. a damaged file; the other checks are still made
-            checks[each.what] = Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
+            yield Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
         else:
-            checks[each.what] = Check(each.what, "ok", each.value)
-    return list(checks.values())
+            passed.add(each.what)
+            yield Check(each.what, "ok", each.value)
 
 
 def _first_line(error: Exception) -> str:

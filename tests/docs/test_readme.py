@@ -55,7 +55,6 @@ ELSEWHERE = {
     "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",
     "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
-    "async-rl buffer network.port=61234": "tests/buffer/test_standalone.py",
     "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",
     "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
     "make test": "CI runs it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,12 @@ FACTS = {
 GOOD = NodeReport(checks=[Check("torch", "ok", "2.13.0"), Check("memory", "ok", "9 GiB")], facts=FACTS)
 
 
-def broken(checks: list[Check]) -> dict[str, Check]:
+def broken(checks: Iterable[Check]) -> dict[str, Check]:
     return {check.what: check for check in checks if check.state == "broken"}
 
 
 def test_nodes_that_agree_pass() -> None:
-    checks = compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD})
+    checks = list(compare({"10.0.0.1": GOOD, "10.0.0.2": GOOD}))
     assert not broken(checks)
     assert Check("10.0.0.2", "ok", "2 of 2 checks are ok") in checks
 
@@ -114,7 +114,7 @@ def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between
     assert "1.2.3" in table["transformers everywhere"]
     assert "install the same on every host" in text.split("broken: transformers everywhere")[1]
     for what in ("placement", "torch everywhere", "tokenizer everywhere", "model everywhere", "run.dir everywhere",
-                 "ports", "torch.distributed"):
+                 "ports"):
         assert table[what].startswith("ok"), table[what]
     assert not list((config_file.parent / "runs").iterdir())  # nothing is left behind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,8 +157,16 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._memory() == Check("memory", "warn", "1.0 GiB free", doctor._memory().mend)
 
 
-def test_the_table_lists_all_checks_and_how_to_mend_the_bad_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([Check("torch", "ok", "2.13"), Check("disk", "broken", "0 GiB", "free some")])
+def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def checks() -> Iterator[Check]:
+        yield Check("torch", "ok", "2.13")
+        assert capsys.readouterr().out == "ok      torch                      2.13\n"
+        yield Check("disk", "broken", "0 GiB", "free some")
+
+    assert not print_table(checks())
     assert capsys.readouterr().out == (
-        "ok      torch  2.13\nbroken  disk   0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"
+        "broken  disk                       0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"
     )
+    assert print_table([Check("torch", "ok", "2.13"), Check("memory", "warn", "1 GiB free", "end programs")])

@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
 
@@ -34,11 +36,8 @@ def open_store(
 ) -> TCPStore:
     """Open and return the store by which the ranks of a torch.distributed group find each other.
 
-    Rank 0 serves the store at `address` only (torch by itself listens on every interface). If `port` is 0, it takes a
-    free port, which is then the store's attribute `port`. The other ranks connect to it, which takes at most `timeout`.
-
-    Args:
-        listener: a socket of rank 0 that listens at this address already, so that no other process takes the port.
+    Rank 0 serves the store at `address` only (torch by itself listens on every interface), through `listener` if that
+    socket listens there already. If `port` is 0, it takes a free one. The other ranks connect, for at most `timeout`.
     """
     from torch.distributed import TCPStore
 
@@ -57,17 +56,13 @@ def interface_of(host: str) -> str:
     Raises:
         ConfigError: no interface has this address; the message lists the interfaces that exist.
     """
-    import psutil
-
-    addresses = {
-        address.address: name for name, of_interface in psutil.net_if_addrs().items() for address in of_interface
-    }
+    addresses = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
     if ipaddress.IPv4Address(host).is_loopback:
         return addresses["127.0.0.1"]
     if host not in addresses:
-        found = ", ".join(f"{name} {a}" for a, name in addresses.items() if a.count(".") == 3)
+        own = ", ".join(f"{name} {a}" for a, name in addresses.items() if a.count(".") == 3)
         raise ConfigError(
-            f"network.host must be an address of this host, got {host}; it has {found}. If Ray chose it, start "
+            f"network.host must be an address of this host, got {host}; it has {own}. If Ray chose it, start "
             "Ray with `ray start --node-ip-address` and another one"
         )
     return addresses[host]

@@ -47,11 +47,10 @@ if TYPE_CHECKING:
 def run(config: Config) -> dict[str, Any]:
     """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
 
-    An error that no restart can mend ends the run: it is raised here after every process has been stopped. After
-    Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
+    After Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
 
     Raises:
-        AsyncRLError: the run failed; the message is for the user. ConfigError: it can't work, and nothing was started.
+        AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to resume.
     """
     check_inputs(config)
@@ -103,7 +102,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address."""
     from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
 
-    timeouts = config.timeouts
+    join, server_start = config.timeouts.limit("join_s"), config.timeouts.limit("server_start_s")
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
@@ -113,21 +112,13 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
         for r in range(ranks)
     }
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
-    address = processes.gather({"buffer": buffer.start.remote()}, timeouts.limit("join_s"), "the start")["buffer"]
-    urls = processes.gather(
-        {name: actor.start.remote() for name, actor in rollouts.items()}, timeouts.limit("server_start_s"), "the start"
-    )
-    master = processes.gather(
-        {"learner/0": learners["learner/0"].listen.remote()}, timeouts.limit("join_s"), "the address"
-    )["learner/0"]
+    address = processes.gather({"buffer": buffer.start.remote()}, join, "the start")["buffer"]
+    urls = processes.gather({name: each.start.remote() for name, each in rollouts.items()}, server_start, "the start")
+    listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, join, "the address")
+    processes.gather({name: each.connect.remote(address) for name, each in rollouts.items()}, join, "connecting")
+    arguments = (listening["learner/0"], address, [urls[name] for name in rollouts])
     processes.gather(
-        {name: actor.connect.remote(address) for name, actor in rollouts.items()},
-        timeouts.limit("join_s"), "connecting",
-    )
-    arguments = (master, address, [urls[name] for name in rollouts])
-    processes.gather(
-        {name: actor.start.remote(*arguments) for name, actor in learners.items()},
-        timeouts.limit("server_start_s"), "the start",
+        {name: each.start.remote(*arguments) for name, each in learners.items()}, server_start, "the start"
     )
     return str(address)
 
@@ -168,8 +159,7 @@ async def _revive_buffer(
 ) -> None:
     """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
 
-    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart. If the
-    buffer keeps dying, a request stays unanswered for that time and ends the run.
+    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart.
 
     Raises:
         ProcessKilledError: `death`, if there is no journal.
@@ -203,12 +193,10 @@ def _close_buffer(
 
 
 def _final_account(config: Config, processes: ActorGroup) -> dict[str, float]:
-    buffer = processes.actors["buffer"]
-    processes.gather({"buffer": buffer.stop.remote()}, config.timeouts.limit("shutdown_s"), "the end")
-    counters: dict[str, float] = processes.gather(
-        {"buffer": buffer.close.remote()}, config.timeouts.limit("shutdown_s"), "the final account"
-    )["buffer"]
-    return counters
+    buffer, limit = processes.actors["buffer"], config.timeouts.limit("shutdown_s")
+    processes.gather({"buffer": buffer.stop.remote()}, limit, "the end")
+    account = processes.gather({"buffer": buffer.close.remote()}, limit, "the final account")
+    return dict(account["buffer"])
 
 
 def dry_run(config: Config) -> str:
@@ -232,8 +220,9 @@ def dry_run(config: Config) -> str:
         "caution": cautions(config),
     }
     text = dump_config(config)
-    for title, lines in ((title, lines) for title, lines in sections.items() if lines):
-        text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
+    for title, lines in sections.items():
+        if lines:
+            text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
     return text
 
 

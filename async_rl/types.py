@@ -80,9 +80,8 @@ class RolloutGroup:
     def old_kv(self, rollout: Rollout) -> BoolArray:
         """Return [T] True where the token may have been sampled on KV cache of older weights than its version's.
 
-        The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Tokens of
-        the start version have KV of that version only. In a group that keeps its KV, tokens of later versions were
-        sampled with older KV at least for the prompt.
+        The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
+        of the start version are sure to have KV of their own version.
         """
         return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
 

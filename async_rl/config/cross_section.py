@@ -95,17 +95,11 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """Check that checkpoint.best_metric is measured at the version of each checkpoint."""
-    metric = config.checkpoint.best_metric
-    if not config.checkpoint.keep_best or not metric.startswith("eval/"):  # every step measures the other metrics
+    """Check that checkpoint.keep_best finds eval/accuracy measured at the version of each checkpoint."""
+    if not config.checkpoint.keep_best:
         return
     size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
-    needed, measured = "with checkpoint.keep_best", f"{metric} is measured on held-out prompts."
-    check(
-        metric in config.eval.metrics, "checkpoint.best_metric", metric,
-        f"one of {', '.join(config.eval.metrics)} with eval.samples {config.eval.samples}",
-        "Or one that every step measures, such as reward/mean.",
-    )
+    needed, measured = "with checkpoint.keep_best", "It chooses by eval/accuracy, measured on held-out prompts."
     check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
     check(
         not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
@@ -114,7 +108,7 @@ def _check_best(config: Config) -> None:
     check(
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
         f"a multiple of eval.every_steps = {evals} {needed}",
-        f"Else {metric} is not measured at each checkpoint's version.",
+        "Else eval/accuracy is not measured at each checkpoint's version.",
     )
 
 

@@ -33,9 +33,7 @@ class TaskConfig:
     """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
     task's own verifier."""
     max_prompt_tokens: PositiveInt = 512
-    """The longest allowed prompt, in tokens."""
-    long_prompts: Literal["skip", "refuse"] = "skip"
-    """What happens with a prompt over max_prompt_tokens. skip: it is left out and counted. refuse: it ends the run."""
+    """The longest allowed prompt, in tokens. Longer ones are left out and counted."""
     max_failures: PositiveInt = 20
     """The run ends when the rewards of this many groups in a row have failed."""
 
@@ -144,11 +142,3 @@ class EvalConfig:
         """The k of the measured pass@k: 2, 4, ... and `samples`; none with one sample."""
         powers = (2**i for i in range(1, self.samples.bit_length()))
         return tuple(sorted({*powers, self.samples} - {1}))
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The keys of the metrics that an evaluation measures."""
-        names = ["accuracy", "reward", "response_length", "failed", "version", "oldest_version", "newest_version"]
-        names += [f"pass_at_{k}" for k in self.pass_at]
-        names += [f"avg_at_{self.samples}"] if self.samples > 1 else []
-        return tuple(f"eval/{name}" for name in names)

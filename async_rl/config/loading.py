@@ -26,8 +26,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     Relative paths in the configuration are relative to the working directory, not to the file.
 
     Raises:
-        ConfigError: the file or an override can't be read, or settings can't work. The message names for each setting
-            the key, the value got, the line or word that set it, and what is allowed.
+        ConfigError: the file or an override can't be read, or settings can't work.
     """
     settings: dict[str, Any] = {"model": {}, "task": {}}
     places: dict[str, str] = {}

@@ -35,10 +35,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes a frozen, validated dataclass. The string under a field is its description.
 
     The dataclass raises SettingsError for unknown names, values of another type, infinite numbers and values outside of
-    the field's range. A section inside another is validated together with it.
-
-    Args:
-        key: the section's own key, e.g. `algorithm.clip`; empty for the whole configuration.
+    the field's range. `key` is the section's own, e.g. `algorithm.clip`; empty for the whole configuration.
     """
 
     def decorate(kind: type[T]) -> type[T]:

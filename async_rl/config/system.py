@@ -155,9 +155,7 @@ class CheckpointConfig:
     keep_last: PositiveInt = 2
     """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """The number of further checkpoints to keep: those with the highest `best_metric`."""
-    best_metric: str = "eval/accuracy"
-    """The metric by which `keep_best` chooses."""
+    """The number of further checkpoints to keep: those with the highest eval/accuracy."""
 
 
 @section("logging")

@@ -43,7 +43,7 @@ class RunLog:
         self.ended = ""
         """The reason for which training ended before run.steps; empty if it did not."""
         self._best_values: dict[int, float] = {}
-        """The value of checkpoint.best_metric by policy version."""
+        """The value of eval/accuracy by policy version."""
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._staleness_max: float | None = None
@@ -81,8 +81,8 @@ class RunLog:
     def _note_values(self, version: int, values: Mapping[str, float]) -> None:
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
-        if self._checkpoint.best_metric in values:
-            self._best_values[version] = values[self._checkpoint.best_metric]
+        if "eval/accuracy" in values:
+            self._best_values[version] = values["eval/accuracy"]
 
     def _prune(self) -> None:
         prune(self.run_dir, self._checkpoint, self._best_values)

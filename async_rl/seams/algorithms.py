@@ -28,8 +28,7 @@ class Advantage:
     of_tokens: Code | None = None
     of_returns: Code | None = None
     compares_group: bool = False
-    """Each reward is compared with the others of its group, so a group needs two answers, and equal rewards give zeros.
-    """
+    """Rewards are compared within the group, so a group needs two answers, and equal rewards give zeros."""
     discounts: bool = False
     """Rewards are discounted, so algorithm.gamma may be below 1."""
     whitens: bool = False
@@ -37,8 +36,7 @@ class Advantage:
     carries_correction: bool = False
     """The advantages contain the truncated ratio to the behaviour policy already, so no correction is applied."""
     has_traces: bool = False
-    """A reward reaches earlier tokens through the product of lam * min(1, rho); the metric `vtrace/reach` reports it.
-    """
+    """A reward reaches earlier tokens by the product of lam * min(1, rho), which the metric `vtrace/reach` reports."""
 
     @property
     def needs_critic(self) -> bool:
@@ -49,7 +47,6 @@ class Advantage:
         return self.of_group_and_baseline is not None
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function that is set. ConfigError: it can't be imported."""
         code = self.of_group or self.of_group_and_baseline or self.of_tokens or self.of_returns
         assert code is not None
         return implementation(code, "algorithm.advantage")
@@ -66,7 +63,6 @@ class Loss:
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function. ConfigError: it can't be imported."""
         return implementation(self.function, "algorithm.loss")
 
 
@@ -85,7 +81,6 @@ class Correction:
     """The weights depend on the advantages, so they can't be normalised before the losses are computed."""
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function. ConfigError: it can't be imported."""
         return implementation(self.function, "algorithm.correction.kind")
 
 
@@ -99,9 +94,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce_pp": Advantage(of_returns=f"{_ADVANTAGES}:returns_to_go", discounts=True, whitens=True),
     "reinforce_pp_baseline": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True, whitens=True),
     "gae": Advantage(of_tokens=f"{_ADVANTAGES}:gae", discounts=True),
-    "vtrace": Advantage(
-        of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True, has_traces=True
-    ),
+    "vtrace": Advantage(of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True, has_traces=True),
 }
 
 _LOSSES = "learner.algorithms.losses"

@@ -49,11 +49,9 @@ class EngineEntry:
     """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function that opens the engine. ConfigError: it can't be imported."""
         return implementation(self.open, "rollout.engine")
 
     def load_admin(self) -> Callable[..., Any]:
-        """Import and return the function that opens a `ServerAdmin`. ConfigError: it can't be imported."""
         return implementation(self.open_admin, "rollout.engine")
 
     def check_model(self, config: Config) -> None:
@@ -81,7 +79,6 @@ class TransportEntry:
     """The weights are written to two model folders in the run directory."""
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function that opens the publisher. ConfigError: it can't be imported."""
         return implementation(self.open, "weight_sync.transport")
 
 

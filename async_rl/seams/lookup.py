@@ -15,10 +15,7 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
-    """Return the entry `name` of the table; a `name` of the form `module:name` is imported.
-
-    Args:
-        key: the configuration key that holds `name`, for messages.
+    """Return the entry `name`, the value of the configuration key `key`; one of the form `module:name` is imported.
 
     Raises:
         ConfigError: there is no such entry, or the imported object is not of the class of the table's entries.
@@ -40,10 +37,9 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def import_object(name: str, key: str) -> Any:
-    """Import and return the object that `module:name` names. The working directory is searched last.
+    """Import and return the object that `name`, the value of `key`, names as `module:name`.
 
-    Args:
-        key: the configuration key that holds `name`, for messages.
+    The working directory is searched last.
 
     Raises:
         ConfigError: `name` has another form, the module can't be imported, or the module does not define the object.
@@ -68,6 +64,10 @@ def import_object(name: str, key: str) -> Any:
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Return the function or class that `code` is, or import the one that it names as `module:name`."""
+    """Return the function or class that `code` is, or import the one that it names as `module:name`.
+
+    Raises:
+        ConfigError: it can't be imported; the message names the configuration key `key`.
+    """
     found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
     return found

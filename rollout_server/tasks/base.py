@@ -94,23 +94,10 @@ class Task(ABC):
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
-        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one as skipped.
-
-        Raises:
-            ConfigError: the prompt is longer, and task.long_prompts is `refuse`.
-        """
-        text = self._text(question)
-        length = len(self._tokens(text))
-        if length <= self._config.max_prompt_tokens:
-            return True
-        if self._config.long_prompts == "refuse":
-            raise ConfigError(
-                f"a prompt of {question.source} has {length} tokens, task.max_prompt_tokens allows "
-                f"{self._config.max_prompt_tokens}. Raise it, or set task.long_prompts: skip. The prompt "
-                f"begins: {text[:80]!r}"
-            )
-        self.skipped_long += 1
-        return False
+        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one as skipped."""
+        is_short = len(self._tokens(self._text(question))) <= self._config.max_prompt_tokens
+        self.skipped_long += not is_short
+        return is_short
 
     def _text(self, question: Question) -> str:
         """Return the messages in the tokenizer's chat template, or without a template their contents, one per line.

@@ -147,13 +147,11 @@ def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
         opened(tmp_path / "nowhere.parquet")
 
 
-def test_long_prompts_are_skipped_and_counted_refused_or_leave_nothing(tmp_path: Path) -> None:
+def test_long_prompts_are_skipped_and_counted_or_leave_nothing(tmp_path: Path) -> None:
     long = row_of(1, prompt=[{"role": "user", "content": "x" * 100}])
     path = written(tmp_path / "rows.jsonl", [row_of(0), long, row_of(2)])
     _, task = opened(path, max_prompt_tokens=60)
     assert (task.num_prompts, task.skipped_long) == (2, 1)
-    with pytest.raises(ConfigError, match=r"has 101 tokens, task\.max_prompt_tokens allows 60"):
-        opened(path, max_prompt_tokens=60, long_prompts="refuse")
     with pytest.raises(ConfigError, match=r"3 rows, all longer than task\.max_prompt_tokens = 10"):
         opened(path, max_prompt_tokens=10)
 

@@ -151,12 +151,6 @@ def test_long_prompts_are_replaced_and_counted() -> None:
     assert max(len(p.tokens) for p in task.eval_prompts()) <= 55
 
 
-def test_a_long_prompt_is_refused_when_config_says_so() -> None:
-    task = open_task(config_of(max_prompt_tokens=55, long_prompts="refuse"), TOKENIZER)
-    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens allows 55"):
-        [task.prompt(i) for i in range(100)]
-
-
 def test_no_prompt_short_enough_is_an_error() -> None:
     task = open_task(config_of(max_prompt_tokens=20, eval_size=0), TOKENIZER)
     with pytest.raises(ConfigError, match="nothing left to train on"):

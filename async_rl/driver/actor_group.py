@@ -40,24 +40,21 @@ class ActorGroup:
         """Start the process `name` as an actor of class `cls`, made with `args`; returns its handle without waiting.
 
         Args:
-            max_concurrency: number of calls that the actor runs at once.
-            threads: the same number for each Ray concurrency group of `cls`.
+            max_concurrency: number of calls that the actor runs at once; 1 lets an asynchronous actor run any number.
+            threads: the number of calls at once for each Ray concurrency group of `cls`.
         """
         options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
-        if threads:
-            remote = remote(concurrency_groups=dict(threads))
-        remote_class: Any = remote(cls)
-        self.actors[name] = remote_class.options(**options).remote(os.getcwd(), *args)
+        actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
+        self.actors[name] = actor.options(**options).remote(os.getcwd(), *args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
         """Wait for one call to each process; returns the results by name. The first call that fails raises its error.
 
         After `limit`, WaitTimeoutError names the processes that have not answered. `async-rl status` shows the wait.
-        Must not be called while the supervisor runs, which uses `call`.
         """
         return asyncio.run(self._gather(calls, limit, what))
 
@@ -88,11 +85,7 @@ class ActorGroup:
         return results
 
     async def call(self, name: str, call: ObjectRef, limit: Limit, what: str) -> Any:
-        """Return the result of a call to process `name`. Raises WaitTimeoutError if it takes longer than `limit`.
-
-        Args:
-            what: a name for the result, which the text of that error contains.
-        """
+        """Return the result of a call to process `name`; WaitTimeoutError: after `limit` there was no `what`."""
         try:
             async with asyncio.timeout(limit.seconds) as scope:
                 return await self._result(name, call)

@@ -1,7 +1,6 @@
 """The processes of a run, as Ray actors: buffer, rollout servers and learner ranks. ActorGroup starts and ends them.
 
-Ray carries control only: no trajectory and no weight passes through it. Each process writes its own log file under
-`run_dir/logs`, whose last lines go into the error when it dies.
+Ray carries control only: no trajectory and no weight passes through it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -30,6 +28,7 @@ from async_rl.telemetry.status import Status
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
     from rollout_server.rewards.base import Reward
+    from rollout_server.worker import Worker
 
 
 class BufferActor:
@@ -47,9 +46,7 @@ class BufferActor:
         self._stop = threading.Event()
 
     def start(self) -> str:
-        """Open the buffer; returns its address. Raises the AsyncRLErrors of BufferServer, which `__init__` could not:
-        Ray would hide their types.
-        """
+        """Open the buffer; returns its address. This is not done in `__init__`, whose errors' types Ray hides."""
         from buffer.server import BufferServer
 
         self._server = BufferServer(self._config)
@@ -62,7 +59,7 @@ class BufferActor:
         self._stop.set()
 
     def abandon(self, worker: str) -> int:
-        """Give the running groups of a rollout worker that died to other workers; returns the number of groups."""
+        """Give a dead rollout worker's running groups to other workers; returns their number."""
         return self._server.abandon(worker)
 
     def status(self) -> Status:
@@ -72,7 +69,7 @@ class BufferActor:
         dump_stacks()
 
     def close(self) -> dict[str, float]:
-        """Drop the remaining groups with the reason `shutdown`, check that all groups add up; returns the counters."""
+        """Drop the remaining groups with the reason `shutdown`; returns the counters, which count every group."""
         return self._server.close()
 
 
@@ -107,19 +104,16 @@ class RolloutActor:
 
     async def connect(self, buffer_address: str) -> None:
         """Open the worker, which will request slots from the buffer at this address once `run` is called."""
-        reward = await asyncio.to_thread(self._open_reward)
-
-        from rollout_server.worker import Worker  # `_open_reward` has imported it
-
-        self._worker = Worker(
+        worker_class, reward = await asyncio.to_thread(self._load_worker)
+        self._worker = worker_class(
             self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
         )
 
-    def _open_reward(self) -> Reward:
-        import rollout_server.worker  # noqa: F401
+    def _load_worker(self) -> tuple[type[Worker], Reward]:
         from rollout_server.rewards.base import open_reward
+        from rollout_server.worker import Worker
 
-        return open_reward(self._config, self._task)
+        return Worker, open_reward(self._config, self._task)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         async for report in self._worker.run():
@@ -145,9 +139,7 @@ class RolloutActor:
 
 
 def learner_threads(config: Config) -> dict[str, int]:
-    """Return the number of threads of each concurrency group of LearnerActor.
-
-    In `join` all servers may wait for weights at once; `control` calls never wait for weights.
+    """Return the number of threads of each concurrency group of LearnerActor: in `join` every server may wait at once.
     """
     return {"control": 8, "join": config.placement.rollout.servers}
 
@@ -162,10 +154,7 @@ class LearnerActor:
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open the port at which rank 0 will serve the store by which all ranks find each other; returns its address.
-
-        The socket stays open, so that no other process can take the port.
-        """
+        """Open the port of the store by which all ranks find each other, and keep it open; returns its address."""
         self._listener = socket.create_server((self._config.network.host, 0))
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
@@ -191,7 +180,7 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait for the next push, which includes rollout server `name` at its new `url`; returns the pushed version."""
+        """Wait until a push has included rollout server `name` at its new `url`; returns the pushed version."""
         self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
         return self._learner.version
 
@@ -218,10 +207,16 @@ def enter(folder: str, config: Config, name: str) -> Config:
 
     Args:
         folder: the driver's working directory, to which paths of the config are relative.
-        name: name of the process's log file without `.log`.
+        name: name of the log file without `.log`, to which this process's output goes, also that of C code.
     """
     os.chdir(folder)
-    redirect_output(config.run_dir / "logs" / f"{name}.log")
+    log_file = config.run_dir / "logs" / f"{name}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     if config.placement.num_nodes > 1:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
@@ -231,10 +226,7 @@ def enter(folder: str, config: Config, name: str) -> Config:
 
 
 def use_huge_pages() -> None:
-    """Have torch allocate large CPU tensors in huge pages: with small ones, allocating takes longer than filling them.
-
-    Must be called before torch makes a tensor. Child processes inherit the setting.
-    """
+    """Have torch allocate large CPU tensors in huge pages, which is faster; call it before torch makes a tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -243,23 +235,8 @@ def dump_stacks() -> None:
     faulthandler.dump_traceback(file=2, all_threads=True)
 
 
-def redirect_output(log_file: Path) -> None:
-    """Append this process's stdout and stderr to `log_file`, also what C code writes."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 def pin_cpus(config: Config, number: int) -> None:
-    """With placement.pin_cpus, restrict this process and its child processes to its share of the cores.
-
-    Args:
-        number: index of the process, counted over all rollout servers and then all learner ranks.
-    """
+    """With placement.pin_cpus, restrict this process and its child processes to the cores of `share_of_cores`."""
     if config.placement.pin_cpus:
         cores = share_of_cores(config, number, sorted(os.sched_getaffinity(0)))
         for thread in os.listdir("/proc/self/task"):  # Ray has started threads already
@@ -269,8 +246,8 @@ def pin_cpus(config: Config, number: int) -> None:
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
     """Return those of `cores` that process `number` gets; every process of the run gets equally many.
 
-    Raises:
-        ConfigError: there are fewer cores than processes.
+    Args:
+        number: index of the process, counted over all rollout servers and then all learner ranks.
     """
     processes = config.placement.rollout.servers + config.placement.learner.ranks
     size = len(cores) // processes

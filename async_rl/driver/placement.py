@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_rl.config import Config
@@ -32,31 +32,28 @@ class Reservation:
     bundles: list[HostDemand]
     addresses: list[str]
     """The address of each bundle's host."""
-    bundle_of: dict[str, int] = field(default_factory=dict)
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index = self.bundle_of[process]
+        index = self._bundle_of(process)
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
         gpus = self.bundles[index].gpus_of[process]
         return {"scheduling_strategy": strategy, "num_cpus": int(process != "buffer"), "num_gpus": gpus}
 
     def host_of(self, process: str) -> str:
-        return self.addresses[self.bundle_of[process]]
+        return self.addresses[self._bundle_of(process)]
+
+    def _bundle_of(self, process: str) -> int:
+        return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
 
     def __str__(self) -> str:
         return "; ".join(f"{a}: {compact(list(b.gpus_of))}" for a, b in zip(self.addresses, self.bundles, strict=True))
 
 
 def reserve(config: Config) -> Reservation:
-    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation.
-
-    Raises:
-        ConfigError: the hosts do not have these resources.
-        WaitTimeoutError: other programs held the resources for longer than timeouts.join_s.
-    """
+    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation."""
     import ray
     from ray.util import placement_group, placement_group_table
 
@@ -74,8 +71,7 @@ def reserve(config: Config) -> Reservation:
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
     addresses = [address_of[nodes[index]] for index in range(len(parts))]
-    bundle_of = {name: index for index, part in enumerate(parts) for name in part.gpus_of}
-    return Reservation(group, parts, addresses, bundle_of)
+    return Reservation(group, parts, addresses)
 
 
 def ray_bundles(
@@ -87,7 +83,8 @@ def ray_bundles(
     bundle. As Ray can't be told which bundles belong on one host, each is then tied to its host in `hosts`.
     """
     parts = [(part, host) for demand, host in zip(wanted, hosts, strict=True) for part in demand.per_gpu()]
-    resources = [_ray_resources(part) for part, _ in parts]
+    wants = [{"CPU": float(part.cpus), "GPU": part.gpus, part.resource: 0.001} for part, _ in parts]
+    resources = [{name: amount for name, amount in each.items() if name and amount} for each in wants]
     strategy = "STRICT_SPREAD" if len(wanted) > 1 else "STRICT_PACK"
     if len(parts) > len(wanted) > 1:
         strategy = "PACK"
@@ -98,14 +95,18 @@ def ray_bundles(
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
     """Return the config with the settings that depend on the placement: the transport in place of `auto`, and new keys
     for a run over several hosts.
-
-    Raises:
-        ConfigError: the transport does not fit the placement.
     """
+    parts = reservation.bundles
     if config.weight_sync.transport == "auto":
-        transport = _transport(config, reservation.bundles)
+        shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
+        is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
+        transport = choose_transport(
+            config.rollout.engine_entry, "cpu" if shares == {0.0} else "cuda",
+            one_device=is_known and config.network.is_on_loopback and _on_one_gpu(config, parts),
+            own_gpus=is_known and min(shares) >= 1,
+        )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
-    check_ipc(config, reservation.bundles)
+    check_ipc(config, parts)
     network = config.network
     if config.placement.num_nodes > 1 and not (network.keys or network.insecure):
         from buffer.protocol.keys import new_keys
@@ -118,11 +119,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
 
 
 def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Check that learner and servers will share a GPU if the weight transport requires that (cuda_ipc).
-
-    Raises:
-        ConfigError: the transport requires it, and they will not be on one GPU.
-    """
+    """Raise ConfigError if the weight transport requires that learner and servers share a GPU, and they will not."""
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     needs_one_device = entry is not None and entry.needs_one_device
     check(
@@ -132,22 +129,8 @@ def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
     )
 
 
-def _transport(config: Config, parts: Sequence[HostDemand]) -> str:
-    shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
-    is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
-    one_device = is_known and config.network.is_on_loopback and _on_one_gpu(config, parts)
-    device_type = "cpu" if shares == {0.0} else "cuda"
-    own_gpus = is_known and min(shares) >= 1
-    return choose_transport(config.rollout.engine_entry, device_type, one_device=one_device, own_gpus=own_gpus)
-
-
 def _on_one_gpu(config: Config, parts: Sequence[HostDemand]) -> bool:
     return len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
-
-
-def _ray_resources(demand: HostDemand) -> dict[str, float]:
-    wanted = {"CPU": float(demand.cpus), "GPU": demand.gpus, demand.resource: 0.001}
-    return {name: amount for name, amount in wanted.items() if name and amount}
 
 
 def ray_hosts() -> list[Host]:
@@ -167,10 +150,6 @@ def ray_hosts() -> list[Host]:
 def open_ray(config: Config) -> Iterator[None]:
     """Connect to Ray within the body: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
     hosts, else to a Ray that is started on this machine for this process alone.
-
-    Raises:
-        NoClusterError: there is no cluster to join.
-        ConfigError: this process can't join the cluster.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -208,11 +187,9 @@ def open_ray(config: Config) -> Iterator[None]:
 
 
 def explain(config: Config) -> list[str]:
-    """Return the placement as text, one line for each host. No process is started, but a Ray cluster that the run would
-    join is asked for its hosts.
+    """Return the placement as text, one line for each host, without starting a process.
 
-    Raises:
-        ConfigError: the hosts have too few resources, or the cluster can't be joined.
+    A Ray cluster that the run would join is asked for its hosts; ConfigError: they have too few resources.
     """
     if runs_here(config):
         hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]

@@ -1,8 +1,4 @@
-"""The CPUs and GPUs that `placement` asks of each host, and the processes that run there.
-
-    host_demands(config)       returns one demand for each host
-    assign(demands, hosts)     returns a host for each demand, or raises an error with the arithmetic
-"""
+"""The CPUs and GPUs that `placement` asks of each host, and the processes that run there."""
 
 from __future__ import annotations
 
@@ -54,8 +50,7 @@ class HostDemand:
     def per_gpu(self) -> list[HostDemand]:
         """Split the demand into one for each learner rank and server that share a GPU; returns [self] without pairs.
 
-        If one Ray bundle held all pairs, Ray would fill a GPU with two learner ranks before it takes the next one, and
-        NCCL refuses two learner ranks on one device.
+        Ray would put two learner ranks of one bundle on the same GPU, which NCCL refuses.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
@@ -76,9 +71,6 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     Args:
         gpus_there: number of GPUs of all hosts together. If the config gives no number, they are used where there are
             enough for all processes, where pairs of processes share them, or where all processes share the only one.
-
-    Raises:
-        ConfigError: there are GPUs, but too few for the processes.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -143,28 +135,21 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     """Return a host for each demand, in the order of the demands; no host gets two.
 
     Raises:
-        ConfigError: the hosts can't meet the demands; the message lists the demands and what each host has.
+        ConfigError: the hosts can't meet the demands; the message lists both.
     """
-    taken: dict[int, int] = {}  # host -> demand
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
-    def place(demand: int, seen: set[int]) -> bool:
-        for host, offer in enumerate(hosts):
-            if host not in seen and wanted[demand].fits(offer):
-                seen.add(host)
-                if host not in taken or place(taken[host], seen):
-                    taken[host] = demand
-                    return True
-        return False
-
-    for demand in range(len(wanted)):
-        if not place(demand, set()):
-            lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
-            lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
-            raise ConfigError(
-                f"placement does not fit: {_shortfall(wanted, hosts)}\n" + "\n".join(lines)
-                + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
-            )
-    return [hosts[host] for host, _ in sorted(taken.items(), key=lambda pair: pair[1])]
+    fits = csr_array([[demand.fits(host) for host in hosts] for demand in wanted])
+    host_of = maximum_bipartite_matching(fits, perm_type="column")  # [demand] index of its host, -1: none
+    if min(host_of) < 0:
+        lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
+        lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
+        raise ConfigError(
+            f"placement does not fit: {_shortfall(wanted, hosts)}\n" + "\n".join(lines)
+            + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
+        )
+    return [hosts[host] for host in host_of]
 
 
 def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:

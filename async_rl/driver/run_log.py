@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,7 @@ class RunLog:
 
     A step's record holds the learner's metrics of that step and the metrics that the rollout workers reported since the
     record before. It is written when every learner rank has reported the step and every rollout pool has reported spans
-    beyond the step's end, which its utilisation needs. Memory holds the last two steps, running totals, and a few
-    numbers for each step; older spans and samples are in timeline.json only.
+    beyond the step's end, which its utilisation needs. Spans and samples of older steps are in timeline.json only.
     """
 
     def __init__(self, config: Config) -> None:
@@ -54,7 +53,9 @@ class RunLog:
         self._resumes = 0
         if cut := resumed_training_state(config):
             self.version, self._resumes = cut.version, lineage_of(self.run_dir)
-            self._remember(read_metrics(self.run_dir / "metrics.jsonl"))
+            for record in read_metrics(self.run_dir / "metrics.jsonl"):
+                known = {key: value for key, value in record.items() if value is not None}
+                self._note_values(int(known["step"]), known)
         self._usage = Usage()
         """The utilisation from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
@@ -67,28 +68,16 @@ class RunLog:
         self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
-    def _remember(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """Take in the metrics of the steps before a resume, which the summary and the choice of checkpoints need.
-
-        No checkpoint is pruned here, because the best ones are known only after the last record.
-        """
-        for record in records:
-            values = {key: value for key, value in record.items() if value is not None}
-            self._note_values(int(values["step"]), values)
-            if "eval/accuracy" in values:
-                self._note_eval(int(values["step"]), values)
-
-    def _note_values(self, version: int, values: Mapping[str, float]) -> None:
+    def _note_values(self, version: int, values: Values) -> None:
+        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation."""
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         if "eval/accuracy" in values:
             self._best_values[version] = values["eval/accuracy"]
+            self.evals[1:] = [(version, values)]
 
     def _prune(self) -> None:
         prune(self.run_dir, self._checkpoint, self._best_values)
-
-    def _note_eval(self, version: int, values: Values) -> None:
-        self.evals[1:] = [(version, values)]
 
     def add(self, process: str, report: Report) -> None:
         """Take in a report of `process`, and log the steps that are complete with it."""
@@ -116,13 +105,13 @@ class RunLog:
         self._close_steps()
 
     def lost(self, process: str) -> None:
-        """Note that a rollout process died: until it reports again, steps are logged without waiting for its spans."""
+        """Log steps without waiting for the spans of a rollout process that died, until it reports again."""
         self._reported_until_s.pop(process, None)
         self._close_steps()
 
     @property
     def has_open_steps(self) -> bool:
-        """Whether a step is not logged yet because reports of another process are missing."""
+        """Whether a step is not logged yet, because reports of some process are missing."""
         return bool(self._pending)
 
     def add_eval(self, report: EvaluationDone) -> None:
@@ -130,7 +119,6 @@ class RunLog:
         self._add_usage(report.spans)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
-            self._note_eval(report.version, values)
             self._note_values(report.version, values)
             self._prune()
             self.logger.log_eval(report.version, values)
@@ -178,8 +166,7 @@ class RunLog:
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add the spans and samples of the last step to `usage`; returns `usage`.
 
-        `_usage` gets a step only when the next one is logged: a rank that ended a step before learner/0 did reports the
-        time until learner/0's end with its next step.
+        `_usage` gets a step only when the next one is logged, because ranks report its last spans with the next step.
         """
         start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
         if end_s > start_s:
@@ -198,13 +185,6 @@ class RunLog:
     def _usage_of_run(self) -> Usage:
         return self._add_last_step(copy.deepcopy(self._usage))
 
-    def window(self) -> tuple[float, float]:
-        """Return (start, end) of the time over which utilisation and throughput are measured: all steps but the first.
-        """
-        if len(self.step_ends_s) < 2:
-            return (0.0, 0.0)
-        return self.step_ends_s[0], self.step_ends_s[-1]
-
     def close(self) -> None:
         """Log the open steps, complete timeline.json, plot it, and close the logger. Also called after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
@@ -218,8 +198,8 @@ class RunLog:
             plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """Return the content of summary.json; a value that was not measured is left out or None."""
-        start_s, end_s = self.window()
+        """Return the content of summary.json, over all steps but the first; a missing value was not measured."""
+        seconds = self.step_ends_s[-1] - self.step_ends_s[0] if self.step_ends_s else 0.0
 
         def mean(key: str) -> float | None:
             return self._totals[key] / self._measured[key] if self._measured[key] else None
@@ -227,7 +207,7 @@ class RunLog:
         summary: dict[str, Any] = {
             "steps": self.version,
             "resumes": self._resumes,
-            "seconds": end_s - start_s,
+            "seconds": seconds,
             "staleness_mean": mean("staleness/mean"),
             "staleness_max": self._staleness_max,
             "reward_first": self._first_reward,
@@ -238,11 +218,11 @@ class RunLog:
         }
         if self.ended:
             summary["ended"] = self.ended
-        if end_s > start_s:
+        if seconds > 0:
             usage = self._usage_of_run()
             summary |= usage.metrics() | {"pools": usage.shares()}
-            summary["rollouts_per_s"] = self._totals["batch/rollouts"] / (end_s - start_s)
-            summary["tokens_per_s"] = self._totals["batch/response_tokens"] / (end_s - start_s)
+            summary["rollouts_per_s"] = self._totals["batch/rollouts"] / seconds
+            summary["tokens_per_s"] = self._totals["batch/response_tokens"] / seconds
         if self.evals:
             summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
             version, values = self.evals[-1]

@@ -29,7 +29,7 @@ class StopSignals:
         return self
 
     def install(self) -> dict[signal.Signals, Any]:
-        """Install the handlers, again after code that replaces them, as ray.init does; returns the former handlers."""
+        """Install the handlers, again after ray.init has replaced them; returns the former handlers."""
         before: dict[signal.Signals, Any] = {}
         with contextlib.suppress(ValueError):  # outside the main thread only the caller can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):

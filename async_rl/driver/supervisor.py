@@ -23,7 +23,6 @@ from ray.actor import ActorHandle
 from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import RolloutActor
-from async_rl.driver.lost_processes import LostProcesses, ServerLostError
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
@@ -34,35 +33,40 @@ GRACE_S = 3.0
 """Time to wait after a learner rank fails: if a peer has died, which makes the others fail, the death is then known and
 ends the run in place of the failure."""
 
+
+
+class ServerLostError(Exception):
+    """A rollout server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
+
+
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
 """A function that replaces a buffer which was killed; it gets the error of the death, and raises it if it can't."""
 
 
 class Supervisor:
-    """Collects the reports of all processes until training ends, and restarts rollout servers and buffers that die.
-
-    Args:
-        processes: may still be empty; when `train` is called, all processes must be started and connected.
-    """
+    """Collects the reports of all processes until training ends, and restarts rollout servers and buffers that die."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
         self._config = config
         self._processes = processes
         self._log = log
-        self._lost = LostProcesses()
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        """The driver's work with each process, which lasts until the process ends or is declared lost."""
+        self._reasons: dict[str, AsyncRLError] = {}
+        """The reason why a process was declared lost, until its `_until_lost` raises it."""
         self._running: set[str] = set()
-        """The names of the rollout servers that generate; the others are being restarted."""
+        """The rollout servers that generate; the others are being restarted."""
         self._urls: dict[str, str] = {}
-        """The URLs of the rollout servers that were restarted, by name."""
+        """The URLs of the rollout servers that were restarted."""
         self._deaths: Counter[str] = Counter()
         """The number of deaths of each rollout server since the last step."""
         self._streams: dict[str, Any] = {}
-        """The stream of reports of each process; the newest one is kept until the run ends."""
+        """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations: set[asyncio.Task[None]] = set()
         self.watchdog = Watchdog(config, processes)
 
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
-        """Supervise the run; returns when every learner rank has finished and every step is logged.
+        """Supervise processes that are started and connected, until every rank has finished and every step is logged.
 
         Raises:
             AsyncRLError: the run can't go on; this is the error of the process that caused it.
@@ -100,7 +104,7 @@ class Supervisor:
     async def _follow_learner(self, name: str) -> None:
         """Log the reports of a learner rank until it has finished. If it fails, raise the error that ends the run."""
         try:
-            await self._lost.until_lost(name, self._read_reports(name))
+            await self._until_lost(name, self._read_reports(name))
         except AsyncRLError as error:
             if not isinstance(error, ProcessDiedError) and len(self._learning) > 1:
                 await asyncio.sleep(GRACE_S)  # if a peer has died, the task that follows it ends the run meanwhile
@@ -108,11 +112,11 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Log the reports of a rollout server, and restart the server each time it is lost, until it may not be."""
+        """Log the reports of a rollout server, and restart the server each time it is lost, as often as is allowed."""
         life = self._generate(name)
         while True:
             try:
-                await self._lost.until_lost(name, life)
+                await self._until_lost(name, life)
             except ServerLostError as lost:
                 error: AsyncRLError = lost.args[0]
             self._check_restart(name, error)
@@ -123,7 +127,7 @@ class Supervisor:
             life = self._restart(name)
 
     async def _restart(self, name: str) -> None:
-        """Restart a lost rollout server, have the learner push its weights to it, and log its reports.
+        """Restart a lost rollout server, wait for a push of the learner's weights to it, and log its reports.
 
         If a process dies during the restart:
             this server     ServerLostError is raised, and `_keep_server` restarts the server once more
@@ -148,26 +152,22 @@ class Supervisor:
     async def _abandon(self, name: str) -> int:
         """Have the buffer give the running groups of a dead server to other servers; returns the number of groups.
 
-        If the buffer dies before it answers, the next one is asked. WaitTimeoutError: timeouts.wire_s have passed.
+        If the buffer dies before it answers, the next one is asked.
         """
-        timeouts, dead = self._config.timeouts, None
+        timeouts = self._config.timeouts
+        restart_limit = Limit(2 * timeouts.join_s, "twice timeouts.join_s")
         while True:
-            buffer = await self._live_buffer(dead)
-            call: Any = buffer.abandon.remote(name)
+            await self._wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
+            buffer: Any = self._buffer
+            call = buffer.abandon.remote(name)
             try:
                 num_groups: int = await self._processes.call(
                     "buffer", call, timeouts.limit("wire_s"), f"an answer about the groups of {name}"
                 )
                 return num_groups
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
-                dead = buffer
-
-    async def _live_buffer(self, dead: ActorHandle | None) -> ActorHandle:
-        """Wait until a buffer other than `dead` runs; returns its actor. WaitTimeoutError: twice join_s have passed."""
-        limit = Limit(2 * self._config.timeouts.join_s, "twice timeouts.join_s")
-        await self._wait_until(lambda: self._buffer is not None and self._buffer is not dead, limit, "another buffer")
-        assert self._buffer is not None
-        return self._buffer
+                if self._buffer is buffer:
+                    self._buffer = None
 
     async def _join(self, name: str, url: str) -> int:
         """Wait until the learner has pushed its weights to a restarted server; returns their policy version.
@@ -184,7 +184,7 @@ class Supervisor:
             raise ServerLostError(error) from None
 
     async def _generate(self, name: str) -> None:
-        """Have a server generate, and log its reports. Ends only by ServerLostError, when the server is lost."""
+        """Have a server generate, and log its reports, until it is lost, which raises ServerLostError."""
         self._running.add(name)
         try:
             await self._read_reports(name)
@@ -203,7 +203,7 @@ class Supervisor:
         """Run the buffer; each time its process is killed, start a new one from the journal. Ends only by an error."""
         while True:
             try:
-                await self._lost.until_lost("buffer", self._serve_buffer())
+                await self._until_lost("buffer", self._serve_buffer())
             except ProcessKilledError as error:
                 self._buffer = None
                 await self._revive_buffer(error)
@@ -217,7 +217,7 @@ class Supervisor:
         raise ProcessDiedError(f"buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
 
     async def _watch(self) -> None:
-        """Ask the watchdog again and again which processes hang, and declare them lost. Never returns."""
+        """Ask the watchdog again and again which processes hang, and declare them lost."""
         while True:
             for name, error in await self.watchdog.look():
                 if name == "buffer":
@@ -228,7 +228,8 @@ class Supervisor:
                 self._declare_lost(name, error)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, then have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
+        """Wait for `stop`, then have the learner end with a checkpoint; raises KeyboardInterrupt if it takes too long.
+        """
         await stop.wait()
         limit_s = self._config.timeouts.interrupt_s
         self._log.logger.note(
@@ -242,12 +243,29 @@ class Supervisor:
         await asyncio.sleep(limit_s)
         raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s")
 
+    async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
+        """Await `life`, the driver's work with process `name`, but cancel it when the process is declared lost.
+
+        Raises:
+            ServerLostError: `name` is a rollout server that was declared lost.
+            AsyncRLError: the reason for which another process was declared lost, or an error of `life`.
+        """
+        task = self._lives[name] = asyncio.create_task(life)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if (reason := self._reasons.pop(name, None)) is None:
+                raise
+            raise ServerLostError(reason) if name.startswith("rollout") else reason from None
+
     def _declare_lost(self, name: str, error: AsyncRLError) -> None:
+        """End the driver's work with a process that counts as dead although no call to it has failed."""
         self._running.discard(name)
-        self._lost.declare(name, error)
+        if self._lives[name].cancel():
+            self._reasons.setdefault(name, error)
 
     async def _wait_until(self, condition: Callable[[], bool], limit: Limit, what: str) -> None:
-        """Wait until `condition` is true, which each `_notify` checks. WaitTimeoutError: `limit` has passed."""
+        """Wait until `condition` is true, which is checked after each `_notify`; after `limit`, WaitTimeoutError."""
         try:
             async with asyncio.timeout(limit.seconds), self._changed:
                 await self._changed.wait_for(condition)
@@ -327,7 +345,7 @@ class Supervisor:
         self._processes.kill(name)
 
     def end_restarts(self) -> list[str]:
-        """After training, kill the servers that are still being restarted; returns the names of the others."""
+        """Kill the servers that are still being restarted after training; returns the names of the others."""
         servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
         for name in [name for name in servers if name not in self._running]:
             self._remove_server(name)

@@ -28,40 +28,37 @@ class Watchdog:
         self._processes = processes
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
-        self._questions: dict[asyncio.Task[Status | None], str] = {}
+        self._questions: dict[str, asyncio.Task[Status | None]] = {}
 
     def begin(self, name: str) -> None:
-        """Watch process `name`, which has just been started: its silence is counted from now on."""
+        """Watch process `name`, which has just been started; count its silence from now on."""
         self.forget(name)
         self._heard_s[name] = time.monotonic()
 
     def forget(self, name: str) -> None:
-        """Stop watching process `name`, which is gone: drop its last status and the questions put to it."""
+        """Drop the last status of process `name`, which is gone, and the question put to it."""
         self._statuses.pop(name, None)
-        for question in [question for question, asked in self._questions.items() if asked == name]:
+        if question := self._questions.pop(name, None):
             question.cancel()
-            del self._questions[question]
 
     async def look(self) -> list[tuple[str, AsyncRLError]]:
-        """Sleep for WATCH_INTERVAL_S, ask every process what it does, write status.json; returns the hanging processes.
+        """Sleep for WATCH_INTERVAL_S, ask every process what it does, and write status.json.
 
         Returns:
-            (name, error with the reason) of each process that counts as dead.
+            (name, error with the reason) of each process that hangs and counts as dead.
         """
         await asyncio.sleep(WATCH_INTERVAL_S)
-        asked = set(self._questions.values())
-        for name, actor in self._processes.actors.items():
-            if name not in asked:
-                self._questions[asyncio.create_task(_answer(actor.status.remote()))] = name
+        asked = set(self._questions)
+        for name in self._processes.actors.keys() - asked:
+            self._questions[name] = asyncio.create_task(_answer(self._processes.actors[name].status.remote()))
         if self._questions:
-            await asyncio.wait(self._questions, timeout=ANSWER_S)
-        for question in [question for question in self._questions if question.done()]:
-            name = self._questions.pop(question)
-            if status := question.result():
+            await asyncio.wait(self._questions.values(), timeout=ANSWER_S)
+        for name in [name for name, question in self._questions.items() if question.done()]:
+            if status := self._questions.pop(name).result():
                 self._statuses[name] = status
                 self._heard_s[name] = time.monotonic()
         self.write_status("running")
-        dead = [*self._overdue(), *self._silent(asked.intersection(self._questions.values()))]
+        dead = [*self._overdue(), *self._silent(asked & self._questions.keys())]
         if dead:
             await self._processes.dump_stacks()
         return [(name, type(error)(f"{error}{self._processes.log_tail(name)}")) for name, error in dead]
@@ -82,8 +79,7 @@ class Watchdog:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.
 
         Args:
-            unanswered: processes that an earlier `look` has asked. One that was asked only now does not count: after a
-                pause of the driver itself all processes seem silent.
+            unanswered: processes that an earlier `look` has asked; after a pause of the driver itself all seem silent.
         """
         found: list[tuple[str, AsyncRLError]] = []
         for name in sorted(unanswered & self._processes.actors.keys()):

@@ -72,11 +72,7 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
-    Returns:
-        An absolute path, because `run_dir_of` takes the run directory from it.
-
-    Raises:
-        ConfigError: `path` is neither a checkpoint nor a run directory with at least one.
+    The result is absolute, because `run_dir_of` takes the run directory from it.
     """
     folder = Path(os.path.abspath(path))
     if _is_complete(folder):
@@ -123,7 +119,7 @@ def resumed_training_state(config: Config) -> TrainingState | None:
 def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
     """Rename the checkpoints after `version`, which a resume from `checkpoint` discards; no run resumes from them then.
 
-    Their data stays. Checkpoints that never became complete are removed.
+    Checkpoints that never became complete are removed.
 
     Args:
         lineage: the number of the lineage that ends with the resume.

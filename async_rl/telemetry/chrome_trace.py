@@ -16,8 +16,7 @@ class ChromeTrace:
     """A file of Trace Event JSON that is written during the run, one event per line, so that events need no memory.
 
     In the trace each pool is a process. Its spans are distributed over threads (lanes) so that spans of one thread do
-    not overlap, because a trace viewer draws only nested slices. Its samples are counters. Times are whole
-    microseconds, so that adjacent spans stay adjacent.
+    not overlap, because a trace viewer draws only nested slices. Its samples are counters.
 
     Args:
         origin_s: time.time() at the start of the trace's clock; no span starts earlier.

@@ -20,6 +20,11 @@ from async_rl.telemetry.wandb_run import open_wandb_run
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "sum": math.fsum, "max": max, "min": min, "last": itemgetter(-1),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One measured value. `key` is a path with a unit (`time/step_s`); `weight` is used by the reduction `mean`."""
@@ -32,9 +37,6 @@ class Metric:
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
     """Reduce metrics to one value for each key, in the order of first appearance; a mean of total weight 0 is left out.
-
-    Raises:
-        ValueError: a key has metrics with different reductions.
     """
     by_key: dict[str, list[Metric]] = {}
     for metric in metrics:
@@ -42,28 +44,19 @@ def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
         if same and same[0].reduce != metric.reduce:
             raise ValueError(f"metric {metric.key!r} has two reductions: {same[0].reduce}, {metric.reduce}")
         same.append(metric)
-    values = {key: _reduce(same) for key, same in by_key.items()}
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _reduce(metrics: list[Metric]) -> float | None:
-    reduction, values = metrics[0].reduce, [metric.value for metric in metrics]
-    if reduction == "mean":
-        weight = math.fsum(metric.weight for metric in metrics)
-        return math.fsum(m.weight * m.value for m in metrics) / weight if weight else None
-    reduce: dict[str, Callable[[list[float]], float]] = {
-        "sum": math.fsum, "max": max, "min": min, "last": itemgetter(-1),
-    }
-    return reduce[reduction](values)
+    values = {}
+    for key, same in by_key.items():
+        if (reduction := same[0].reduce) != "mean":
+            values[key] = _REDUCTIONS[reduction]([metric.value for metric in same])
+        elif weight := math.fsum(metric.weight for metric in same):
+            values[key] = math.fsum(metric.weight * metric.value for metric in same) / weight
+    return values
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
     """Return one record for each step of a `metrics.jsonl`, in order. Lines of one step are merged; later values win.
 
     A last line without a line end, which a crash leaves, is skipped.
-
-    Raises:
-        json.JSONDecodeError: any other line is not valid JSON.
     """
     steps: dict[int, dict[str, float | None]] = {}
     lines = Path(path).read_text().splitlines(keepends=True)
@@ -79,8 +72,7 @@ class MetricsLogger:
     """Writes metrics to `run_dir/metrics.jsonl`, to the console, and to wandb if it is on, with the same keys.
 
     The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
-    existing file is replaced, or with run.resume continued. A terminal also shows a progress bar with the time left.
-    Only one thread may use a logger.
+    existing file is replaced, or with run.resume continued. Only one thread may use a logger.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -102,7 +94,7 @@ class MetricsLogger:
         self._wandb = open_wandb_run(config, run_dir, self.note)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics of a finished step and flush the file, so that a crash of the driver does not lose them."""
+        """Write and print the metrics of a finished step."""
         self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
@@ -136,7 +128,6 @@ class MetricsLogger:
         return round(time.monotonic() - self._started_s, 3)
 
     def close(self) -> None:
-        """Close the file, the progress bar and wandb; a second call does nothing."""
         self._bar.stop()
         self._file.close()
         if self._wandb is not None:

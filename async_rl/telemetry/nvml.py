@@ -47,7 +47,7 @@ class GpuSampler:
                 self.read()
 
     def read(self) -> None:
-        """Read the utilisation of all devices once and keep their mean as a sample for `drain`."""
+        """Read the utilisation of all devices once, and keep their mean for `drain`."""
         percent = [self._nvml.nvmlDeviceGetUtilizationRates(device).gpu for device in self._devices]
         with self._lock:
             self._samples.append(Sample(self._pool, "gpu", time.time(), sum(percent) / len(percent) / 100))
@@ -71,7 +71,6 @@ def _visible_uuids() -> list[str]:
 
     CUDA itself is asked, because its ordinals are not NVML's indices: CUDA_VISIBLE_DEVICES selects devices, and without
     CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA counts the fastest one first. Asking creates no context on a device.
-    Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__DEVICE.html
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

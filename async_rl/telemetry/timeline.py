@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import fmean
 from typing import Literal, Self, get_args
 
 State = Literal["busy", "wait_data", "wait_weights", "sync", "eval", "checkpoint", "other"]
@@ -102,13 +103,10 @@ class Usage:
         """[metric key] sum and number of the samples."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
-        """Add the time [start_s, end_s) to the window; returns this object.
+        """Add the time [start_s, end_s) to the window, which must not be empty; returns this object.
 
         `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
         that time was in the state `other`.
-
-        Raises:
-            ValueError: end_s is not after start_s.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
@@ -150,12 +148,11 @@ class Usage:
         values: dict[str, float] = {}
         for kind in dict.fromkeys(map(_kind, shares)):
             pools = [of_pool for pool, of_pool in shares.items() if _kind(pool) == kind]
-            values[f"utilisation/{kind}"] = _mean([pool["busy"] for pool in pools])
             for state in STATES:
-                if state != "busy":
-                    values[f"utilisation/{kind}/{state}"] = _mean([pool[state] for pool in pools])
+                key = f"utilisation/{kind}" if state == "busy" else f"utilisation/{kind}/{state}"
+                values[key] = fmean(pool[state] for pool in pools)
         if shares:
-            values["utilisation/total"] = _mean([of_pool["busy"] for of_pool in shares.values()])
+            values["utilisation/total"] = fmean(of_pool["busy"] for of_pool in shares.values())
         return values | {key: total / number for key, (total, number) in self._samples.items()}
 
 
@@ -179,7 +176,3 @@ def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterat
 
 def _kind(pool: str) -> str:
     return pool.partition("/")[0]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

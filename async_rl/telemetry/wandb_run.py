@@ -32,20 +32,23 @@ Mode = Literal["online", "offline", "disabled"]
 def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> WandbRun | None:
     """Return the wandb run that `logging.wandb` asks for, or None if it is off or can't start.
 
-    If wandb is offline or off although the user asked for more, `note` is called with the reason.
+    If wandb is offline or off although the user asked for more, `note` gets the reason.
     """
     mode, why = choose_mode(config.logging.wandb)
     if why:
         note(f"wandb: {why}")
     if mode == "disabled":
         return None
+    id_file = run_dir / "wandb_id"  # with the same id, a resumed run continues the same wandb run
+    if not id_file.is_file():
+        id_file.write_text(secrets.token_hex(4))
     try:
         import wandb
 
         run = wandb.init(
             project=config.logging.project,
             name=config.run.name,
-            id=_run_id(run_dir),
+            id=id_file.read_text(),
             resume="allow",
             dir=str(run_dir),
             config=dataclasses.asdict(config),
@@ -63,14 +66,6 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
     return WandbRun(run, note)
-
-
-def _run_id(run_dir: Path) -> str:
-    """Return the wandb id of this run directory, with which a resumed run continues the same wandb run."""
-    file = run_dir / "wandb_id"
-    if not file.is_file():
-        file.write_text(secrets.token_hex(4))
-    return file.read_text()
 
 
 class WandbRun:

@@ -185,7 +185,7 @@ def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: 
         run.step()
     summary = log.summary({})
     log.close()
-    whole = Usage().add(run.spans, run.samples, *log.window())
+    whole = Usage().add(run.spans, run.samples, log.step_ends_s[0], log.step_ends_s[-1])
     assert summary["pools"] == whole.shares()
     assert whole.metrics().keys() <= summary.keys()
     assert {key: summary[key] for key in whole.metrics()} == pytest.approx(whole.metrics())

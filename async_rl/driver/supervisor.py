@@ -34,7 +34,6 @@ GRACE_S = 3.0
 ends the run in place of the failure."""
 
 
-
 class ServerLostError(Exception):
     """A rollout server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
 
@@ -68,9 +67,7 @@ class Supervisor:
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
         """Supervise processes that are started and connected, until every rank has finished and every step is logged.
 
-        Raises:
-            AsyncRLError: the run can't go on; this is the error of the process that caused it.
-            KeyboardInterrupt: after a signal, the learner did not end within timeouts.interrupt_s.
+        If the run can't go on, the error of the process that caused it is raised.
         """
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
         try:
@@ -150,10 +147,7 @@ class Supervisor:
         await self._generate(name)
 
     async def _abandon(self, name: str) -> int:
-        """Have the buffer give the running groups of a dead server to other servers; returns the number of groups.
-
-        If the buffer dies before it answers, the next one is asked.
-        """
+        """Have the buffer give the running groups of a dead server to other servers; returns the number of groups."""
         timeouts = self._config.timeouts
         restart_limit = Limit(2 * timeouts.join_s, "twice timeouts.join_s")
         while True:
@@ -170,17 +164,14 @@ class Supervisor:
                     self._buffer = None
 
     async def _join(self, name: str, url: str) -> int:
-        """Wait until the learner has pushed its weights to a restarted server; returns their policy version.
-
-        Raises ServerLostError if the push fails at the server. Any other error is the learner's and ends the run.
-        """
+        """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
         timeouts = self._config.timeouts
         limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
         call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
         try:
             version: int = await self._processes.call("learner/0", call, limit, f"a push to {name}")
             return version
-        except WeightSyncError as error:
+        except WeightSyncError as error:  # the push failed at the server; another error is the learner's
             raise ServerLostError(error) from None
 
     async def _generate(self, name: str) -> None:

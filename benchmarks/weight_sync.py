@@ -6,10 +6,9 @@
 A push pauses the server, sends the buckets, loads the weights and resumes. The pause is the time in which the server
 generates nothing. Push and plain transfer take turns; the table has the medians over the rounds after the first.
 
-gloo        buckets are announced over HTTP and broadcast with torch.distributed
-background  as gloo, but the server pauses only to load the weights (weight_sync.background)
-disk        files in a temporary folder
-cuda_ipc    the server maps the learner's GPU memory; on a CPU, shared host memory
+gloo      buckets are announced over HTTP and broadcast with torch.distributed
+disk      files in a temporary folder
+cuda_ipc  the server maps the learner's GPU memory; on a CPU, shared host memory
 
 Without --sglang the server is benchmarks/weight_receiver.py, which holds float32 tensors of at least 1 MB behind the hf
 engine's weight endpoints, and the plain transfer is one broadcast of all bytes to another process. With --sglang it is
@@ -133,7 +132,7 @@ def measure(
     pause_s = statistics.median(push.pause_s for push in pushes[1:])
     transfer_s = statistics.median(plain_s[1:])
     return {
-        "transport": "background" if config.weight_sync.background else config.weight_sync.transport,
+        "transport": config.weight_sync.transport,
         "megabytes": num_bytes / MB, "gb_per_s": num_bytes / seconds / 1e9,
         "plain_gb_per_s": num_bytes / transfer_s / 1e9,
         "of_plain": transfer_s / seconds, "pause_ms": 1e3 * pause_s, "pause_of_plain": pause_s / transfer_s,
@@ -141,12 +140,8 @@ def measure(
 
 
 def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
-    """Return the config with one of this benchmark's transports, where `background` means gloo in the background."""
-    background = transport == "background"
-    sync = WeightSyncConfig(
-        transport="gloo" if background else transport,  # type: ignore[arg-type]
-        background=background, bucket_bytes=bucket_mb * MB,
-    )  # fmt: skip
+    """Return the config with one of the transports."""
+    sync = WeightSyncConfig(transport=transport, bucket_bytes=bucket_mb * MB)
     return dataclasses.replace(config, weight_sync=sync)
 
 
@@ -157,7 +152,7 @@ def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str,
         num_tensors = min(MAX_TENSORS, megabytes)
         num_elements = megabytes * MB // num_tensors // 4
         plain = PlainBroadcast(megabytes * MB)
-        for transport in (arguments.transports or "gloo,background,disk").split(","):
+        for transport in (arguments.transports or "gloo,disk").split(","):
             config = with_transport(base, transport, arguments.bucket_mb)
             with ReceiverProcess(num_tensors, config, num_elements) as receiver:
                 tensors = {name: torch.full((num_elements // 512, 512), 0.5) for name in receiver.names}
@@ -193,7 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (2**20 bytes) to push without --sglang")
     parser.add_argument("--sglang", choices=list(SIZES), help="push a random model of this size to an SGLang server")
     parser.add_argument("--server-args", type=json.loads, default={}, help="JSON, as rollout.server_args")
-    parser.add_argument("--transports", help="default: gloo,background,disk; with --sglang: cuda_ipc,disk")
+    parser.add_argument("--transports", help="default: gloo,disk; with --sglang: cuda_ipc,disk")
     parser.add_argument("--bucket-mb", type=int, default=WeightSyncConfig().bucket_bytes // MB)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="writes OUT.md and OUT.json")

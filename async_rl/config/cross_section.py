@@ -141,11 +141,6 @@ def _check_engine(config: Config) -> None:
         f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
     )
     check(
-        not sync.background or entry.updates_in_background, "weight_sync.background", True, f"false {with_engine}",
-        "It loads new weights into those it samples from, so it can't generate meanwhile. "
-        + _engines_with(lambda e: e.updates_in_background),
-    )
-    check(
         most == 0 or tp <= most, "placement.rollout.tp", tp, f"at most {most} {with_engine}",
         "It can't split a model over more devices. Raise placement.rollout.servers for more.",
     )

@@ -47,8 +47,6 @@ class WeightSyncConfig:
     they have."""
     every_steps: PositiveInt = 1
     """Learner steps between two pushes."""
-    background: bool = False
-    """Servers go on generating while new weights arrive beside the old ones, and pause only to swap them."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
     verify: bool = True

@@ -35,8 +35,6 @@ class EngineEntry:
     """
     releases_memory: bool = False
     """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
-    updates_in_background: bool = False
-    """A server can receive new weights while it generates with the old ones (weight_sync.background)."""
     max_tensor_parallel: int = 1
     """The largest placement.rollout.tp; 0: no limit."""
     attaches_to_url: bool = False
@@ -98,7 +96,6 @@ ENGINES: dict[str, EngineEntry] = {
         open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
-        updates_in_background=True,
         computes_in_worker=True,
     ),
 }

@@ -34,7 +34,7 @@ class PushReport:
     """Time for which the servers were paused."""
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
-    """The time of the pause as spans of state `sync`, one for each server's pool `rollout/<index>`."""
+    """The pause as a span of state `sync` for each server's pool `rollout/<index>`."""
     lost: tuple[str, ...] = ()
     """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
 
@@ -54,7 +54,7 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
 
     Raises (the returned function does):
         WeightSyncError: a call failed; the message names it. The other calls may still be running.
-        WaitTimeoutError: `limit` has passed; the message names the calls that are still running.
+        WaitTimeoutError: the message names the calls that are still running after `limit`.
     """
     futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds
@@ -81,16 +81,12 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
 
 
 class WeightPublisher(ABC):
-    """The learner's half of a transport. Every rank calls `push`; only rank 0 talks to servers.
-
-    Args:
-        engine_urls: base URLs of the servers, in the order of their pools `rollout/<index>`.
-    """
+    """The learner's half of a transport. Every rank calls `push`; only rank 0 talks to servers."""
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         self.config = config
         self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
-        """URLs of the servers that get the next push, by name; rank 0 may change them between two pushes."""
+        """Base URLs of the servers that get the next push, by name; rank 0 may change them between two pushes."""
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
@@ -115,20 +111,16 @@ class WeightPublisher(ABC):
         return self._admins[url]
 
     def give_up(self) -> None:
-        """After a failed push, end the update at every server; a paused server stays paused.
-
-        A server that does not answer is found by the next push.
-        """
+        """After a failed push, end the update at every server; a paused server stays paused."""
         self.tell_servers(lambda admin: admin.end_update(), self.servers.values())
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
-        """Send weights to every server and return when all of them serve `version`; the report says how long that took.
+        """Send weights to every server and return when all of them serve `version`.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it.
 
         Args:
-            named_tensors: the weights under Hugging Face names. They may be gathered from all ranks one by one, so
-                every rank reads the iterable to its end.
+            named_tensors: the weights under Hugging Face names, which may be gathered from all ranks one by one.
 
         Raises:
             WeightSyncError: a live server refused the weights; it stays paused and must not be used.
@@ -142,7 +134,11 @@ class WeightPublisher(ABC):
                 self.connect()
                 start_s = time.time()
                 num_bytes = self.send(tensors, version)
-                return self._report(start_s, num_bytes)
+                end_s = time.time()
+                return PushReport(
+                    seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
+                    spans=tuple(Span(name, "sync", self.paused_s, end_s, "weights") for name in self.servers),
+                )
         except (WeightSyncError, WaitTimeoutError):
             lost = self._find_lost()
             if not lost:
@@ -159,8 +155,8 @@ class WeightPublisher(ABC):
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this with a batch.
 
-        No server generates for training then, as no group is admitted before the push. Answers to an evaluation wait
-        and continue with the new weights. A dead server is found by the next push.
+        No group is admitted before the push. Answers to an evaluation wait and continue with the new weights. A dead
+        server is found by the next push.
         """
 
         def release(admin: ServerAdmin) -> None:
@@ -170,18 +166,18 @@ class WeightPublisher(ABC):
                 if admin.is_ready():
                     raise
 
-        self._call_all(release)
+        self._call_all(release, self.servers.values())
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
         """Return, for each server by name, a function that makes `call` for it."""
         return {name: partial(call, self.admin(url)) for name, url in self.servers.items()}
 
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
-        """Make `call` for all servers in parallel; returns the results by name. The first error is raised at once."""
+        """Make `call` for all servers in parallel and return the results by name. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
     def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
-        """Make `call` for the servers at `urls` in parallel; returns when all calls have ended, and ignores errors."""
+        """Make `call` for the servers at `urls` in parallel. Returns when all calls have ended; errors are ignored."""
 
         def tell(admin: ServerAdmin) -> None:
             with suppress(WeightSyncError, WaitTimeoutError):
@@ -189,9 +185,9 @@ class WeightPublisher(ABC):
 
         self._call_all(tell, urls)
 
-    def _call_all(self, call: Callable[[ServerAdmin], Any], urls: Iterable[str] | None = None) -> list[Any]:
-        """Make `call` for all servers, or those at `urls`, in parallel; returns the results when all have ended."""
-        admins = [self.admin(url) for url in (self.servers.values() if urls is None else urls)]
+    def _call_all(self, call: Callable[[ServerAdmin], Any], urls: Iterable[str]) -> list[Any]:
+        """Make `call` for the servers at `urls` in parallel and return the results when all calls have ended."""
+        admins = [self.admin(url) for url in urls]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             return list(threads.map(call, admins))
 
@@ -199,7 +195,7 @@ class WeightPublisher(ABC):
         """Return the names of the servers that don't answer, once there are any, or after LOST_WITHIN_S."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
-            alive = self._call_all(lambda admin: admin.is_ready())
+            alive = self._call_all(lambda admin: admin.is_ready(), self.servers.values())
             lost = tuple(name for name, is_alive in zip(self.servers, alive, strict=True) if not is_alive)
             if lost or time.monotonic() > deadline:
                 return lost
@@ -211,8 +207,7 @@ class WeightPublisher(ABC):
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
-        Args:
-            learner_logprobs: log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+        `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
 
         Raises:
             WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
@@ -234,34 +229,20 @@ class WeightPublisher(ABC):
                 )
 
     def open_update(self) -> None:
-        """Begin the update at each server, after pausing it unless `weight_sync.background` postpones the pause."""
-        if not self.config.weight_sync.background:
-            self._pause()
+        """Pause each server and begin the update there."""
+        self.paused_s = time.time()
+        on_update = self.config.weight_sync.on_update
+        self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.takes_turns:
-            self._call_all(lambda admin: admin.resume_memory("weights"))
+            self._call_all(lambda admin: admin.resume_memory("weights"), self.servers.values())
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
         """End the update at each server, then resume sampling on all of them."""
-        if self.config.weight_sync.background:
-            self._pause()
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         if self.config.takes_turns:
-            self._call_all(lambda admin: admin.resume_memory("kv_cache"))
+            self._call_all(lambda admin: admin.resume_memory("kv_cache"), self.servers.values())
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
-
-    def _pause(self) -> None:
-        self.paused_s = time.time()
-        on_update = self.config.weight_sync.on_update
-        self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
-
-    def _report(self, start_s: float, num_bytes: int) -> PushReport:
-        """Return the report of the push that began at `start_s` and has just ended."""
-        end_s = time.time()
-        return PushReport(
-            seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
-            spans=tuple(Span(name, "sync", self.paused_s, end_s, "weights") for name in self.servers),
-        )
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:

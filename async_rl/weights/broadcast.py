@@ -27,9 +27,7 @@ from torch.distributed.distributed_c10d import (
 from async_rl.config import Config
 from async_rl.network import open_store
 from async_rl.weights.base import start_together
-from async_rl.weights.bucketed import BucketPublisher
-from async_rl.weights.buckets import Bucket, bucket_num_bytes, unpack
-from async_rl.weights.server_admin import ServerAdmin
+from async_rl.weights.buckets import Bucket, BucketPublisher, bucket_num_bytes, unpack
 
 
 class BroadcastPublisher(BucketPublisher):
@@ -46,7 +44,7 @@ class BroadcastPublisher(BucketPublisher):
         """URLs, at the time of joining, of the servers that joined `group`, by name."""
 
     def connect(self) -> None:
-        if self.rank != 0 or self._members == self.servers:
+        if self.rank != 0 or (self.group is not None and self._members == self.servers):
             return
         self._leave()
         if not self.servers:
@@ -64,13 +62,11 @@ class BroadcastPublisher(BucketPublisher):
             )
             for index, (name, url) in enumerate(self.servers.items())
         }
-        calls["learner rank 0"] = partial(self._join, store, world_size)
-        start_together(calls, limit, "joining the weight group")()
+        calls["learner rank 0"] = partial(
+            join_group, store, 0, world_size, self.group_name, self.backend, self.config.timeouts.push_s
+        )
+        self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
         self._members = dict(self.servers)
-
-    def _join(self, store: dist.TCPStore, world_size: int) -> None:
-        timeout_s = self.config.timeouts.push_s
-        self.group = join_group(store, 0, world_size, self.group_name, self.backend, timeout_s)
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         label = version if bucket.is_last else None
@@ -85,22 +81,21 @@ class BroadcastPublisher(BucketPublisher):
             torch.cuda.synchronize(data.device)
 
     def give_up(self) -> None:
-        self._leave(lambda admin: admin.end_update())
+        self._abort()  # frees the servers that hang in a broadcast
+        super().give_up()
 
-    def _leave(self, first: Callable[[ServerAdmin], None] | None = None) -> None:
-        """Destroy the group: first the learner's half, which frees servers that hang in a broadcast, then the servers'.
-
-        Args:
-            first: a call to each server before it leaves the group.
-        """
+    def _abort(self) -> None:
+        """Destroy the learner's half of the group."""
         if self.group is not None:
             self.group.abort()
             dist.destroy_process_group(self.group)
             self.group = None
+
+    def _leave(self) -> None:
+        """Destroy the learner's half of the group, then those of the servers that still are servers of this run."""
+        self._abort()
         staying = [url for name, url in self._members.items() if self.servers.get(name) == url]
         self._members = {}
-        if first:
-            self.tell_servers(first, staying)
         self.tell_servers(lambda admin: admin.leave_group(self.group_name), staying)
 
     def close(self) -> None:
@@ -125,8 +120,7 @@ class Receiver:
         self._in_use: list[Tensor] = []
 
     def begin_push(self) -> None:
-        """Forget the buffers of a failed push. They can't be used again: a thread of that push may still write to them.
-        """
+        """Forget the buffers of a failed push, to which a thread of that push may still write."""
         self._received = []
 
     def end_push(self) -> None:
@@ -145,7 +139,7 @@ class Receiver:
         self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
         device: torch.device | None = None,
     ) -> list[tuple[str, Tensor]]:
-        """Wait for one bucket; returns its tensors by name. KeyError: `group_name` was never joined. RuntimeError: the
+        """Wait for one bucket; returns its tensors by name. KeyError: the group was never joined. RuntimeError: the
         sender is lost.
         """
         data = self._buffer(bucket_num_bytes(dtypes, shapes), device)

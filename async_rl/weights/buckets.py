@@ -1,12 +1,17 @@
-"""Packs named tensors into flat byte buckets and unpacks them."""
+"""Packs tensors into flat byte buckets, unpacks them, and the base class of transports that send weights in buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.weights.base import WeightPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +26,43 @@ class Bucket:
     is_last: bool
 
 
+class BucketPublisher(WeightPublisher):
+    """A WeightPublisher that sends weights bucket by bucket. A subclass defines how one bucket is sent."""
+
+    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        super().__init__(config, engine_urls, rank, device)
+        self._buffers: list[Tensor | None] = [None, None]
+
+    @abstractmethod
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        """Start to send `bucket`; returns at once a function that waits until every server has loaded it."""
+
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+        """Send all weights in buckets; returns their bytes. The next bucket is gathered while one is sent."""
+        num_bytes = 0
+        wait_sent: Callable[[], Any] | None = None
+        for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers):
+            if wait_sent:
+                wait_sent()
+            else:  # the servers have generated while the first bucket was gathered
+                self.open_update()
+            wait_sent = self.start_sending(bucket, version)
+            num_bytes += bucket.data.numel()
+        if wait_sent:
+            wait_sent()
+        self.close_update()
+        if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it again would be slow
+            self._buffers = [None, None]
+        return num_bytes
+
+
 def iter_buckets(
     named_tensors: Iterable[tuple[str, Tensor]],
     bucket_bytes: int,
     dtype: torch.dtype,
     buffers: list[Tensor | None],  # two of [bytes] uint8; None: not allocated yet
 ) -> Iterator[Bucket]:
-    """Cast the tensors to `dtype` and yield buckets of them, in order. A tensor larger than `bucket_bytes` has its own
-    bucket.
+    """Cast the tensors to `dtype` and yield them in buckets, in order. A tensor over `bucket_bytes` has its own bucket.
 
     The two buffers take turns: a bucket may be sent while the next one is filled, and must have been sent when the one
     after that is requested.

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from async_rl.weights.base import start_together
-from async_rl.weights.bucketed import BucketPublisher
-from async_rl.weights.buckets import Bucket
+from async_rl.weights.buckets import Bucket, BucketPublisher
 
 
 class CudaIpcPublisher(BucketPublisher):

@@ -23,11 +23,6 @@ def load(tmp_path: Path, *overrides: str) -> Config:
     ("overrides", "message"),
     [
         (
-            ["weight_sync.background=true"],
-            "weight_sync.background must be false with rollout.engine sglang, got True (command line). "
-            "It loads new weights into those it samples from",
-        ),
-        (
             ["weight_sync.every_steps=3", "staleness.max=1"],
             "at least weight_sync.every_steps * learner.prompts_per_step = 48, got 32. Otherwise the learner waits "
             "for ever. Set staleness.max >= 2 or weight_sync.every_steps <= 2.",
@@ -171,7 +166,6 @@ SMALL = (f"rollout.engine={HERE}:SMALL_ENGINE", "weight_sync.on_update=drain")
         (["weight_sync.on_update=in_place"], "got 'in_place' (command line). Or set rollout.engine: sglang or hf."),
         (["weight_sync.transport=gloo"], f"must be auto or disk with rollout.engine {HERE}:SMALL_ENGINE, got 'gloo'"),
         (["placement.rollout.tp=8"], "placement.rollout.tp must be at most 4 with rollout.engine"),
-        (["weight_sync.background=true"], "weight_sync.background must be false with rollout.engine"),
         (["rollout.server_url=http://there"], "It can't take over a server. Or set rollout.engine: sglang."),
     ],
 )

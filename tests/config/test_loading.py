@@ -198,7 +198,7 @@ def test_what_is_dumped_is_read_back_equal(
     [
         ("run:\n  seed: 3\n  steps: 0\n", "config.yaml:5", "run.steps"),
         ("algorithm:\n  gamma: 0.9\n", "config.yaml:4", "algorithm.gamma"),
-        ("weight_sync:\n\n  background: true\n", "config.yaml:5", "weight_sync.background"),
+        ("weight_sync:\n\n  bucket_bytes: 9\n", "config.yaml:5", "weight_sync.bucket_bytes"),
         ("learner:\n  betas:\n    - 0.9\n    - 2\n", "config.yaml:4", "learner.betas[1]"),
     ],
 )

@@ -16,14 +16,8 @@ from tests.rollout_server.engines.hf_cases import config_for, sharp_model
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
     """Push the weights of seed 5 as version 3, in several buckets, and verify them."""
     config = config_for(Path(folder))
-    background = transport == "background"
-    sync = replace(
-        config.weight_sync, transport="gloo" if background else transport, background=background, bucket_bytes=100_000
-    )
-    config = replace(
-        config, weight_sync=sync,
-        run=replace(config.run, dir=run_dir),
-    )
+    sync = replace(config.weight_sync, transport=transport, bucket_bytes=100_000)
+    config = replace(config, weight_sync=sync, run=replace(config.run, dir=run_dir))
     model = sharp_model("tiny-qwen2", 5).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()

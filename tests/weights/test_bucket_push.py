@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
-from rollout_server.engines.sglang.admin import SGLangAdmin
 
 pytestmark = pytest.mark.processes
 
@@ -77,35 +75,6 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
     publisher.close()
     assert publisher.num_sent == 8
     assert receiver.checksum() == 3.0 * 32 * MB / 4
-
-
-def test_in_the_background_servers_pause_only_when_they_have_all_buckets(receiver: ReceiverProcess) -> None:
-    config = replace(CONFIG, weight_sync=replace(CONFIG.weight_sync, background=True))
-    asked: list[str] = []
-
-    class Noting(SGLangAdmin):
-        def ask(self, method, path, *arguments):  # type: ignore[no-untyped-def]
-            asked.append(path)
-            return super().ask(method, path, *arguments)
-
-    class EventPublisher(BroadcastPublisher):
-        def _broadcast(self, data: Tensor) -> None:
-            asked.append("bucket")
-            super()._broadcast(data)
-
-    publisher = EventPublisher(config, [receiver.url], 0, CPU, backend="gloo")
-    publisher.connect()
-    publisher._open_admin = Noting
-    publisher._admins.clear()
-    report = publisher.push(gathered(receiver, 4.0), 3)
-    assert asked.count("/update_weights_from_distributed") == 8
-    assert [path for path in asked if path != "/update_weights_from_distributed"] == [
-        "/begin_weight_update", *["bucket"] * 8, "/pause_generation", "/end_weight_update", "/continue_generation"
-    ]
-    publisher.close()
-    assert receiver.version() == 3
-    assert receiver.checksum() == 4.0 * 32 * MB / 4
-    assert 0 < report.pause_s < report.seconds
 
 
 def test_a_push_that_breaks_off_overwrites_no_weights_in_use(receiver: ReceiverProcess) -> None:

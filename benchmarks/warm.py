@@ -20,7 +20,7 @@ MARGIN_S = 60.0
 class WarmServer:
     """Keeps the SGLang server of the last cell running for the next one, if that would start it with the same flags.
 
-    A cell that takes the server over resets it (rollout_server/engines/sglang/attach_server.py). After a failure a new
+    A cell that takes the server over resets it (rollout_server/engines/sglang/engine.py). After a failure a new
     server is started. With GPUs no server is shared, because Ray says which GPU a server has.
 
     Args:

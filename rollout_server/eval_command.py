@@ -20,12 +20,7 @@ _NO_BUFFER = "tcp://127.0.0.1:1"
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """Return the `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each.
-
-    Raises:
-        ConfigError: the model, task or reward can't be used, or there is no held-out set.
-        AsyncRLError: the engine does not start, or does not answer.
-    """
+    """Return the `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each."""
     check_model_folder(config.model.path, config.longest_tokens)
     values = asyncio.run(_evaluate(config))
     if not values:

@@ -24,14 +24,11 @@ _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
 Answer = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
+"""Returns the completions of a request and their rewards."""
 
 
 class Evaluation:
-    """Answers the held-out prompts at the training temperature and scores them.
-
-    Args:
-        answer: returns the completions of a request and their rewards.
-    """
+    """Answers the held-out prompts at the training temperature and scores them."""
 
     def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
         self._config = config
@@ -48,9 +45,8 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.concurrency prompts in flight, as training does, because all at once
-                would delay the groups that the learner waits for. There is no such limit with eval.pin_version, where
-                the next push waits for the end of the evaluation.
+            beside_training: keep at most rollout.concurrency prompts in flight, because all at once would delay the
+                groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
         """
         evaluation = self._config.eval
         is_limited = beside_training and not evaluation.pin_version
@@ -102,7 +98,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield avg@n (the mean share of right answers) and pass@k for each k in eval.pass_at, if eval.samples n > 1."""
+    """Yield avg@n, the mean share of right answers, and pass@k for each k in eval.pass_at, if eval.samples n > 1."""
     samples = evaluation.samples
     if samples == 1:
         return

@@ -61,8 +61,7 @@ class Worker:
         self._stats = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
-        advantage = config.algorithm.advantage_entry
-        self._needs_greedy_baseline = advantage.needs_greedy_baseline
+        self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
         self._group_ended = asyncio.Event()
@@ -88,11 +87,10 @@ class Worker:
             await self._cancel_groups()
 
     def status(self) -> Status:
-        """Return what the worker does now and what it waits for."""
         return self._stats.status()
 
     async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
-        """Measure held-out accuracy with the weights that the engine serves now; see Evaluation.run."""
+        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
         return await self._evaluation.run(version, beside_training=beside_training)
 
     async def stop(self) -> None:
@@ -122,7 +120,7 @@ class Worker:
                     granted_s = time.monotonic()
                     # All prompts are made before the first task starts: groups that are granted together reach the
                     # engine together, which makes runs repeatable.
-                    prompts = await asyncio.to_thread(self._prompts, slots)
+                    prompts = await asyncio.to_thread(list, map(self._task.prompt, [s.prompt_index for s in slots]))
                     for slot, prompt in zip(slots, prompts, strict=True):
                         begun = self._stats.begin_group()
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
@@ -132,7 +130,7 @@ class Worker:
             raise _first_error(group) from None
 
     def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
-        """Count the group as ended. A done-callback, because a task cancelled before its first step runs no code."""
+        """Count the group as ended, also if its task was cancelled before its first step and ran no code."""
         del self._groups[group_id]
         self._stats.end_group(begun)
         self._group_ended.set()
@@ -145,9 +143,6 @@ class Worker:
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
-
-    def _prompts(self, slots: list[Slot]) -> list[Prompt]:
-        return [self._task.prompt(slot.prompt_index) for slot in slots]
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
         request = GenerationRequest(
@@ -185,12 +180,7 @@ class Worker:
         return (await self._answer(greedy))[1][0]
 
     async def _answer(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
-        """Wait for the engine's completions and their rewards, and return both lists.
-
-        Raises:
-            WaitTimeoutError: the engine did not answer within timeouts.generate_s, or the rewards queued for too long.
-            RewardError: the reward of an answer failed.
-        """
+        """Wait for the engine's completions and their rewards, and return both lists."""
         timeout_s = self._config.timeouts.generate_s
         try:
             with self._stats.waiting("generates", "its engine", timeout_s):

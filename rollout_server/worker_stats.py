@@ -25,8 +25,8 @@ class _Wait:
 class WorkerStats:
     """Counts the groups, evaluations and waits of one worker.
 
-    The timeline has no gaps. Its state is `busy` while a group is in flight; else `eval` while an evaluation runs; else
-    `wait_weights`, because a worker without a group waits for admission, which opens with the next served weights.
+    The timeline is `busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`,
+    because a worker without a group waits for admission, which opens with the next served weights.
     """
 
     def __init__(self, pool: str) -> None:
@@ -40,7 +40,7 @@ class WorkerStats:
         self.in_flight = 0
         """The number of groups that were granted and that the buffer has not yet acknowledged."""
         self._group_seconds = 0.0
-        """The integral of in_flight over time, up to _counted_s."""
+        """The integral of in_flight over time until _counted_s."""
         self._counted_s = time.monotonic()
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
@@ -93,16 +93,11 @@ class WorkerStats:
         return Status(doing=doing, waits_on=first.waits_on, since_s=since_s, told_s=now_s, limit_s=first.limit_s)
 
     def drain_spans(self) -> tuple[Span, ...]:
-        """Return the timeline spans from the last call until now."""
         self._close_span()
         return self._timeline.drain()
 
     def drain_groups(self) -> list[Metric]:
-        """Return metrics of the groups that ended since the last call, or an empty list if none ended.
-
-        The means of the seconds in flight, of their square, and of the number of groups in flight at once tell the
-        prediction how fast the engine is at which load.
-        """
+        """Return metrics of the groups that ended since the last call, from which the prediction reads the speed."""
         finished, self._finished = self._finished, []
         if not finished:
             return []
@@ -123,7 +118,7 @@ class WorkerStats:
         self.in_flight += change
 
     def _close_span(self) -> None:
-        """Record the time since the last call in the timeline, under the state of that time."""
+        """Add the time since the last call to the timeline."""
         now_s = time.time()
         idle: State = "eval" if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)

@@ -25,9 +25,6 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
 
     The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
     and server on one device.
-
-    Raises:
-        ConfigError: the transport can't be imported.
     """
     engine = config.rollout.engine_entry
     transport = config.weight_sync.transport_entry or TRANSPORTS[

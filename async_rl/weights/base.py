@@ -117,10 +117,8 @@ class WeightPublisher(ABC):
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         """Send weights to every server and return when all of them serve `version`.
 
-        If a server has died, it is removed from `servers`, the others stay paused, and the report names it.
-
-        Args:
-            named_tensors: the weights under Hugging Face names, which may be gathered from all ranks one by one.
+        If a server has died, it is removed from `servers`, the others stay paused, and the report names it. The weights
+        have Hugging Face names, and may be gathered from all ranks one by one.
 
         Raises:
             WeightSyncError: a live server refused the weights; it stays paused and must not be used.
@@ -155,8 +153,7 @@ class WeightPublisher(ABC):
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this with a batch.
 
-        No group is admitted before the push. Answers to an evaluation wait and continue with the new weights. A dead
-        server is found by the next push.
+        Answers to an evaluation wait and continue with the new weights. A dead server is found by the next push.
         """
 
         def release(admin: ServerAdmin) -> None:

@@ -1,7 +1,6 @@
 """Both halves of the transport that broadcasts weights by torch.distributed, with NCCL between GPUs or gloo on CPU.
 
-One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...). A bucket is announced
-through the servers' `ServerAdmin` and travels as one flat byte tensor.
+One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class BroadcastPublisher(BucketPublisher):
         self.group_name = ""
         self.group: dist.ProcessGroup | None = None
         self._members: dict[str, str] = {}
-        """URLs, at the time of joining, of the servers that joined `group`, by name."""
+        """URLs of the servers that joined `group`, by name."""
 
     def connect(self) -> None:
         if self.rank != 0 or (self.group is not None and self._members == self.servers):
@@ -55,7 +54,7 @@ class BroadcastPublisher(BucketPublisher):
         limit = self.config.timeouts.limit("join_s")
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             name: partial(
                 self.admin(url).join_group, name=self.group_name, host=host, port=store.port,
                 first_rank=1 + index * tp, world_size=world_size, backend=self.backend,
@@ -85,7 +84,6 @@ class BroadcastPublisher(BucketPublisher):
         super().give_up()
 
     def _abort(self) -> None:
-        """Destroy the learner's half of the group."""
         if self.group is not None:
             self.group.abort()
             dist.destroy_process_group(self.group)
@@ -114,8 +112,7 @@ class Receiver:
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self._spare: list[Tensor] = []
-        """Buffers of replaced weights, used again because allocating memory of that size takes longer than filling it.
-        """
+        """Buffers of replaced weights, used again because allocating so much memory takes longer than filling it."""
         self._received: list[Tensor] = []
         self._in_use: list[Tensor] = []
 

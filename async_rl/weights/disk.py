@@ -15,10 +15,7 @@ from async_rl.weights.safetensors_io import write_weights
 
 
 class DiskPublisher(WeightPublisher):
-    """Writes a model folder that both sides can read, then has every server load it.
-
-    Two folders take turns, so that the next push does not overwrite files that a slow server still reads.
-    """
+    """Writes a model folder, then has every server load it. Two folders take turns, as a slow server may still read."""
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         super().__init__(config, engine_urls, rank, device)

@@ -16,8 +16,7 @@ def write_weights(
 ) -> int:
     """Write `model.safetensors` or, if that would exceed `shard_bytes`, shards and Hugging Face's index of them.
 
-    A tensor larger than `shard_bytes` has its own shard. The iterable may gather tensors one by one, because only one
-    shard of them is in memory at a time.
+    A tensor larger than `shard_bytes` has its own shard. Only one shard of gathered tensors is in memory at a time.
 
     Returns:
         The number of bytes of all tensors in `dtype`.

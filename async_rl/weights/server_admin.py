@@ -28,11 +28,7 @@ class ServerAdmin(Protocol):
         """Return whether the server answers, which it does also while it is paused."""
 
     def pause(self, on_update: str) -> None:
-        """Stop sampling. Afterwards no request may read KV of the old weights except under `in_place`.
-
-        Args:
-            on_update: the policy weight_sync.on_update: in_place, retract, drain or abort.
-        """
+        """Stop sampling. No later request may read KV of the old weights, unless weight_sync.on_update is in_place."""
 
     def resume(self) -> None:
         """Resume sampling, with the weights and the version of the last update."""
@@ -46,12 +42,9 @@ class ServerAdmin(Protocol):
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
-        """Have all ranks of the server join a torch.distributed group.
+        """Have all ranks of the server join a torch.distributed group as `first_rank` and those that follow.
 
-        Args:
-            host, port: address of the group's TCPStore, which the learner serves.
-            first_rank: rank of the server's first process; the others follow.
-            backend: nccl or gloo.
+        The learner serves the group's TCPStore at `host` and `port`. `backend` is nccl or gloo.
         """
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:

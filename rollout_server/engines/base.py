@@ -1,7 +1,7 @@
 """The interface of rollout engines, which generate answers. `rollout.engine` names the engine of a run.
 
 An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/weights/server_admin.py) with which the
-learner pauses and updates it, and an entry in the table ENGINES, or an entry elsewhere named as `module:name`.
+learner pauses and updates it, and an `EngineEntry` (async_rl/seams/engines.py).
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ class Engine(Protocol):
     """The number of token ids, 0..vocab_size - 1. Valid after `start`."""
 
     async def start(self) -> None:
-        """Start the engine and return when it serves version 0.
-
-        Raises:
-            AsyncRLError: the engine can't start. The message says why, with the last lines of its log.
-        """
+        """Start the engine and return when it serves version 0. AsyncRLError: it can't start, with the reason."""
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Sample and return `request.n` completions. Calls run concurrently, one per group; the engine batches them.
@@ -80,11 +76,7 @@ class Engine(Protocol):
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Check that the engine can take the prompt.
-
-    Raises:
-        ValueError: the prompt has no tokens, or a token outside the vocabulary, which would end SGLang's server.
-    """
+    """Raise ValueError if the prompt has no tokens, or a token outside the vocabulary, which would end an engine."""
     tokens = prompt.tokens
     if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
@@ -93,10 +85,6 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """Create the engine of rollout server `index` from `rollout.engine`, and return it before its start.
-
-    Raises:
-        ConfigError: the engine can't be imported.
-    """
+    """Return the engine of rollout server `index`, which is not started yet. ConfigError: it can't be imported."""
     engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine

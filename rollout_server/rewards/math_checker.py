@@ -29,15 +29,12 @@ children; timeouts.reward_s usually ends its wait earlier."""
 
 
 def num_children() -> int:
-    """Return the number of child processes: one for each core that this process may use, in 2..MAX_THREADS.
-
-    With at least 2, one slow answer does not hold up all others. A child takes 60 MB.
-    """
+    """Return the number of child processes, of 60 MB each: one for each usable core, in 2..MAX_THREADS."""
     return min(MAX_THREADS, max(2, usable_cores()))
 
 
 class MathChecker:
-    """A pool of math-verify processes. Any thread may call it; children start when needed and end with this process."""
+    """A pool of math-verify processes for any thread. They start when needed and end with this process."""
 
     def __init__(self) -> None:
         self._num_children = num_children()
@@ -46,9 +43,7 @@ class MathChecker:
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
-        """Wait for an idle child, and return whether the response's final answer equals `gold`, a LaTeX expression.
-
-        The result is also False if the comparison takes more than 5 s or too much memory.
+        """Return whether the response's final answer equals `gold`, a LaTeX expression, and is quick to compare.
 
         Raises:
             RewardError: math-verify can't run, its process hangs, or no process was idle within 300 s.
@@ -62,7 +57,7 @@ class MathChecker:
             ) from None
         kept: subprocess.Popen[str] | None = None
         try:
-            child = child or _start()
+            child = child or _start_child()
             reply = _ask(child, {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S})
             if reply:
                 kept = child
@@ -76,11 +71,7 @@ class MathChecker:
 
 
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
-    """Send the request and return the child's line, or "" if the child has ended.
-
-    Raises:
-        RewardError: the child neither answered nor ended within 30 s, and was killed.
-    """
+    """Send the request and return the child's line, or "" if the child has ended."""
     answers = cast(IO[str], child.stdout)
     try:
         print(json.dumps(request), file=child.stdin, flush=True)
@@ -94,6 +85,6 @@ def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
     )
 
 
-def _start() -> subprocess.Popen[str]:
+def _start_child() -> subprocess.Popen[str]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

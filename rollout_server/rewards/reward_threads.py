@@ -17,8 +17,6 @@ MAX_THREADS = 32
 
 
 class _Call:
-    """One call, with the future that its thread sets and the future that the event loop waits for."""
-
     def __init__(self, function: Callable[[], float]) -> None:
         self.function = function
         self.future: Future[float] = Future()
@@ -29,10 +27,7 @@ class _Call:
 class RewardThreads:
     """A pool of daemon threads, each of which runs one call at a time, in the order in which `run` gets them.
 
-    A thread whose call takes longer than the timeout is given up, and a new thread takes its place.
-
-    Args:
-        timeout_s: the time limit of each call, from when a thread begins it.
+    A thread whose call takes longer than `timeout_s` is given up, and a new thread takes its place.
     """
 
     def __init__(self, timeout_s: float, num_threads: int) -> None:
@@ -40,7 +35,7 @@ class RewardThreads:
         self._num_threads = num_threads
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._begun_s: dict[_Call, float] = {}
-        """When each running call began. Its thread or `_replace_overdue`, whichever removes it, sets its outcome."""
+        """When each running call began. Whichever removes it, its thread or `_replace_overdue`, sets its outcome."""
         for _ in range(num_threads):
             self._start_thread()
 
@@ -125,20 +120,17 @@ class RewardThreads:
 
 def _outcome(function: Callable[[], float]) -> float | RewardError:
     try:
-        return _checked(function())
+        reward = function()
     except RewardError as error:
         return error
     except (Exception, SystemExit) as error:
         wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
         wrapped.__cause__ = error
         return wrapped
-
-
-def _checked(reward: float) -> float:
     try:
         value = float(reward)
     except (TypeError, ValueError):
-        raise RewardError(f"the reward function must return a number, got {reward!r}") from None
-    if not math.isfinite(value):
-        raise RewardError(f"the reward function must return a finite number, got {value}")
-    return value
+        return RewardError(f"the reward function must return a number, got {reward!r}")
+    return value if math.isfinite(value) else RewardError(
+        f"the reward function must return a finite number, got {value}"
+    )

@@ -23,9 +23,9 @@ from rollout_server.question import Question
 class Task(ABC):
     """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It is created with (config, tokenizer), sets `num_prompts`
-    in its `__init__`, and defines `train_question`, `eval_questions` and `verify`. Its own settings are in
-    `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call `verify` at once.
+    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts` in its `__init__`, and finds its own
+    settings in `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call
+    `verify` at once.
     """
 
     num_prompts: int
@@ -66,7 +66,7 @@ class Task(ABC):
         return self._encode(question, index)
 
     def eval_prompts(self) -> list[Prompt]:
-        """Return the held-out prompts. The first call tokenizes them; meanwhile other threads may call `prompt`."""
+        """Return the held-out prompts. The first call tokenizes them."""
         if self._eval_prompts is None:
             with self._lock:
                 questions = self.eval_questions()
@@ -74,11 +74,7 @@ class Task(ABC):
         return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
-        """Return (prompt tokens, answer tokens and the eos token) of each of the first `n` training prompts.
-
-        Raises:
-            ConfigError: a question has no reference answer.
-        """
+        """Return (prompt tokens, answer tokens and the eos token) of each of the first `n` training prompts."""
         pairs = []
         for index in range(n):
             prompt = self.prompt(index)
@@ -100,11 +96,7 @@ class Task(ABC):
         return is_short
 
     def _text(self, question: Question) -> str:
-        """Return the messages in the tokenizer's chat template, or without a template their contents, one per line.
-
-        Raises:
-            ConfigError: the template refuses the messages.
-        """
+        """Return the messages in the tokenizer's chat template, or without a template their contents, one per line."""
         if not self._tokenizer.chat_template:
             return "\n".join(message["content"] for message in question.messages)
         messages = list(question.messages)
@@ -139,11 +131,7 @@ TASKS = {
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:
-    """Return the task that `task.path` or `task.name` names: one of `TASKS`, or a subclass of Task as `module:name`.
-
-    Raises:
-        ConfigError: the task can't be imported, is no subclass of Task, or refuses its settings.
-    """
+    """Return the task that `task.path` or `task.name` names: one of `TASKS`, or a subclass of Task as `module:name`."""
     name = config.task.name
     place = name if ":" in name else TASKS["files" if config.task.path else name.partition("/")[0]]
     found = import_object(place, "task.name")

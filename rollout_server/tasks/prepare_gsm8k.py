@@ -1,7 +1,4 @@
-"""`async-rl prepare gsm8k`: converts the original GSM8K files to verl's schema.
-
-Source of the files: Cobbe et al. 2021, github.com/openai/grade-school-math.
-"""
+"""`async-rl prepare gsm8k`: converts the files of github.com/openai/grade-school-math to verl's schema."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.tasks.jsonl import numbered_lines
+from rollout_server.tasks.verl_files import numbered_lines
 
 INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
 DATA_SOURCE = "openai/gsm8k"
@@ -19,11 +16,7 @@ DATA_SOURCE = "openai/gsm8k"
 def prepare_gsm8k(source: Path, target: Path) -> int:
     """Convert `source`, lines of {"question", "answer"}, to `target` (.parquet or .jsonl); return the number of rows.
 
-    The ground truth is the text after `####` in the answer, without thousands separators. The whole answer is kept as
-    `extra_info.answer`.
-
-    Raises:
-        ConfigError: a line of `source`, named in the message, can't be used, or `target` has another suffix.
+    The ground truth is the text after `####` in the answer, without thousands separators.
     """
     if not source.is_file():
         raise ConfigError(f"no such file: {source}")

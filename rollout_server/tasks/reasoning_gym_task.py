@@ -33,9 +33,8 @@ _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGymTask(Task):
     """The questions of a reasoning_gym dataset. Each is generated when first asked for, as some take 30 ms.
 
-    The seeds of the held-out set do not depend on run.seed: a model that was warm-started under one seed has not
-    learned the questions that a run with another seed is tested on. A training question that is also held out is
-    replaced by another one.
+    The held-out set does not depend on run.seed: a model that was warm-started under one seed has not learned the
+    questions of a run with another. A training question that is also held out is replaced by another one.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -140,20 +139,19 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
 
 
 def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
-    """Return the `datasets` parameter of reasoning_gym/composite as DatasetSpecs, which replace the YAML mappings.
-
-    Raises:
-        ConfigError: a part has no name, or its weight or parameters can't be used.
-    """
+    """Return the `datasets` parameter of reasoning_gym/composite as DatasetSpecs, which replace the YAML mappings."""
     parts = params.get("datasets")
-    allowed = "a list of {name, weight, config}; weight (1) and config ({}) may be left out"
+    must_be = (
+        "task.params.datasets of reasoning_gym/composite must be a list of {name, weight, config}; weight (1) and "
+        "config ({}) may be left out, got"
+    )
     if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
-        raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {parts!r}")
+        raise ConfigError(f"{must_be} {parts!r}")
     specs = []
     for part in parts:
         spec = {"weight": 1.0, "config": {}, **part}
         if set(spec) != {"name", "weight", "config"} or not isinstance(spec["config"], dict):
-            raise ConfigError(f"task.params.datasets of reasoning_gym/composite must be {allowed}, got {part!r} in it")
+            raise ConfigError(f"{must_be} {part!r} in it")
         if spec["name"] == _COMPOSITE:
             raise ConfigError(
                 "task.params.datasets: a composite can't be part of a composite, as its answers could not be scored. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.rules import rule_for_source
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.jsonl import numbered_lines
 
 _NEEDED = ("data_source", "prompt", "reward_model")
 _USED = (*_NEEDED, "extra_info")
@@ -55,6 +55,27 @@ class VerlFilesTask(Task):
             reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""
             raise ConfigError(f"nothing left to use: {path} has {len(rows)} rows{reason}")
         return questions
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, text) of each line that is not blank.
+
+    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ConfigError(
+                        f"{path}, line {number}: must be UTF-8, got {line[error.start : error.start + 8]!r} at byte "
+                        f"{error.start}. Convert the file: iconv -f <its encoding> -t utf-8"
+                    ) from None
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

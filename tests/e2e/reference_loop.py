@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, Prompt, RolloutGroup
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.batch import DecodingBatch, Group
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -57,8 +57,7 @@ class Reference:
             answers = []
             for group in self._sample([task.prompt(index) for index in range(first, first + size)]):
                 prompt = group.request.prompt
-                for completion in group.completions:
-                    assert isinstance(completion, Completion)
+                for completion in group.answers:
                     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
                     tokens = completion.tokens.tolist()
                     answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt, text)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -18,7 +20,7 @@ from rollout_server.engines.hf.sampling import sample_tokens, uniforms
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
 _GROWTH = 64
-"""The number of columns that are added to a full cache: enough that copies are rare, without much unused memory."""
+"""The number of columns that are added to a full cache."""
 _COMPACT_FRACTION = 0.125
 """Finished rows are removed when they exceed this share: to copy the other rows costs more than a few idle rows."""
 Item = TypeVar("Item")
@@ -47,8 +49,7 @@ class WindowLayer(CacheLayerMixin):
         end = self.end + key_states.shape[2]
         if end > self.keys.shape[2]:
             spare = end + _GROWTH - self.keys.shape[2]
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, spare))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, spare))
+            self.keys, self.values = (pad(states, (0, 0, 0, spare)) for states in (self.keys, self.values))
         self.keys[:, :, self.end : end] = key_states
         self.values[:, :, self.end : end] = value_states
         self.end = end
@@ -63,29 +64,21 @@ class WindowLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return -1
 
-    def take(self, rows: Tensor, width: int) -> WindowLayer:
-        """Return a new layer with the last `width` columns of the given rows; a row may be given more than once."""
-        layer = WindowLayer()
-        layer.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
-        layer.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
-        layer.end, layer.is_initialized = width, True
-        return layer
+    def keep(self, rows: Tensor, width: int) -> None:
+        """Keep only the last `width` columns of the given rows; a row may be given more than once."""
+        self.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
+        self.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
+        self.end = width
 
-    def join(self, other: WindowLayer) -> WindowLayer:
-        """Return a new layer with the rows of both layers; the narrower one is padded with zeros on the left."""
-        layer = WindowLayer()
-        layer.end, layer.is_initialized = max(self.end, other.end), True
-        both = (self, other)
-        layer.keys = torch.cat([_right_aligned(part.keys[:, :, : part.end], layer.end) for part in both])
-        layer.values = torch.cat([_right_aligned(part.values[:, :, : part.end], layer.end) for part in both])
-        return layer
-
-
-def _right_aligned(
-    states: Tensor,  # [B, H, S, D]
-    width: int,
-) -> Tensor:
-    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+    def append(self, other: WindowLayer) -> None:
+        """Add the rows of another layer; the narrower one is padded with zeros on the left."""
+        width = max(self.end, other.end)
+        both = [(part, (0, 0, width - part.end, 0)) for part in (self, other)]
+        self.keys, self.values = (
+            torch.cat([pad(part.keys[:, :, : part.end], padding) for part, padding in both]),
+            torch.cat([pad(part.values[:, :, : part.end], padding) for part, padding in both]),
+        )
+        self.end = width
 
 
 @dataclass(eq=False, slots=True)
@@ -93,15 +86,15 @@ class Group:
     """One request and those of its answers that are complete."""
 
     request: GenerationRequest
-    completions: list[Completion | None] = field(init=False)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """The complete answers by their number in the group."""
     cancelled: bool = False
-
-    def __post_init__(self) -> None:
-        self.completions = [None] * self.request.n
+    future: Future[list[Completion]] = field(default_factory=Future)
+    """Gets `answers` once all are complete."""
 
     @property
-    def finished(self) -> bool:
-        return all(completion is not None for completion in self.completions)
+    def answers(self) -> list[Completion]:
+        return [self.completions[sample] for sample in sorted(self.completions)]
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +120,7 @@ class _Row:
 
 
 class DecodingBatch:
-    """The running answers, one per row. A step samples one token for each; groups are added between steps."""
+    """The running answers, one per row. A step samples one token for each."""
 
     def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
@@ -153,13 +146,13 @@ class DecodingBatch:
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
             source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
-            rows = [_Row(group, sample, _random_numbers(group.request, sample))
-                    for group in chunk for sample in range(group.request.n)]
+            rows = [_new_row(group, sample) for group in chunk for sample in range(group.request.n)]
             complete += self._record(rows, logits[source], version, _sampling(rows, logits.device))
             keep = [i for i, row in enumerate(rows) if not row.done]
             if keep:
-                rows, source = [rows[i] for i in keep], [source[i] for i in keep]
-                self._join(rows, _take(cache, source, max(row.length for row in rows)))
+                rows = [rows[i] for i in keep]
+                _keep(cache, [source[i] for i in keep], max(row.length for row in rows))
+                self._join(rows, cache)
         return complete
 
     def step(self, version: int) -> list[Group]:
@@ -237,14 +230,16 @@ class DecodingBatch:
             if stopped or len(row.tokens) >= row.group.request.max_tokens:
                 row.done = True
                 row.group.completions[row.sample] = _completion(row, "stop" if stopped else "length")
-                if row.group.finished:
+                if len(row.group.completions) == row.group.request.n:
                     complete.append(row.group)
         return complete
 
     def _join(self, rows: list[_Row], cache: list[WindowLayer]) -> None:
         if self._rows:
-            cache = [old.join(new) for old, new in zip(self._cache, cache, strict=True)]
-        self._cache = cache
+            for old, new in zip(self._cache, cache, strict=True):
+                old.append(new)
+        else:
+            self._cache = cache
         self._rows = self._rows + rows
         self._sampling = None
 
@@ -256,12 +251,13 @@ class DecodingBatch:
             self._rows, self._cache, self._sampling = [], [], None
         elif idle > _COMPACT_FRACTION * len(self._rows):
             self._rows = [self._rows[i] for i in keep]
-            self._cache = _take(self._cache, keep, max(row.length for row in self._rows))
+            _keep(self._cache, keep, max(row.length for row in self._rows))
             self._sampling = None
 
 
-def _random_numbers(request: GenerationRequest, sample: int) -> npt.NDArray[np.float64]:
-    return uniforms(request.seed, request.prompt.index, sample, request.max_tokens)
+def _new_row(group: Group, sample: int) -> _Row:
+    request = group.request
+    return _Row(group, sample, uniforms(request.seed, request.prompt.index, sample, request.max_tokens))
 
 
 def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -280,9 +276,10 @@ def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None
     return torch.arange(width, device=device) >= first[:, None]
 
 
-def _take(cache: list[WindowLayer], rows: list[int], width: int) -> list[WindowLayer]:
+def _keep(cache: list[WindowLayer], rows: list[int], width: int) -> None:
     index = torch.tensor(rows, device=cache[0].keys.device)
-    return [layer.take(index, width) for layer in cache]
+    for layer in cache:
+        layer.keep(index, width)
 
 
 def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:

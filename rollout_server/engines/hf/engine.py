@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +26,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.model_folder import check_positions, end_tokens
+from async_rl.storage.model_folder import end_tokens
 from async_rl.weights.base import serving_dtype
 from rollout_server.engines.base import Completion, GenerationRequest, Load, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, Group
 from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 
 Result = TypeVar("Result")
+Job = tuple[Callable[[], Any], Future[Any]]
+"""A function to be called by the decode thread, and the place of its result."""
 
 
 class HFEngine:
@@ -46,14 +49,14 @@ class HFEngine:
         self._changed = threading.Condition()
         # _changed guards the next four attributes.
         self._arrivals: list[Group] = []
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: list[Job] = []
         self._paused = False
         self._stopping = False
         self._failure: BaseException | None = None
         self._collected: list[Group] = []
         """The requests made in the current turn of the event loop."""
-        self._futures: dict[object, asyncio.Future[Any]] = {}
-        """The futures of waiting requests by group, and of waiting jobs by job."""
+        self._futures: set[Future[Any]] = set()
+        """The results of requests and jobs that are awaited."""
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,24 +70,17 @@ class HFEngine:
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Wait until the decode thread has sampled `request.n` answers, and return them.
-
-        Raises:
-            ValueError: the prompt has no tokens, or a token outside the vocabulary.
-            ProcessDiedError: the engine has failed or is closed.
-        """
+        """Wait until the decode thread has sampled `request.n` answers, and return them."""
         check_prompt(request.prompt, self.vocab_size)
         self._check_alive()
         group = Group(request)
-        future = self._futures[group] = self._loop.create_future()
         if not self._collected:
-            self._loop.call_soon(self._submit_collected)
+            asyncio.get_running_loop().call_soon(self._submit_collected)
         self._collected.append(group)
         try:
-            return await future
+            return await self._result_of(group.future)
         finally:
             group.cancelled = True  # this has no effect on a complete group
-            self._futures.pop(group, None)
 
     async def load(self) -> Load:
         slots = self._config.rollout.concurrency * self._config.rollout.group_size
@@ -107,9 +103,6 @@ class HFEngine:
 
         Running answers wait for `resume` and then continue: with `keep_kv` from their KV, without it from KV that is
         recomputed with the weights of that time.
-
-        Raises:
-            WaitTimeoutError: the decode thread did not stop within timeouts.push_s.
         """
         with self._changed:
             self._paused = True
@@ -121,12 +114,24 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the model's weights and their version between two tokens; return when this is done."""
-        await self.between_tokens(lambda: self._load_weights(tensors, version))
+        """Replace the model's weights and their version between two tokens."""
+
+        def load() -> None:
+            replace_weights(self.model, tensors)
+            self.version = version
+
+        await self.between_tokens(load)
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i, len(tokens) - 1 numbers."""
-        return await self.between_tokens(lambda: self._prompt_logprobs(tokens))
+
+        def score() -> list[float]:
+            ids = torch.tensor([tokens], device=self.model.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+            logprobs = torch.log_softmax(logits.float(), dim=-1)
+            return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
+
+        return await self.between_tokens(score)
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
         """Run `job` in the thread that owns the model, also in a pause; return its result or raise its error.
@@ -135,28 +140,24 @@ class HFEngine:
             WaitTimeoutError: the job was not done within timeouts.push_s.
             ProcessDiedError: the engine has failed or is closed.
         """
-        future: asyncio.Future[Result] = self._loop.create_future()
-        self._futures[job] = future
-
-        def run() -> None:
-            try:
-                result = job()
-            except Exception as error:
-                self._loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                self._loop.call_soon_threadsafe(_succeed, future, result)
-
+        future: Future[Result] = Future()
         limit = self._config.timeouts.limit("push_s")
+        with self._changed:
+            self._check_alive()
+            self._jobs.append((job, future))
+            self._changed.notify()
         try:
-            with self._changed:
-                self._check_alive()
-                self._jobs.append(run)
-                self._changed.notify()
-            return await asyncio.wait_for(future, limit.seconds)
+            return await asyncio.wait_for(self._result_of(future), limit.seconds)
         except TimeoutError:
             raise WaitTimeoutError(f"a weight request waited {limit} for {self._name}") from None
+
+    async def _result_of(self, future: Future[Result]) -> Result:
+        """Wait for the result. If this is cancelled, so is the future."""
+        self._futures.add(future)
+        try:
+            return await asyncio.wrap_future(future)
         finally:
-            del self._futures[job]
+            self._futures.discard(future)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -173,10 +174,7 @@ class HFEngine:
             self._changed.notify()
 
     def _decode(self) -> None:
-        """Sample and run jobs until the engine stops or fails. This is the thread that owns the model.
-
-        Consumes requests and jobs; produces completed groups. Waits for a request, a job, or the end of a pause.
-        """
+        """Sample and run jobs until the engine stops or fails. This is the thread that owns the model."""
         try:
             with torch.inference_mode():
                 while self._advance():
@@ -185,7 +183,8 @@ class HFEngine:
             self._failure = error
         with self._changed:
             self._stopping = True
-        self._loop.call_soon_threadsafe(self._fail_all)
+        with suppress(RuntimeError):  # the event loop, and all that waited in it, has ended already
+            self._loop.call_soon_threadsafe(self._fail_all)
 
     def _advance(self) -> bool:
         """Wait for work; run the jobs, add new groups, sample one token per row. Return False if the engine stops."""
@@ -194,49 +193,41 @@ class HFEngine:
                 self._changed.wait()  # whoever adds work notifies, and has a timeout of its own
             if self._stopping:
                 return False
-            jobs, self._jobs = self._jobs, deque()
+            jobs, self._jobs = self._jobs, []
             arrivals: list[Group] = []
             paused = self._paused
             if not paused:
                 arrivals, self._arrivals = self._arrivals, []
-        for job in jobs:
-            job()
+        for job, future in jobs:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except Exception as error:
+                    future.set_exception(error)
         if paused:
             return True
         for batch, is_evaluation in ((self._training, False), (self._evaluation, True)):
             new = [g for g in arrivals if (g.request.group_id < 0) == is_evaluation and not g.cancelled]
             for group in [*batch.add(new, self.version), *batch.step(self.version)]:
-                self._loop.call_soon_threadsafe(self._complete, group)
+                if group.future.set_running_or_notify_cancel():
+                    group.future.set_result(group.answers)
         return True
 
     def _has_work(self) -> bool:
         return bool(self._arrivals or len(self._training) or len(self._evaluation))
-
-    def _complete(self, group: Group) -> None:
-        if group in self._futures:
-            _succeed(self._futures[group], group.completions)
 
     def _fail_all(self) -> None:
         """Fail all waiting requests and jobs, because the decode thread has ended."""
         try:
             self._check_alive()
         except ProcessDiedError as error:
-            for future in self._futures.values():
-                _fail(future, error)
+            for future in self._futures:
+                if not future.done():
+                    future.set_exception(error)
 
     def _retract(self) -> None:
         self._training.retract()
         self._evaluation.retract()
-
-    def _load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        replace_weights(self.model, tensors)
-        self.version = version
-
-    def _prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        ids = torch.tensor([tokens], device=self.model.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        return [float(p) for p in logprobs.gather(1, ids[0, 1:, None]).squeeze(1)]
 
 
 def _load(config: Config) -> PreTrainedModel:
@@ -246,16 +237,4 @@ def _load(config: Config) -> PreTrainedModel:
         config.model.path, dtype=serving_dtype(config, device.type),
         attn_implementation=config.model.attn_implementation,
     )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    check_positions(config.model.path, positions, config.longest_tokens)
     return model.to(device).eval()  # type: ignore[arg-type]
-
-
-def _succeed(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -13,9 +13,8 @@ _WORD = 2**64
 def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
     """Return the first `count` random numbers in [0, 1) of the stream that belongs to (seed, prompt, sample). [count]
 
-    Number t decides token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a
-    function of key and counter: streams of different keys or samples never overlap (the sample is the
-    counter's highest word), and neither `count` nor other streams change a number.
+    Number t decides token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a function
+    of key and counter; the sample is the counter's highest word, so streams never overlap.
     """
     key = (seed % _WORD) | (prompt_index % _WORD) << 64
     return np.random.Generator(np.random.Philox(key=key, counter=(sample % _WORD) << 192)).random(count)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rollout_server.engines.hf.engine import HFEngine
 
 _MAX_BODY_BYTES = 64 * 2**20
-"""The largest accepted request. Requests name tensors and do not carry their data."""
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 """Takes the JSON body of a request; returns the fields of the reply beside `success` and `message`."""
 
@@ -48,8 +47,19 @@ class WeightEndpoints:
     async def start(self) -> str:
         """Start to listen on a free port, and return the base URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_key])
-        app.router.add_get("/ready", self._ready)
-        for path, handler in self._handlers().items():
+        app.router.add_get("/ready", _as_endpoint(self._accept))
+        for path, handler in {
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/pause_generation": self._pause,
+            "/flush_cache": self._accept,  # the engine has no prefix cache
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_distributed": self._receive,
+            "/update_weights_from_disk": self._load_folder,
+            "/end_weight_update": self._end,
+            "/continue_generation": self._resume,
+            "/generate": self._score,
+        }.items():
             app.router.add_post(path, _as_endpoint(handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -62,28 +72,13 @@ class WeightEndpoints:
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
-        """Refuse a request without the API key, as SGLang does."""
         for name, value in self._headers.items():
             if not secrets.compare_digest(request.headers.get(name, ""), value):
                 return web.json_response({"success": False, "message": "wrong API key"}, status=401)
         return await handler(request)
 
-    def _handlers(self) -> dict[str, Handler]:
-        return {
-            "/init_weights_update_group": self._join,
-            "/destroy_weights_update_group": self._leave,
-            "/pause_generation": self._pause,
-            "/flush_cache": self._flush,
-            "/begin_weight_update": self._begin,
-            "/update_weights_from_distributed": self._receive,
-            "/update_weights_from_disk": self._load_folder,
-            "/end_weight_update": self._end,
-            "/continue_generation": self._resume,
-            "/generate": self._score,
-        }
-
-    async def _ready(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ready"})
+    async def _accept(self, body: dict[str, Any]) -> None:
+        """Answer a request that asks for nothing else."""
 
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
@@ -100,9 +95,6 @@ class WeightEndpoints:
             raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         await self._engine.pause(keep_kv=mode == "in_place")
 
-    async def _flush(self, body: dict[str, Any]) -> None:
-        pass  # the engine has no prefix cache
-
     async def _resume(self, body: dict[str, Any]) -> None:
         self._staged = self._staged_version = None
         self._engine.resume()
@@ -112,8 +104,6 @@ class WeightEndpoints:
         self._receiver.begin_push()
 
     async def _receive(self, body: dict[str, Any]) -> None:
-        if body.get("load_format") != "flattened_bucket":
-            raise ValueError(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group, names, dtypes, shapes = (body[key] for key in ("group_name", "names", "dtypes", "shapes"))
         # The bucket is received before it is checked: the sender broadcasts at the same time and would hang otherwise.
         device = self._engine.model.device
@@ -131,11 +121,9 @@ class WeightEndpoints:
         for name, tensor in tensors:
             if name not in expected:
                 raise ValueError(f"the model has no tensor {name!r}")
-            if tensor.shape != expected[name].shape:
-                shape = list(expected[name].shape)
-                raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
-            if tensor.dtype != expected[name].dtype:
-                raise ValueError(f"{name} must be {expected[name].dtype}, got {tensor.dtype}")
+            (shape, dtype), wanted = (tensor.shape, tensor.dtype), expected[name]
+            if shape != wanted.shape or dtype != wanted.dtype:
+                raise ValueError(f"{name} must be {wanted.dtype} {list(wanted.shape)}, got {dtype} {list(shape)}")
             self._staged[name] = tensor
         if version is not None:
             self._staged_version = int(version)
@@ -151,11 +139,11 @@ class WeightEndpoints:
             self._receiver.end_push()
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the logprobs of the given tokens, for the verification after a push. Nothing is sampled."""
+        """Return the logprobs of the given tokens. Nothing is sampled."""
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
-        return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}}
+        return {"meta_info": {"input_token_logprobs": entries}}
 
 
 def replace_weights(
@@ -172,7 +160,7 @@ def replace_weights(
 def _as_endpoint(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
         try:
-            reply = await handler(await request.json())
+            reply = await handler(await request.json() if request.can_read_body else {})
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             return web.json_response({"success": False, "message": message}, status=400)

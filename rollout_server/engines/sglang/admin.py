@@ -24,8 +24,7 @@ _PROBE = Limit(3.0, "of a probe")
 FLUSH_S = 30
 """The time that SGLang waits for aborted requests to end before it flushes its cache."""
 RELEASED = ("weights", "kv_cache")
-"""The memory that a server releases. CUDA graphs stay: SGLang's mode to release them excludes its default graphs for
-prefill."""
+"""The memory that a server releases. To release CUDA graphs SGLang would need other graphs than its default ones."""
 
 
 class SGLangAdmin:
@@ -45,7 +44,7 @@ class SGLangAdmin:
         return False
 
     def serves_model(self, name: str) -> bool:
-        """Return whether this is the server that was started with `--served-model-name name`."""
+        """Return whether the server was started with `--served-model-name name`."""
         return name in str(self.ask("GET", "/v1/models"))
 
     def server_info(self) -> dict[str, Any]:
@@ -56,17 +55,13 @@ class SGLangAdmin:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Leave all objects that exist in the server now out of garbage collection, which would take 0.3 s each time.
-
-        SGLang itself does this only after its warm-up, which a server on a CPU does not have.
-        """
+        """Leave all objects that the server has now out of garbage collection, which would take 0.3 s each time."""
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
         """Pause generation. After `retract` and `abort` no KV is in use and the prefix cache is flushed too.
 
-        `in_place` does not flush; it relies on prefix-cache keys that no two groups share. While requests are paused in
-        place, a server refuses to flush, and it dies if the update itself asks for a flush (`flush_cache`).
+        While requests are paused in place, a server refuses to flush, and dies if the update asks for a flush.
         """
         mode = PAUSE_MODES[on_update]
         self.ask("POST", "/pause_generation", {"mode": mode})
@@ -80,7 +75,7 @@ class SGLangAdmin:
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
-        """End all requests. Each is answered with the tokens sampled so far."""
+        """End all requests; each is answered with the tokens sampled so far."""
         self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
@@ -139,11 +134,11 @@ class SGLangAdmin:
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send one request, wait for the reply, and return its JSON, or {} if the reply is not JSON.
+        """Send one request, wait for the reply (by default timeouts.push_s), and return its JSON, or {} if it has none.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
-            WaitTimeoutError: the server did not answer within `limit`, by default timeouts.push_s.
+            WaitTimeoutError: the server did not answer in time.
         """
         limit, url = limit or self._push_limit, urlsplit(self.url)
         connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
@@ -173,5 +168,5 @@ class SGLangAdmin:
 
 
 def _update(version: int | None) -> dict[str, Any]:
-    """Return the fields of every request with weights. SGLang's default for `flush_cache` is true."""
+    """Return the fields that every request with weights has. SGLang's default for `flush_cache` is true."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

@@ -39,10 +39,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Compute sequences with one new token as in decoding, and leave the others to SGLang.
-
-        Such a sequence is common: a sample finds all but the last token of its prompt in the prefix cache.
-        """
+        """Compute sequences with one new token, of which the cache has all others, as in decoding."""
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
         tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one of its sequence?
@@ -75,7 +72,7 @@ _record_paused = Scheduler._record_scheduler_state_for_paused_engine
 def _wait_while_paused(scheduler: Scheduler) -> None:
     """Let a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
 
-    SGLang's own scheduler polls for messages, on the core that its HTTP process or the learner needs for the push.
+    SGLang's own scheduler polls, on a core that the learner needs for the push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

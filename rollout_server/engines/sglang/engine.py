@@ -3,8 +3,7 @@
 The first request, the primer, computes the prompt's KV once; the second samples all answers and finds that KV in the
 prefix cache. Each group has its own prefix-cache key, so that no request reads the KV of an earlier group, which may
 come from older weights: an update in place keeps the cache. SGLang's samples depend on how it batches, so its runs
-don't repeat exactly (the hf engine's do) unless `rollout.server_args` has enable-deterministic-inference (GPUs only):
-then an answer is a function of weights, seed, prompt and sample.
+don't repeat exactly unless `rollout.server_args` has enable-deterministic-inference (GPUs only).
 
 With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
 again, from prompt and answer so far, under a new cache key, so that all of its KV comes from the new weights.
@@ -24,14 +23,14 @@ import numpy as np
 import psutil
 
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.cores import threads_per_process
-from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.errors import AsyncRLError, ProcessDiedError, WeightSyncError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import IntArray
 from rollout_server.engines.base import Completion, GenerationRequest, Load, check_prompt
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.attach_server import attach_server
 from rollout_server.engines.sglang.sglang_process import ServerProcess, server_flags
 
 LOAD_TIMEOUT_S = 2.0
@@ -57,7 +56,7 @@ class Answer:
 
 
 class SGLangEngine:
-    """The `Engine` that starts an SGLang server, or attaches to the running one at rollout.server_url."""
+    """The `Engine` that starts an SGLang server, or uses the running one at rollout.server_url."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         self.url = ""
@@ -72,14 +71,7 @@ class SGLangEngine:
         self._cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
-        """Start the server, or attach to the one at rollout.server_url; return when it serves version 0.
-
-        Raises:
-            ConfigError: the server can't be used with this configuration.
-            ProcessDiedError: the server ended. The message has the last lines of its log.
-            WaitTimeoutError: the server did not answer in time.
-            WeightSyncError: the server at rollout.server_url can't be reached, or refuses.
-        """
+        """Start the server, or attach to the one at rollout.server_url; return when it serves version 0."""
         model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
         self._session = aiohttp.ClientSession(
@@ -103,7 +95,6 @@ class SGLangEngine:
         """Wait for the server to sample `request.n` answers, and return them. If cancelled, end its requests too.
 
         Raises:
-            ValueError: the prompt has no tokens, or a token outside the vocabulary.
             ProcessDiedError: the server broke the connection.
             AsyncRLError: the server refused the request, ended an answer early, or sent an incomplete reply.
         """
@@ -123,10 +114,7 @@ class SGLangEngine:
         for body in bodies:
             replies = await self._post(body, request.group_id)
         for answer, reply in zip(answers, replies, strict=True):
-            extend_answer(answer, reply, request.max_tokens, self._end_tokens)
-            if not (answer.finish_reason or self._resubmits):
-                finish = reply["meta_info"]["finish_reason"]
-                raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
+            extend_answer(answer, reply, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 
     async def _post(self, body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
         try:
@@ -148,7 +136,7 @@ class SGLangEngine:
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
     async def _abort_cancelled(self) -> None:
-        """End the requests of cancelled callers on the server. Runs until it is cancelled itself."""
+        """End the requests of cancelled callers on the server, for as long as the engine runs."""
         while True:
             rid = await self._cancelled.get()
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
@@ -159,10 +147,7 @@ class SGLangEngine:
             self._cancelled.task_done()
 
     async def load(self) -> Load | None:
-        """Return the load from the server's /v1/loads, or None if it does not answer within LOAD_TIMEOUT_S.
-
-        The server reads it from shared memory, without work for its scheduler.
-        """
+        """Return the load, which the server reads from shared memory, or None if it does not answer in time."""
         rollout = self._config.rollout
         try:
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
@@ -185,8 +170,40 @@ class SGLangEngine:
             await self._server.aclose()
 
 
+def attach_server(admin: SGLangAdmin, config: Config) -> None:
+    """Reset the server: end its requests, load the weights of model.path as version 0, and empty its cache.
+
+    Raises:
+        ConfigError: the server's settings would make it tag tokens with wrong versions.
+    """
+    try:
+        is_disabled = admin.server_info().get("disable_overlap_schedule")
+        check(
+            is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_url", admin.url,
+            "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
+            "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
+        )
+        admin.resume()  # an earlier run may have left the server paused in the middle of a push
+        admin.abort_all()
+        admin.pause("in_place")
+        admin.begin_update()
+        admin.load_folder(Path(config.model.path).resolve(), version=0)
+        admin.end_update()
+        admin.resume()
+        admin.flush_when_idle()
+        version = admin.served_version()
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"rollout.server_url {admin.url} can't be used: {error}. Is an SGLang server running there?"
+        ) from error
+    if version != "0":
+        raise WeightSyncError(
+            f"the server at {admin.url} must serve weight version 0 after its reset, got {version!r}"
+        )
+
+
 def sampling_seed(request: GenerationRequest, sample: int) -> int:
-    """Return the seed of one answer, in 0..2**31 - 1. With the same seed, the answers of a group would be equal."""
+    """Return the seed of one answer, in 0..2**31 - 1, which differs between the answers of a group."""
     source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
     return int(source.generate_state(1)[0]) >> 1
 
@@ -202,12 +219,9 @@ def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
 def request_body(
     request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
 ) -> dict[str, Any]:
-    """Return the body of a /generate request that samples the missing rest of each answer.
-
-    It sets every parameter that could exclude tokens from sampling, even if to SGLang's default.
-    """
+    """Return the body of a /generate request that samples the missing rest of each answer."""
     prompt = request.prompt.tokens.tolist()
-    sampling = {
+    sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
         "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }
@@ -223,11 +237,13 @@ def request_body(
     }
 
 
-def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int]) -> None:
+def extend_answer(
+    answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int], *, may_abort: bool
+) -> None:
     """Append the tokens of the reply to `answer`, and set its finish_reason if it has ended.
 
     Raises:
-        AsyncRLError: the reply is incomplete, or the answer ended for a reason other than stop, length or an abort.
+        AsyncRLError: the reply is incomplete, or the answer ended for another reason than stop, length or an abort.
     """
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
@@ -245,7 +261,7 @@ def extend_answer(answer: Answer, reply: dict[str, Any], max_tokens: int, end_to
         answer.finish_reason = "stop"
     elif finish["type"] == "length" or (aborted and len(answer.tokens) == max_tokens):
         answer.finish_reason = "length"
-    elif not aborted:
+    elif not (aborted and may_abort):
         raise AsyncRLError(f"SGLang did not finish an answer: finish_reason {finish}")
 
 

@@ -1,12 +1,8 @@
 """Stubs for packages that SGLang imports but does not use when it serves text on this host.
 
-The packages are torchvision and, without a GPU, triton and sgl_kernel, with a GPU flashinfer. With a stub SGLang's
-modules can be imported: a stub's names can be used as annotations, base classes, decorators and default values, and
-calling one raises MissingKernelError. A stub computes nothing, so it never computes a wrong number.
-
-A stub is installed only if the real package can't be imported: it is not installed, or built for a GPU that this host
-does not have. Stubs exist in the server's processes only: launch.py installs them at its top, which runs again in each
-child of the server before anything else.
+A stub's names can be used as annotations, base classes, decorators and default values, and calling one raises
+MissingKernelError. A stub computes nothing, so it never computes a wrong number. It is installed only if the real
+package is not installed, or built for a GPU that this host does not have, and only in the server's processes.
 """
 
 from __future__ import annotations
@@ -120,7 +116,7 @@ class _Finder(MetaPathFinder, Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: `_AbsentModule` creates its names when they are used."""
+        """Create no names: `_AbsentModule` creates them when they are used."""
 
 
 def _is_usable(package: str) -> bool:
@@ -146,8 +142,7 @@ def _needed_here() -> tuple[str, ...]:
 def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
     """Install stubs for those `packages` that can't be imported; return their names. Call this before importing sglang.
 
-    Args:
-        packages: names of packages; None: the packages that SGLang can do without on this host.
+    None stands for the packages that SGLang can do without on this host.
     """
     packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))

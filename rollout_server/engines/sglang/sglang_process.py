@@ -1,7 +1,7 @@
 """Runs one SGLang server as a child process: makes its flags from the config, starts it, watches it and ends it.
 
-The server does not outlive this process: the kernel kills it when the thread that started it dies (so start it from a
-thread that lives as long as the engine, such as the event loop's), and SGLang's own children then end too.
+The kernel kills the server when the thread that started it dies, so start it from a thread that lives as long as the
+engine, such as the event loop's. SGLang's own children then end too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import psutil
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
-from async_rl.storage.model_folder import check_positions
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
 
@@ -42,12 +41,7 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """Return SGLang's flags, without the port. `model` is the text part of the model's transformers config.
-
-    Raises:
-        ConfigError: the configured lengths exceed the model's.
-    """
-    check_positions(config.model.path, getattr(model, "max_position_embeddings", None), config.longest_tokens)
+    """Return SGLang's flags, without the port. `model` is the text part of the model's transformers config."""
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model-path": config.model.path, "host": config.network.host, "dtype": dtype, "random-seed": config.run.seed,
@@ -119,7 +113,7 @@ def cuda_runtime_folders() -> list[str]:
 
 
 class ServerProcess:
-    """The process that runs `rollout_server.engines.sglang.launch` with the given flags. `start` sets `url`."""
+    """The process that runs `rollout_server.engines.sglang.launch` with the given flags."""
 
     def __init__(self, name: str, flags: Flags, threads: int, log_file: Path, config: Config) -> None:
         self.name = name
@@ -148,12 +142,7 @@ class ServerProcess:
         self._log_start_bytes = 0
 
     async def start(self) -> None:
-        """Start the server and return when it answers. If another process takes its port first, try another port.
-
-        Raises:
-            ProcessDiedError: the server ended. The message has the last lines of its log.
-            WaitTimeoutError: the server did not answer within `timeouts.server_start_s`.
-        """
+        """Start the server and return when it answers at `url`. If another process takes its port, try another one."""
         for attempt in range(1, _START_ATTEMPTS + 1):
             port, identity = free_port(self._config.network.host), f"async-rl-{uuid.uuid4().hex}"
             self.url = f"http://{self._config.network.host}:{port}"
@@ -170,7 +159,7 @@ class ServerProcess:
                     raise
 
     def check_alive(self) -> None:
-        """Raise ProcessDiedError, with the last lines of the log and a hint, if the server has ended."""
+        """Raise ProcessDiedError if the server has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise ProcessDiedError(

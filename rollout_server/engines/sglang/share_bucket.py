@@ -19,8 +19,7 @@ _sharing = threading.Lock()
 def share_bucket(bucket: Bucket) -> str:
     """Return the pickle, in base64, with which one SGLang server maps the bucket's memory and finds its tensors.
 
-    SGLang accepts no other format, and only tensors in it. This process itself reads no pickle, and the configuration
-    allows this transport on loopback only.
+    SGLang accepts no other format. This process itself reads no pickle.
     """
     tensors, start = [], 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):

@@ -13,7 +13,7 @@ from aiohttp import web
 from async_rl.config import Config, ModelConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.attach_server import attach_server
+from rollout_server.engines.sglang.engine import attach_server
 
 CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/chain_sum"))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from async_rl.config import TimeoutsConfig
-from async_rl.errors import ConfigError, ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.base import Completion, open_engine
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from rollout_server.engines.base import Completion
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rollout_server.engines.hf_cases import (
     TOLERANCE,
@@ -207,13 +207,3 @@ def test_a_wait_for_the_decode_thread_times_out_and_names_the_key(folder: Path) 
 
     timeouts = TimeoutsConfig(push_s=0.2, shutdown_s=0.2)
     with_engine(dataclasses.replace(config_for(folder), timeouts=timeouts), hold_up)
-
-
-def test_lengths_beyond_the_models_positions_are_refused_at_start(folder: Path, tmp_path: Path) -> None:
-    config = config_for(folder, max_response_tokens=600)  # 512 + 600 > 1024
-
-    async def start() -> None:
-        await open_engine(config, 0, tmp_path).start()
-
-    with pytest.raises(ConfigError, match="at most 1024"):
-        asyncio.run(start())

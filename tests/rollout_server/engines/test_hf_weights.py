@@ -134,8 +134,8 @@ def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -
     assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
     assert mode[0] == 400 and "'stop'" in mode[1]
     assert begin[0] == 200 and one_tensor[0] == 200
-    assert shape[0] == 400 and "[96], got [95]" in shape[1]
-    assert dtype[0] == 400 and "must be torch.float32, got torch.bfloat16" in dtype[1]
+    assert shape[0] == 400 and "torch.float32 [96], got torch.float32 [95]" in shape[1]
+    assert dtype[0] == 400 and "torch.float32 [96], got torch.bfloat16 [96]" in dtype[1]
     assert empty[0] == 400 and "holds no *.safetensors weights" in empty[1]
     assert whole[0] == 400 and "lacks" in whole[1]
 

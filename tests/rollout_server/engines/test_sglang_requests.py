@@ -112,11 +112,6 @@ def test_overlap_scheduling_is_off_for_pauses_in_place_and_on_cpus(on_update: st
     assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
 
 
-def test_lengths_beyond_the_positions_of_the_model_are_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"must be at most 1024.*got 1100"):
-        flags(config(max_response_tokens=1000))
-
-
 def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> None:
     chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
     assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
@@ -217,7 +212,7 @@ def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
 
 def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
     answer = before or Answer()
-    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5])
+    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5], may_abort=True)
     return answer
 
 

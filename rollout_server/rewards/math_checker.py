@@ -57,7 +57,7 @@ class MathChecker:
             ) from None
         kept: subprocess.Popen[str] | None = None
         try:
-            child = child or _start_child()
+            child = child or _start()
             reply = _ask(child, {"gold": gold, "response": response, "timeout_s": CHECK_TIMEOUT_S})
             if reply:
                 kept = child
@@ -85,6 +85,6 @@ def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
     )
 
 
-def _start_child() -> subprocess.Popen[str]:
+def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

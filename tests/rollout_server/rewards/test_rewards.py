@@ -113,7 +113,7 @@ def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytes
 
     checker = math_checker.MathChecker()
     with monkeypatch.context() as patch:
-        patch.setattr(math_checker, "_start_child", start)
+        patch.setattr(math_checker, "_start", start)
         patch.setattr(math_checker, "ANSWER_TIMEOUT_S", 0.2)
         with pytest.raises(RewardError, match=r"math-verify process \d+ did not answer for 0 s"):
             checker.is_equal("1", "1")

@@ -18,7 +18,7 @@ from buffer.store_state import StoreState
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """Return the scalars (prompt cursor, counts) and the groups that are in no trained batch yet, as plain values."""
+    """Return the scalars and the groups that are in no trained batch yet, as plain values."""
     live = [row for row in state.rows() if row.is_fresh]
     return {
         "scalars": state.scalars(),

@@ -41,12 +41,11 @@ ATTEMPTS = 4
 class LearnerClient:
     """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
 
+    Every method raises WaitTimeoutError if the buffer does not answer within timeouts.wire_s, and WireError if it
+    refuses the request.
+
     Args:
         keys: network.keys.
-
-    Raises:
-        WaitTimeoutError: in every method: the buffer did not answer within timeouts.wire_s.
-        WireError: in every method: the buffer refused the request.
     """
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -60,7 +59,7 @@ class LearnerClient:
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
-        """Wait for batch number `version` and return it decoded. Raises the errors of `take_raw`."""
+        """Wait for batch number `version` and return it decoded; see `take_raw`."""
         return decode_batch(self.take_raw(version))
 
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
@@ -70,7 +69,6 @@ class LearnerClient:
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.batch_s; the message says what is missing.
-            WireError: `version` is not the number of the next batch.
             NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
@@ -79,13 +77,10 @@ class LearnerClient:
         return [frame.buffer for frame in reply.frames] if reply else []
 
     def await_push(self, version: int) -> None:
-        """Wait until `version`, the newest, may be pushed.
+        """Wait until `version`, the newest, may be pushed; raise WaitTimeoutError after timeouts.batch_s.
 
         In exact mode that is when all groups of the old version are done. With `weight_sync.on_update: drain` it is
         when no group runs; none is granted until `served`.
-
-        Raises:
-            WaitTimeoutError: that was not so within timeouts.batch_s; the message says what is missing.
         """
         self._poll("may_push", version, f"to push version {version}", lambda: False)
 
@@ -98,7 +93,7 @@ class LearnerClient:
         self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
-        """Return the buffer's part of a checkpoint at `version`, the newest; see buffer/checkpoint.py."""
+        """Return the buffer's part of a checkpoint at `version`, the newest."""
         return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
@@ -185,17 +180,12 @@ class WorkerClient:
 
         Raises:
             WireError: the buffer refused the group, and says why. The group's slot is still held: see `fail`.
-            WaitTimeoutError: the buffer did not answer within timeouts.wire_s.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
-        """Give up a running group: it counts as failed, and its slot is free.
-
-        Args:
-            requeue: whether its prompt is granted again.
-        """
+        """Give up a running group: it counts as failed, and its slot is free. With `requeue` its prompt comes again."""
         sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",

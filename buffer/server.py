@@ -36,11 +36,8 @@ MESSAGES_A_TURN = 256
 class BufferServer:
     """Serves the staleness-bounded buffer of one run at network.host. It continues from the run's journal, if any.
 
-    All methods but `serve` may be called from other threads.
-
-    Raises:
-        ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
-        AsyncRLError: the journal can't be read or written.
+    All methods but `serve` may be called from other threads. Raises ConfigError if network.host or network.port can't
+    be bound, or if network.keys holds no keys; AsyncRLError if the journal can't be read or written.
     """
 
     def __init__(self, config: Config) -> None:

@@ -82,8 +82,7 @@ class Store:
     def running_slot(self, group_id: int, worker: str) -> Slot | None:
         """Return the slot of a group that `worker` runs; None if the group is already finished or dropped.
 
-        Raises:
-            WireError: the group was never granted, or was granted to another worker.
+        Raises WireError if the group was never granted, or was granted to another worker.
         """
         if group_id >= self.state.next_group_id:
             granted = f"one that was granted ({self.state.next_group_id} so far)"
@@ -125,29 +124,21 @@ class Store:
         return self._aborts.get(worker, [])
 
     def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
-        """Remove from `aborts` the ids that the worker has received."""
         received = set(group_ids)
         self._aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in received]
 
     # --- for the learner
 
     def check_version(self, version: int) -> None:
-        """Check that a request of the learner is for the newest version.
-
-        Raises:
-            WireError: `version` is not the number of batches trained so far.
-        """
+        """Check that `version` is the number of batches trained so far. Raises WireError if not."""
         if version != self.state.version:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
     def take(self, version: int, now_s: float = 0.0) -> list[Row] | None:
         """Return batch number `version`, sorted by group id; None while the learner has to wait. Does not block.
 
-        The learner holds the batch until `trained`; until then each call returns it again.
-
-        Raises:
-            WireError: see check_version.
-            StalenessError: a group has missed its deadline.
+        The learner holds the batch until `trained`; until then each call returns it again. Raises WireError as
+        `check_version`, and StalenessError if a group has missed its deadline.
         """
         self.check_version(version)
         if not self.state.held:
@@ -166,8 +157,7 @@ class Store:
     def trained(self, version: int) -> None:
         """Record that the held batch was trained on and yielded `version`, whose tokens are legal from now on.
 
-        Raises:
-            WireError: the learner holds no batch that yields this version.
+        Raises WireError if the learner holds no batch that yields this version.
         """
         if version == self.state.version:
             return
@@ -199,10 +189,8 @@ class Store:
     def served(self, version: int) -> None:
         """Record that every live server serves `version` or a later one.
 
-        This frees the slots of the groups that were trained on to yield `version` or an earlier one.
-
-        Raises:
-            WireError: this version was not trained yet, or the served version would fall.
+        This frees the slots of the groups that were trained on to yield `version` or an earlier one. Raises WireError
+        if this version was not trained yet, or if the served version would fall.
         """
         lowest = self.state.served_version or 0
         if not lowest <= version <= self.state.version:
@@ -278,18 +266,14 @@ class Store:
         return None if fresh is None else finished[:fresh] + used[: self.rules.prompts_per_step - fresh]
 
     def _order(self, row: Row) -> tuple[int, int]:
-        """Return a sort key: the earliest deadline first, with `mask` the oldest start version first; ties by id."""
+        """Return a sort key: the oldest start version, which has the earliest deadline, comes first; ties by id."""
         return row.start_version, row.group_id
 
     def _last_batch(self, row: Row) -> int:
         return last_batch(row.start_version, row.newest_version, self.rules)
 
     def _check_bound(self, row: Row, version: int) -> None:
-        """Check that a group may be in batch `version`.
-
-        Raises:
-            StalenessError: the group is too old for batch `version` (in exact mode: not of its version).
-        """
+        """Raise StalenessError if a group is too old for batch `version`, or in exact mode not of its version."""
         bound = self.rules.max_staleness
         if self._last_batch(row) < version:
             raise StalenessError(
@@ -304,7 +288,6 @@ class Store:
             )
 
     def _vacant_batches(self, number: int) -> list[int]:
-        """Return batch numbers for the next `number` groups of exact mode."""
         live = (self.state.running, self.state.finished, self.state.held)
         members = Counter(row.batch for rows in live for row in rows.values())
         return vacant_batches(members, number, self.state.version + bool(self.state.held), self.rules)

@@ -20,9 +20,8 @@ class Outcome(NamedTuple):
 
     newest_version: int
     response_tokens: float
-    """Mean over the group's rollouts."""
+    """Mean over the group's rollouts, as is `reward`."""
     reward: float
-    """Mean over the group's rollouts."""
     equal_rewards: bool
     duration_s: float
 

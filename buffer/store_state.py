@@ -1,14 +1,76 @@
-"""Holds the state of the store, which is live rows and a few scalars, and saves and restores it."""
+"""Holds the state of the store, which is live rows, scalars and counts of how groups ended; saves and restores it."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
-from buffer.group_accounting import GroupAccounting
-from buffer.store_rows import DropReason, Row, State
+from buffer.store_rows import DROP_REASONS, DropReason, Row, State
+
+MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
+"""The outcomes of a group for which means of length, reward and duration are kept."""
+
+OutcomeStats = dict[str, list[float]]
+"""[quantity: response_tokens, reward, duration_s] its total over the groups of one outcome, and their number."""
+
+
+@dataclass(slots=True)
+class GroupAccounting:
+    """Counts groups since the start of the run: admitted = trained at least once + dropped + still in the store.
+
+    A group whose prompt is requeued counts as dropped, and the prompt's next group counts as admitted.
+    """
+
+    admitted: int = 0
+    trained: int = 0
+    uses: int = 0
+    requeued: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    outcome_stats: dict[str, OutcomeStats] = field(
+        default_factory=lambda: {outcome: {} for outcome in MEASURED_OUTCOMES}
+    )
+    last_failure: str = ""
+
+    def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
+        """Count a dropped group. Of a group that was still running only the duration up to `now_s` is measured."""
+        self.dropped[reason] += 1
+        self._measure(reason, row, now_s)
+
+    def train(self, row: Row) -> None:
+        self.uses += 1
+        if row.is_fresh:
+            self.trained += 1
+            self._measure("trained", row, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of groups since the start, and means by outcome, which show what groups dropping favours."""
+        values = {f"buffer/{name}": float(getattr(self, name)) for name in ("admitted", "trained", "uses", "requeued")}
+        values |= {f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS}
+        for outcome, stats in self.outcome_stats.items():
+            prefix = "buffer/trained" if outcome == "trained" else f"buffer/dropped_{outcome}"
+            values |= {f"{prefix}/{name}": total / number for name, (total, number) in stats.items()}
+        return values
+
+    def scalars(self) -> dict[str, Any]:
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        stats = {outcome: dict(stats) for outcome, stats in self.outcome_stats.items()}
+        return {**plain, "dropped": dict(self.dropped), "outcome_stats": stats}
+
+    def _measure(self, outcome: str, row: Row, now_s: float) -> None:
+        stats = self.outcome_stats.get(outcome)
+        if stats is None:
+            return
+        measured = {"duration_s": now_s - row.granted_s}
+        if row.outcome:
+            measured = {name: getattr(row.outcome, name) for name in ("response_tokens", "reward", "duration_s")}
+        for name, value in measured.items():
+            total, number = stats.get(name, (0.0, 0))
+            stats[name] = [total + value, number + 1]
 
 
 class StoreState:
@@ -75,11 +137,7 @@ class StoreState:
         return accounting.admitted - accounting.trained - accounting.dropped.total() - live
 
     def check_accounting(self) -> None:
-        """Check that each admitted group is accounted for exactly once.
-
-        Raises:
-            StalenessError: groups are lost or counted twice.
-        """
+        """Check that each admitted group is counted exactly once. Raises StalenessError if not."""
         if self.unaccounted():
             counts = self.accounting
             raise StalenessError(
@@ -115,7 +173,8 @@ class StoreState:
             setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
-        self.accounting = GroupAccounting.restored(scalars["accounting"])
+        accounting = copy.deepcopy(scalars["accounting"])
+        self.accounting = GroupAccounting(**{**accounting, "dropped": Counter(accounting["dropped"])})
         for row in sorted(rows, key=lambda row: row.group_id):
             if row.state in self._live:
                 self._live[row.state][row.group_id] = row

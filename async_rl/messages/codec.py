@@ -11,9 +11,10 @@ columns.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,16 +56,12 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """The largest number of bytes of a valid group: 13 per response token, 4 per prompt token, and the names."""
+        """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, and the names."""
         return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode one rollout group as bytes.
-
-    Raises:
-        WireError: an array has the wrong shape or dtype, or another length than its rollout's tokens.
-    """
+    """Encode one rollout group as bytes. Raises WireError if an array has the wrong shape, dtype or length."""
     rollouts = group.rollouts
     logprobs = _column("logprobs", rollouts, _FLOAT32)
     if logprobs.size and 0 < logprobs.max() <= MAX_ROUNDING:
@@ -116,20 +113,15 @@ class GroupColumns(NamedTuple):
 
     def group(self) -> RolloutGroup:
         """Return the group as a RolloutGroup, whose arrays are views of the columns."""
+        ends = list(itertools.accumulate(self.lengths))
         rollouts = tuple(
             Rollout(
-                tokens=self.tokens[part], logprobs=self.logprobs[part], versions=self.versions[part],
-                mask=self.mask[part], reward=reward, finish_reason=reason,
+                tokens=self.tokens[start:end], logprobs=self.logprobs[start:end], versions=self.versions[start:end],
+                mask=self.mask[start:end], reward=reward, finish_reason=reason,
             )
-            for part, reward, reason in zip(self._parts(), self.rewards, self.finish_reasons, strict=True)
+            for start, end, reward, reason in zip([0, *ends], ends, self.rewards, self.finish_reasons, strict=False)
         )
         return RolloutGroup(rollouts=rollouts, **{name: getattr(self, name) for name in _SHARED_FIELDS})
-
-    def _parts(self) -> Iterator[slice]:
-        """Yield, for each rollout, the slice of the arrays that holds its tokens."""
-        start = 0
-        for length in self.lengths:
-            yield slice(start, start := start + length)
 
 
 _SHARED_FIELDS = tuple(field.name for field in dataclasses.fields(RolloutGroup) if field.name != "rollouts")
@@ -146,10 +138,7 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
 
     A valid message has exactly the known fields, sizes within `limits`, and the right dtypes. Each rollout has four
     arrays of equal length T >= 1, tokens >= 0, finite logprobs <= 0, versions that start at start_version or later and
-    do not decrease, and a finite reward.
-
-    Raises:
-        WireError: the message is invalid; the error names the field and the value.
+    do not decrease, and a finite reward. Otherwise this raises WireError, which names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
         raise WireError(
@@ -181,11 +170,18 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
         raise _refuse_element("logprobs", logprobs, bad_logprobs, lengths, "finite numbers <= 0")
     versions = fields.array("versions", _INT32, total, total)
     newest_version = _check_versions(versions, start_version, lengths)
+    rewards = fields.array("rewards", _FLOAT64, size, size).tolist()
+    reasons = fields.items("finish_reasons", size, size)
+    for i, (reward, reason) in enumerate(zip(rewards, reasons, strict=True)):
+        if not math.isfinite(reward):
+            raise refusal(f"rollouts[{i}].reward", reward, "a finite number")
+        if reason not in FINISH_REASONS:
+            raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
     return GroupColumns(
         fields.integer("group_id", 0), fields.integer("prompt_index", 0), start_version, temperature, prompt_tokens,
-        lengths, tokens, logprobs, versions, fields.array("mask", _BOOL, total, total), _rewards(fields, size),
-        _finish_reasons(fields, size), fields.number("duration_s", 0.0), fields.text("worker"),
-        fields.number_or_none("baseline_reward"), fields.boolean("keeps_kv"), newest_version,
+        lengths, tokens, logprobs, versions, fields.array("mask", _BOOL, total, total), rewards, reasons,
+        fields.number("duration_s", 0.0), fields.text("worker"), fields.number_or_none("baseline_reward"),
+        fields.boolean("keeps_kv"), newest_version,
     )
 
 
@@ -206,7 +202,6 @@ def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -
 
 
 def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the arrays `name` of all rollouts, concatenated."""
     arrays = []
     for i, rollout in enumerate(rollouts):
         array = _one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
@@ -214,22 +209,6 @@ def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt
             raise WireError(f"rollouts[{i}].{name}: {len(array)} elements for {len(rollout.tokens)} tokens")
         arrays.append(array)
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-
-
-def _rewards(fields: Fields, size: int) -> list[float]:
-    rewards: list[float] = fields.array("rewards", _FLOAT64, size, size).tolist()
-    for i, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise refusal(f"rollouts[{i}].reward", reward, "a finite number")
-    return rewards
-
-
-def _finish_reasons(fields: Fields, size: int) -> list[str]:
-    reasons = fields.items("finish_reasons", size, size)
-    for i, reason in enumerate(reasons):
-        if reason not in FINISH_REASONS:
-            raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
-    return reasons
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:

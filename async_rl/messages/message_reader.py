@@ -112,17 +112,12 @@ class Fields:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return the message as msgpack bytes."""
     data: bytes = _PACKER.pack(message)
     return data
 
 
 def unpack(data: bytes | memoryview) -> object:
-    """Decode one msgpack object and return its value.
-
-    Raises:
-        WireError: the data is not one msgpack object.
-    """
+    """Decode one msgpack object and return its value. Raises WireError if the data is anything else."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
@@ -131,7 +126,6 @@ def unpack(data: bytes | memoryview) -> object:
 
 
 def refusal(field: str, value: object, allowed: str) -> WireError:
-    """Return the error for a field with a value that is not allowed."""
     return WireError(f"{field}: got {_short(value)}, allowed {allowed}")
 
 

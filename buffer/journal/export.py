@@ -47,11 +47,8 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 def export_trajectories(run_dir: Path, target: Path) -> int:
     """Write every rollout that arrived, before a resume too, to a Parquet file, and return their number.
 
-    The run may still be going on.
-
-    Raises:
-        ConfigError: the run has no journal, the journal is empty, or the file can't be written.
-        AsyncRLError: another version of this program wrote the journal.
+    The run may still be going on. Raises ConfigError if it has no journal, if the journal is empty, or if the file
+    can't be written; AsyncRLError if another version of this program wrote the journal.
     """
     journal = run_dir / FILE_NAME
     if not journal.is_file():

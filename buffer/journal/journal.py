@@ -118,11 +118,8 @@ class Journal:
     def import_past(self, past: Path, saved: TrainingState) -> None:
         """Copy into a new journal, from the one at `past`, the groups trained or dropped before the checkpoint `saved`.
 
-        So the tables hold the whole run, also after a resume, without what came after the checkpoint. Payload files are
-        linked where the disk allows it. Without a journal at `past` this does nothing; a second call is harmless.
-
-        Raises:
-            AsyncRLError: `past` can't be read to its end, or another version of this program wrote it.
+        So the tables hold the whole run, also after a resume, without what came after the checkpoint. Without a journal
+        at `past` this does nothing; a second call is harmless. Raises AsyncRLError if `past` can't be read to its end.
         """
         if not _has_commits(past):
             return
@@ -146,7 +143,6 @@ class Journal:
             ) from None
 
     def record(self, row: Row) -> None:
-        """Keep a row that is new or changed."""
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
@@ -229,11 +225,7 @@ class Journal:
 
 
 def check_schema(database: sqlite3.Connection, file: Path) -> None:
-    """Check that this version of the program can read the journal.
-
-    Raises:
-        AsyncRLError: another version of this program wrote the journal.
-    """
+    """Raise AsyncRLError if another version of this program wrote the journal."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION and database.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise AsyncRLError(

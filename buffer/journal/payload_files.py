@@ -1,28 +1,24 @@
 """Keeps the encoded groups (payloads) in files beside the journal, which holds the place of each.
 
-SQLite would write a payload three times (to the log, to the table, and when its pages are reused), which takes longer
-than everything else that the buffer does with a group. Here it is appended to the newest file, and a file is removed
-once no payload in it is kept. Appended payloads survive the death of the process; the last ones may be lost if the
-machine stops.
+SQLite would write a payload three times, which takes longer than everything else that the buffer does with a group.
+Here it is appended to the newest file, and a file is removed once no payload in it is kept. Appended payloads survive the
+death of the process; the last ones may be lost if the machine stops.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 FILE_BYTES = 64 * 2**20
 """Size at which a new file is begun. Pruning frees disk space by whole files."""
-MAX_BUFFERS = 512
-"""The most buffers in one write; POSIX guarantees 1024."""
 
 
 class Place(NamedTuple):
-    """The place of a payload: the number of its file, its first byte, its length."""
+    """Where a payload is: the number of its file, its first byte, and its length."""
 
     file: int
     start: int
@@ -49,25 +45,21 @@ class PayloadFiles:
         # Never append to the last file of a buffer that was killed: its last write may be incomplete.
         self._newest = max(there, default=-1)
         self._end = FILE_BYTES
-        self._file: int | None = None
+        self._file: BinaryIO | None = None
 
     def append(self, payloads: Sequence[memoryview]) -> list[Place]:
         """Write payloads, and return the place of each."""
         places = []
-        for first in range(0, len(payloads), MAX_BUFFERS):
-            part = payloads[first : first + MAX_BUFFERS]
+        for payload in payloads:
             if self._end >= FILE_BYTES:
                 self._begin()
             assert self._file is not None
-            written = os.writev(self._file, part)
-            if written != sum(map(len, part)):  # over 2 GiB, or the disk is full: then the next write fails
-                rest = memoryview(b"".join(part))[written:]
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
-            for payload in part:
-                places.append(Place(self._newest, self._end, len(payload)))
-                self._end += len(payload)
-            self._kept[self._newest] += len(part)
+            self._file.write(payload)
+            places.append(Place(self._newest, self._end, len(payload)))
+            self._end += len(payload)
+            self._kept[self._newest] += 1
+        if self._file is not None:
+            self._file.flush()
         return places
 
     def remove(self, places: Iterable[Place]) -> None:
@@ -81,7 +73,7 @@ class PayloadFiles:
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
 
     def _begin(self) -> None:
         self.close()
@@ -89,17 +81,13 @@ class PayloadFiles:
             (self._folder / str(self._newest)).unlink(missing_ok=True)
         self._newest += 1
         self._end = 0
-        self._file = os.open(self._folder / str(self._newest), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = (self._folder / str(self._newest)).open("xb")
 
 
 def share_files(source: Path, target: Path) -> list[int]:
     """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
 
-    Returns:
-        The numbers of the files; none if there is no `source`. Both folders may use a file: nothing is appended to it.
-
-    Raises:
-        OSError: a file can't be read or written.
+    Returns the numbers of the files; none if there is no `source`. Both folders may use a file, as nothing is appended.
     """
     paths = list(source.iterdir()) if source.is_dir() else []
     for path in paths:
@@ -113,11 +101,7 @@ def share_files(source: Path, target: Path) -> list[int]:
 
 
 def read_payload(folder: Path, place: Place) -> bytes:
-    """Return the payload at a place.
-
-    Raises:
-        OSError: the payload is missing or incomplete.
-    """
+    """Return the payload at a place. Raises OSError if it is missing or incomplete."""
     with (folder / str(place.file)).open("rb") as file:
         file.seek(place.start)
         data = file.read(place.bytes)

@@ -23,11 +23,7 @@ DOMAIN = "buffer"
 
 
 class CurveAuthenticator:
-    """Admits to a socket only clients with the client keys of a folder, in a thread of its own.
-
-    Raises:
-        ConfigError: see `_load`.
-    """
+    """Admits to a socket only clients with the client keys of a folder, in a thread. Raises ConfigError as `_load`."""
 
     def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
         self._client_key, _ = _load(folder / "client.key")
@@ -48,11 +44,7 @@ class CurveAuthenticator:
 
 
 def new_keys(folder: Path) -> None:
-    """Make a folder with a key pair for each side; only its owner can read it.
-
-    Raises:
-        ConfigError: the folder holds keys already, or can't be written.
-    """
+    """Make a folder with a key pair for each side; only its owner can read it. Raises ConfigError if it can't."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         taken = sorted(file.name for file in folder.glob("*.key*"))
@@ -66,11 +58,7 @@ def new_keys(folder: Path) -> None:
 
 
 def check_keys(folder: str) -> None:
-    """Check that a folder holds the keys of both sides.
-
-    Raises:
-        ConfigError: the folder does not exist, or lacks a key; see `_load`.
-    """
+    """Check that a folder exists and holds the keys of both sides. Raises ConfigError if not."""
     if not Path(folder).is_dir():
         raise ConfigError(
             f"network.keys must be a folder with keys, got {folder}: there is no such folder. "
@@ -81,11 +69,7 @@ def check_keys(folder: str) -> None:
 
 
 def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:
-    """Let a socket connect as a client with the keys of this folder; an empty name leaves it without keys.
-
-    Raises:
-        ConfigError: see `_load`.
-    """
+    """Let a socket connect as a client with the keys of this folder; an empty name leaves it without keys."""
     if folder:
         socket.curve_serverkey, _ = _load(Path(folder) / "server.key")
         socket.curve_publickey, socket.curve_secretkey = _load(Path(folder) / "client.key_secret")

@@ -1,16 +1,7 @@
 """Checks each request, applies it to the store, and answers it at once or parks it until it can be answered.
 
-    operation    asked by   answered
-    admit        worker     with slots as soon as there are some, empty after its wait_s
-    put, fail    worker     at once
-    aborts       worker     with groups that were dropped while it runs them as soon as there are some, or after wait_s
-    take         learner    with the batch as soon as the rules allow, with what it waits for after its wait_s
-    may_push     learner    as soon as the rules allow a push, with what it waits for after its wait_s
-    trained      learner    at once
-    served       learner    at once; parked `admit` requests are answered next
-    checkpoint   learner    at once, with the buffer's part of a checkpoint
-
-A refused request changes nothing; its sender gets the reason. This module has no socket and no journal.
+A refused request changes nothing; its sender gets the reason. This module has no socket and no journal. The operations
+are listed in buffer/protocol/wire.py.
 """
 
 from __future__ import annotations
@@ -24,7 +15,6 @@ from async_rl.config import Config
 from async_rl.errors import WireError
 from async_rl.messages.codec import GroupColumns, Limits, check_group
 from async_rl.messages.message_reader import Fields
-from async_rl.types import Slot
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
 from buffer.protocol.wire import (
@@ -43,6 +33,7 @@ from buffer.store_rows import Outcome
 
 MAX_WAIT_S = 60.0
 MAX_ACKNOWLEDGED = 2**20
+LEARNER = "learner"
 
 
 @dataclass(slots=True)
@@ -58,7 +49,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Answer:
-    """One reply, to one client."""
+    """A reply to one client."""
 
     identity: bytes
     ids: list[int]
@@ -92,9 +83,7 @@ class Operations:
         self._record_group = record_group
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
         self._seen_workers: set[str] = set()
-        self._admits: dict[str, Parked] = {}
-        self._aborts: dict[str, Parked] = {}
-        self._learner: Parked | None = None  # a take or may_push
+        self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
         self._answers: list[Answer] = []
         self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
 
@@ -112,28 +101,42 @@ class Operations:
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Handle one message. An invalid one is answered with the reason and changes nothing."""
         try:
-            self._handle(identity, frames)
+            request = read_request(frames)
+            if request.op == "put":
+                self._acknowledge(identity, request.id, self._put(request))
+            elif (result := self._apply(identity, request)) is not None:
+                self._answers.append(Answer(identity, [request.id], result))
         except WireError as error:
             self.refused += 1
             self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
     def answers(self, now_s: float) -> list[Answer]:
         """Return the answers to the messages handled since the last call, and to parked requests that are due."""
-        self._answer_parked(now_s)
+        if parked := self._parked.get((LEARNER, "")):  # it comes first: a batch may drop groups, which frees slots
+            self._answer_learner(parked, now_s)
+        shares = self._shares()
+        for (op, worker), parked in list(self._parked.items()):
+            result = None
+            if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
+                result = {"groups": groups}
+            elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
+                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
+                self._last_grant[worker] = (parked.request.id, result)
+            if result is not None:
+                del self._parked[op, worker]
+                self._answers.append(Answer(parked.identity, [parked.request.id], result))
         answers, self._answers = self._answers, []
         self._open_acks.clear()
         return answers
 
     def next_due_s(self) -> float:
         """Return when the wait_s of the next parked request ends, by time.monotonic; infinity if none is parked."""
-        learner = [self._learner] if self._learner else []
-        parked = [*self._admits.values(), *self._aborts.values(), *learner]
-        return min((p.until_s for p in parked), default=float("inf"))
+        return min((parked.until_s for parked in self._parked.values()), default=float("inf"))
 
     def abandon(self, worker: str) -> int:
         """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
-        self._admits.pop(worker, None)
-        self._aborts.pop(worker, None)
+        self._parked.pop(("admit", worker), None)
+        self._parked.pop(("aborts", worker), None)
         return self.store.abandon(worker)
 
     def counters(self) -> dict[str, float]:
@@ -147,28 +150,30 @@ class Operations:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
         return self.store.describe(now_s)
 
-    def _answer(self, identity: bytes, request: Request, result: dict[str, Any], batch: Sequence[Frame] = ()) -> None:
-        self._answers.append(Answer(identity, [request.id], result, batch=batch))
-
-    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        request = read_request(frames)
+    def _apply(self, identity: bytes, request: Request) -> dict[str, Any] | None:
+        """Return the result of a request, or park it and return None."""
         fields = request.fields
-        result: dict[str, Any] = {}
         match request.op:
-            case "put":
-                self._acknowledge(identity, request.id, self._put(self._worker(fields), request.payload[0]))
-                return
             case "admit":
-                self._park_admit(identity, request)
-                return
+                worker, max_groups = self._worker(fields), fields.integer("max_groups", 1, 2**20)
+                last_id, last_result = self._last_grant.get(worker, (-1, {}))
+                if request.id == last_id:
+                    return last_result
+                self._park("admit", worker, identity, request, max_groups)
+                self._seen_workers.add(worker)
+                return None
             case "aborts":
-                self._park_aborts(identity, request)
-                return
+                worker, acknowledged = self._worker(fields), fields.items("acknowledged", 0, MAX_ACKNOWLEDGED)
+                if not all(type(group_id) is int for group_id in acknowledged):
+                    raise fields.refuse("acknowledged", "a list of group ids")
+                self._park("aborts", worker, identity, request)
+                self.store.acknowledge_aborts(worker, acknowledged)
+                return None
             case "take" | "may_push":
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
-                self._learner = _park(identity, request, version)
-                return
+                self._park(LEARNER, "", identity, request, version)
+                return None
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
                 cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
@@ -180,8 +185,12 @@ class Operations:
                 self.store.served(fields.integer("version", 0))
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
-                result = buffer_checkpoint(self.store.state)
-        self._answer(identity, request, result)
+                return buffer_checkpoint(self.store.state)
+        return {}
+
+    def _park(self, kind: str, worker: str, identity: bytes, request: Request, amount: int = 0) -> None:
+        wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
+        self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
         """Answer a `put`. The puts of one worker that come between two calls of `answers` share a reply.
@@ -201,37 +210,13 @@ class Operations:
             raise fields.refuse("worker", f"one of the run's: {', '.join(self._workers)[:200]}")
         return worker
 
-    def _park_admit(self, identity: bytes, request: Request) -> None:
-        worker = self._worker(request.fields)
-        parked = _park(identity, request, request.fields.integer("max_groups", 1, 2**20))
-        last_id, last_result = self._last_grant.get(worker, (-1, {}))
-        if request.id == last_id:
-            self._answer(identity, request, last_result)
-            return
-        self._seen_workers.add(worker)
-        self._admits[worker] = parked
-
-    def _park_aborts(self, identity: bytes, request: Request) -> None:
-        worker, parked = self._worker(request.fields), _park(identity, request)
-        acknowledged = request.fields.items("acknowledged", 0, MAX_ACKNOWLEDGED)
-        if not all(type(group_id) is int for group_id in acknowledged):
-            raise request.fields.refuse("acknowledged", "a list of group ids")
-        self.store.acknowledge_aborts(worker, acknowledged)
-        self._aborts[worker] = parked
-
-    def _put(self, worker: str, payload: Frame) -> bool:
+    def _put(self, request: Request) -> bool:
         """Store a group. Returns False if nothing changes: the group had been stored before, or was dropped."""
+        worker, payload = self._worker(request.fields), request.payload[0]
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)
         if slot is None:
             return False
-        self._check_slot(group, slot)
-        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
-        if self._record_group:
-            self._record_group(group)
-        return True
-
-    def _check_slot(self, group: GroupColumns, slot: Slot) -> None:
         for field in ("prompt_index", "start_version"):
             got, granted = getattr(group, field), getattr(slot, field)
             if got != granted:
@@ -239,24 +224,17 @@ class Operations:
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
+        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
+        if self._record_group:
+            self._record_group(group)
+        return True
 
-    def _answer_parked(self, now_s: float) -> None:
-        if self._learner:
-            self._answer_learner(self._learner, now_s)
-        for worker, parked in list(self._aborts.items()):
-            if (groups := self.store.aborts(worker)) or parked.until_s <= now_s:
-                del self._aborts[worker]
-                self._answer(parked.identity, parked.request, {"groups": groups})
-        shares: Mapping[str, int] = {}
-        if self._admits and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
-            asked = {worker: parked.amount for worker, parked in self._admits.items()}
-            shares = fair_shares(capacity, asked, self.store.running_by_worker())
-        for worker, parked in list(self._admits.items()):
-            if shares.get(worker) or parked.until_s <= now_s:
-                slots = self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id)
-                self._last_grant[worker] = (parked.request.id, pack_slots(slots))
-                del self._admits[worker]
-                self._answer(parked.identity, parked.request, pack_slots(slots))
+    def _shares(self) -> Mapping[str, int]:
+        """Return the slots that each worker whose `admit` is parked may have now."""
+        asked = {worker: parked.amount for (op, worker), parked in self._parked.items() if op == "admit"}
+        if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
+            return fair_shares(capacity, asked, self.store.running_by_worker())
+        return {}
 
     def _answer_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
@@ -271,13 +249,8 @@ class Operations:
             if now_s < parked.until_s:
                 return
             result = {"state": self.describe(now_s)}
-        self._learner = None
-        self._answer(parked.identity, parked.request, result, batch)
-
-
-def _park(identity: bytes, request: Request, amount: int = 0) -> Parked:
-    wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
-    return Parked(identity, request, amount, time.monotonic() + wait_s)
+        del self._parked[LEARNER, ""]
+        self._answers.append(Answer(parked.identity, [parked.request.id], result, batch=batch))
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
@@ -285,8 +258,8 @@ def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, i
 
     Args:
         capacity: groups that may start now.
-        asked: by worker, the most groups that it can start.
-        running: by worker, the groups that it runs already.
+        asked: [worker] the most groups that it can start.
+        running: [worker] the groups that it runs already.
     """
     shares = dict.fromkeys(asked, 0)
     for _ in range(min(capacity, sum(asked.values()))):

@@ -19,11 +19,7 @@ port while it restarts."""
 
 
 class BufferSocket:
-    """Binds the ROUTER socket.
-
-    Raises:
-        ConfigError: network.host or network.port can't be bound, or network.keys holds no keys.
-    """
+    """Binds the ROUTER socket. Raises ConfigError if the address can't be bound, or network.keys holds no keys."""
 
     def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
         self._context = zmq.Context()

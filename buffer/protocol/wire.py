@@ -6,21 +6,24 @@
 A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
 one client that have the same answer may be answered together, as those of `put` often are.
 
+    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
+    put, fail   A worker delivers a finished group, or gives one up. The answer comes at once.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
+    take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
+                wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
                 {state: what it waits for} after wait_s. It has to wait only in exact mode and with on_update: drain.
-    take        The answer {end: why} without frames means that there will be no further batch: the learner saves and
-                ends.
+    trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
+                answer comes at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -56,22 +59,16 @@ _MAX_VERSION = 2**31 - 1
 _MAX_BATCH = 2**20
 
 
-@dataclass(slots=True)
-class Request:
-    """A request of a client, with the fields of its operation."""
-
+class Request(NamedTuple):
     op: str
     id: int
     fields: Fields
     payload: Sequence[Frame]
 
 
-@dataclass(slots=True)
-class Reply:
-    """A reply of the buffer to requests of one client."""
-
+class Reply(NamedTuple):
     ids: list[int]
-    """Ids of the requests that the reply answers."""
+    """Ids of the requests of one client that the reply answers."""
     error: str
     """Empty, or why the request was refused."""
     result: dict[str, Any]
@@ -83,11 +80,7 @@ def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
 
 
 def read_request(frames: Sequence[Frame]) -> Request:
-    """Return the request in the frames of a message.
-
-    Raises:
-        WireError: the frames are not a request; the message names the field and the value.
-    """
+    """Return the request in the frames of a message. Raises WireError if they are not a request."""
     if not frames:
         raise WireError("message: 0 frames, allowed a header and its payload")
     header = unpack(view(frames[0]))
@@ -117,11 +110,7 @@ def pack_reply(ids: Sequence[int], result: dict[str, Any], error: str = "") -> b
 
 
 def read_reply(frames: list[zmq.Frame]) -> Reply:
-    """Return the reply in the frames of a message.
-
-    Raises:
-        WireError: the frames are not a reply.
-    """
+    """Return the reply in the frames of a message. Raises WireError if they are not a reply."""
     fields = Fields(unpack(frames[0].buffer), _REPLY_FIELDS, "reply ")
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
     ids, error = fields.items("ids", 1, MAX_ANSWERED), fields.text("error", MAX_ERROR_CHARS)
@@ -148,11 +137,7 @@ def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float]
 
 
 def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
-    """Return the batch in the frames of `LearnerClient.take_raw`.
-
-    Raises:
-        WireError: a frame is not valid; the message names the field and the value.
-    """
+    """Return the batch in the frames of `LearnerClient.take_raw`. Raises WireError if a frame is not valid."""
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")

@@ -13,8 +13,8 @@ from async_rl.config.loading import dump_config
 from async_rl.telemetry.timeline import STATES
 from benchmarks.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from benchmarks.simulate import Workload, simulate
-from buffer.group_accounting import GroupAccounting
 from buffer.store_rows import Outcome, Row
+from buffer.store_state import GroupAccounting
 
 WORKLOAD = Workload(
     concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,

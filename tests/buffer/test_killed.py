@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import random
 import sqlite3
 import threading
@@ -11,24 +12,34 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import TimeoutsConfig
+from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
 from buffer.journal.journal import FILE_NAME
+from buffer.server import BufferServer
 from tests.buffer.factories import make_config
 from tests.buffer.running import run_pipeline
-from tests.buffer.test_standalone import Alone
 
 pytestmark = pytest.mark.processes
 
 STEPS = 60
 
 
-def buffer_that_is_killed(arguments: list[str], kills: int, rng: random.Random, done: threading.Event) -> None:
-    """Kill the buffer again and again; it is started again at once, by the same command."""
+def serve(config: Config, ready: threading.Event) -> None:
+    server = BufferServer(config)
+    ready.set()
+    server.serve(threading.Event())
+
+
+def buffer_that_is_killed(config: Config, kills: int, rng: random.Random, done: threading.Event) -> None:
+    """Kill the buffer again and again; it is started again at once, with the same config."""
+    spawned = multiprocessing.get_context("spawn")
     for life in range(kills + 1):
-        buffer = Alone(*arguments)
-        buffer.line_with("buffer at ")
+        ready = spawned.Event()
+        buffer = spawned.Process(target=serve, args=(config, ready), daemon=True)
+        buffer.start()
+        assert ready.wait(30)
         done.wait(None if life == kills else rng.uniform(0.1, 1.5))
-        buffer.close()
+        buffer.kill()
+        buffer.join(10)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
@@ -38,18 +49,16 @@ def test_a_killed_buffer_loses_nothing_and_trains_nothing_twice(
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.5)
     monkeypatch.setattr("buffer.client.ATTEMPTS", 20)
     port = 61000 + random.randrange(4000)
-    sizes = ["rollout.group_size=2", "learner.prompts_per_step=4", "staleness.max=2", "placement.rollout.servers=2"]
-    arguments = [
-        *sizes, "algorithm.filter_zero_variance=false", f"network.port={port}", f"run.dir={tmp_path}",
-        "run.name=killed",
-        "task.max_prompt_tokens=16", "rollout.max_response_tokens=32",
-    ]
     config = dataclasses.replace(
-        make_config(max_staleness=2, workers=2), timeouts=TimeoutsConfig(wire_s=20.0, batch_s=60.0)
+        make_config(max_staleness=2, workers=2),
+        timeouts=TimeoutsConfig(wire_s=20.0, batch_s=60.0),
+        run=RunConfig(name="killed", dir=str(tmp_path)),
+        network=NetworkConfig(port=port),
+        buffer=BufferConfig(journal=True),
     )
     steps = STEPS * max(1, kills // 4)
     done = threading.Event()
-    killing = threading.Thread(target=buffer_that_is_killed, args=(arguments, kills, random.Random(kills), done))
+    killing = threading.Thread(target=buffer_that_is_killed, args=(config, kills, random.Random(kills), done))
     killing.start()
     try:
         batches = run_pipeline(f"tcp://127.0.0.1:{port}", config, steps, workers=2, step_s=0.05)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.payload_files import MAX_BUFFERS, PayloadFiles, Place, read_payload, share_files
+from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
 
 
 def payloads(first: int, number: int) -> list[memoryview]:
@@ -14,21 +14,10 @@ def payloads(first: int, number: int) -> list[memoryview]:
 
 def test_every_payload_is_read_back_from_its_place(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path, [])
-    written = payloads(0, 2 * MAX_BUFFERS + 3)
+    written = [*payloads(0, 1000), memoryview(os.urandom(10**5)), *payloads(0, 3)]
     places = files.append(written)
     assert [read_payload(tmp_path, place) for place in places] == written
     assert files.append([]) == []
-
-
-def test_an_incomplete_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    once, at_a_time = os.write, 7
-    monkeypatch.setattr(os, "writev", lambda file, parts: once(file, b"".join(parts)[:at_a_time]))
-    monkeypatch.setattr(os, "write", lambda file, rest: once(file, rest[:at_a_time]))
-    payloads = [os.urandom(size) for size in (3, 20, 1)]
-    files = PayloadFiles(tmp_path, [])
-    places = files.append(list(map(memoryview, payloads)))
-    files.close()
-    assert [read_payload(tmp_path, place) for place in places] == payloads
 
 
 def test_a_file_is_removed_once_no_payload_in_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,8 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
     sweep.add_argument("--correction", help="comma-separated: none,coupled,decoupled_tis (default: the config's)")
     sweep.add_argument("--axis", action="append", default=[], metavar="KEY=V,V", help="e.g. learner.lr=1e-4,3e-4")
     sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
-    sweep.add_argument("--name", default="", help="folder under run.dir (default: <run.name>-sweep)")
-    sweep.add_argument("--max-cells", type=int, default=0, help="stop after so many cells; the same command goes on")
-    sweep.add_argument("--cold", action="store_true", help="start a new server for every cell instead of sharing one")
+    sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
+    sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command goes on (default: all)")
     sweep.set_defaults(run=_sweep)
 
 
@@ -54,6 +53,7 @@ def _add_plan(commands: Any) -> None:
     seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
     seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
     seconds.add_argument("--prompts-per-step", type=int)
+    seconds.add_argument("--late", choices=["wait", "drop"], help="staleness.late")
     plan.add_argument("--devices", type=int, help="number of devices to split between learner and rollout")
     plan.add_argument("--now", default="1,1", help="learner,rollout devices that the durations are for (%(default)s)")
     plan.add_argument("--params", type=float, help="parameters of the policy, e.g. 70e9, for memory and transfer time")
@@ -69,7 +69,9 @@ def _sweep(args: argparse.Namespace) -> int:
     from benchmarks.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
     from benchmarks.sweep import Sweep, run_and_report
 
-    check(args.max_cells >= 0, "--max-cells", args.max_cells, "0 (all) or more")
+    check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
+    is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
+    check(is_name, "--name", args.name, "the name of a folder in run.dir, without / (set run.dir)")
     run = load_config(args.config, args.overrides).run
     axes = [staleness_axis(args.staleness), seed_axis(args.seeds, args.first_seed)]
     if args.mode:
@@ -80,7 +82,7 @@ def _sweep(args: argparse.Namespace) -> int:
     folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
     return run_and_report(Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
-        max_cells=args.max_cells, cold=args.cold,
+        max_cells=args.max_cells,
     ))  # fmt: skip
 
 

@@ -54,6 +54,17 @@ class Plan:
         enough = [result.step_s <= (1 + WORTHWHILE) * shortest_s for result in self.results]
         return self.bounds[enough.index(True)]
 
+    def closed_form(self, bound: int) -> float:
+        """Return min(Usat, (bound + 1) U0), which holds for light tails.
+
+        U0 is the simulated utilisation of the learner at bound 0, or that at the first bound over its bound + 1. Usat is
+        the utilisation if the slower pool never waits.
+        """
+        w, first = self.workload, self.results[0].utilisation / (self.bounds[0] + 1)
+        learner_s = w.train_s + w.handout_s + w.sync_s / w.every_steps
+        fresh_s = w.group_s(w.concurrency) * w.fresh_per_step / w.concurrency / (1 - w.failed)
+        return min(w.train_s / max(learner_s, fresh_s + w.standstill_s / w.every_steps), (bound + 1) * first)
+
 
 def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
     """Simulate each bound at which the learner would not wait for ever, and return the results.
@@ -146,6 +157,7 @@ def _check_values(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         check(value is None or 0 <= value < math.inf, option, value, "0 or more and finite")
     check(args.devices is None or args.devices >= 2, "--devices", args.devices, "at least 2, one for each pool")
+    devices_now(args.now)
 
 
 def devices_now(now: str) -> tuple[int, int]:
@@ -167,9 +179,12 @@ def describe_plan(plan: Plan) -> str:
     ]
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
-    header = ("staleness.max", "step, s", "learner", "rollout", "staleness, mean", "groups in flight / concurrency")
+    header = (
+        "staleness.max", "step, s", "learner", "rollout", "learner, closed form", "staleness, mean",
+        "groups in flight / concurrency",
+    )  # fmt: skip
     rows = [
-        [str(bound), *_shares(r), f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]
+        [str(bound), *_shares(r), f"{plan.closed_form(bound):.1%}", f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]
         for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
     lines += ["", Table(header, rows).markdown()]

@@ -1,7 +1,5 @@
 """Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
-    python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0
-
 Rollout groups take lognormal times, which are longer the more groups are in flight. The learner takes `train_s` for a
 batch, then `sync_s` for a push, in which generation pauses for `pause_s`. Only durations are simulated: admission,
 hand-out, release and, with `drain`, the wait before a push are done by buffer.store. With `late: drop` a group is
@@ -10,7 +8,6 @@ therefore aborted at the hand-out after which it can only miss its deadline.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 from dataclasses import dataclass
@@ -19,7 +16,6 @@ from typing import Literal
 import numpy as np
 
 from async_rl.config.check import check
-from async_rl.errors import ConfigError
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Outcome
@@ -203,36 +199,3 @@ class _Simulation:
         """Return a random lognormal factor with mean 1 and coefficient of variation `cv`."""
         sigma = float(np.sqrt(np.log1p(cv**2)))
         return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--staleness", default="0,1,2,4,8", help="values of staleness.max, comma-separated")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    default = Workload()
-    parser.add_argument("--concurrency", type=int, default=default.concurrency)
-    parser.add_argument("--prompts-per-step", type=int, default=default.prompts_per_step)
-    parser.add_argument("--train-s", type=float, default=default.train_s)
-    parser.add_argument("--sync-s", type=float, default=default.sync_s)
-    parser.add_argument("--group-mean-s", type=float, default=default.group_mean_s)
-    parser.add_argument("--load-s", type=float, default=default.load_s)
-    parser.add_argument("--cv", dest="group_cv", type=float, default=default.group_cv)
-    parser.add_argument("--every-steps", type=int, default=default.every_steps)
-    parser.add_argument("--late", choices=("wait", "drop"), default=default.late)
-    options = vars(parser.parse_args())
-    bounds, steps, seed = options.pop("staleness"), options.pop("steps"), options.pop("seed")
-    print("staleness.max  utilisation/learner  utilisation/rollout  staleness/mean  staleness/max  late")
-    for bound in bounds.split(","):
-        try:
-            result = simulate(Workload(**options), int(bound), steps, seed)
-        except ConfigError as error:
-            parser.error(str(error))
-        print(
-            f"{bound:>13}  {result.utilisation:19.3f}  {result.rollout:19.3f}  {result.mean_staleness:14.2f}  "
-            f"{result.max_staleness:13}  {result.dropped:4.0%}"
-        )
-
-
-if __name__ == "__main__":
-    main()

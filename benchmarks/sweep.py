@@ -6,7 +6,6 @@ kept: the same command continues a sweep that was cut short.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import ConfigError
 from benchmarks.cells import (
     SEED,
     Axis,
@@ -36,7 +35,6 @@ from benchmarks.cells import (
 )
 from benchmarks.machine import describe_machine
 from benchmarks.report import write_report
-from benchmarks.warm import WarmServer
 
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
@@ -52,10 +50,8 @@ class Sweep:
     folder: Path
     seconds: float = 0.0
     """The training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
-    max_cells: int = 0
-    """The number of cells to run in this call; 0: all."""
-    cold: bool = False
-    """Whether every cell starts its own server instead of sharing one."""
+    max_cells: int | None = None
+    """The number of cells to run in this call; None: all."""
 
     def base_overrides(self) -> tuple[str, ...]:
         limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
@@ -99,10 +95,6 @@ def settings_of(cell: Cell) -> str:
     return ", ".join(f"{key} {label}" for key, label in cell.labels.items() if key != SEED)
 
 
-RunCell = Callable[[Sweep, Cell, str], str]
-"""Takes (sweep, cell, URL of a running server or ""), runs the cell, and returns its error or ""."""
-
-
 def run_and_report(sweep: Sweep) -> int:
     """Run the cells that are not finished, write and print the report of the finished cells; return the exit code."""
     progress = run_sweep(sweep)
@@ -115,7 +107,7 @@ def run_and_report(sweep: Sweep) -> int:
     return 1 if progress.failed else 0
 
 
-def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
+def run_sweep(sweep: Sweep, run_cell: Callable[[Sweep, Cell], str] | None = None) -> Progress:
     """Run the cells that are not finished with `run_cell` (default: run_in_process); return which finished and failed.
 
     Raises:
@@ -132,22 +124,16 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     progress = Progress(cells, finished)
     machine = describe_machine()
     _write_plan(sweep, machine)
-    warm = WarmServer(configs.values(), sweep.folder / "logs")
-    with StopSignals(), contextlib.closing(warm):
-        for cell in progress.pending[: sweep.max_cells or len(cells)]:
+    with StopSignals():
+        for cell in progress.pending[: sweep.max_cells]:
             shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
             number = 1 + len(progress.seconds) + len(progress.failed)
             print(f"[{number}/{len(cells)}] {cell.name} starts; {progress.time_left()}", flush=True)
             start_s = time.monotonic()
-            try:
-                url = "" if sweep.cold else warm.url_for(configs[cell.name])
-                error = (run_cell or run_in_process)(sweep, cell, url)
-            except AsyncRLError as failure:
-                error = str(failure)
+            error = (run_cell or run_in_process)(sweep, cell)
             seconds = time.monotonic() - start_s
             if error:
                 progress.failed[cell.name] = error
-                warm.close()  # the shared server may be the cause, and its state is not known
             else:
                 command = shlex.join(train_command(sweep, cell))
                 write_record(cell, make_record(cell, configs[cell.name], seconds, command, machine["commit"]))
@@ -161,12 +147,11 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
     return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *place]
 
 
-def run_in_process(sweep: Sweep, cell: Cell, url: str = "") -> str:
+def run_in_process(sweep: Sweep, cell: Cell) -> str:
     """Train one cell in a child process; return "", or its exit code with the first error line of its log."""
     log_file = sweep.folder / "logs" / f"{cell.name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]
-    command += [f"rollout.server_url={url}"] if url else []
     with log_file.open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

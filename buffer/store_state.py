@@ -104,7 +104,7 @@ class StoreState:
 
     @property
     def num_held_fresh(self) -> int:
-        return sum(row.is_fresh for row in self.held.values())
+        return [row.trained_versions for row in self.held.values()].count(())
 
     @property
     def slots_held(self) -> int:

@@ -1,8 +1,8 @@
 """Keeps the encoded groups (payloads) in files beside the journal, which holds the place of each.
 
 SQLite would write a payload three times, which takes longer than everything else that the buffer does with a group.
-Here it is appended to the newest file, and a file is removed once no payload in it is kept. Appended payloads survive the
-death of the process; the last ones may be lost if the machine stops.
+Here it is appended to the newest file, and a file is removed once no payload in it is kept. If the machine stops, the
+last payloads may be lost.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def plan(options: str, folder: Path | None = None) -> str:
 
 
 def rows(text: str) -> dict[int, list[str]]:
-    """[bound] step, learner, rollout, staleness and groups in flight of the table."""
+    """[bound] step, learner, rollout, closed form, staleness and groups in flight of the table."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {int(line[0]): line[1:] for line in lines if len(line) == 6 and line[0].isdecimal()}
+    return {int(line[0]): line[1:] for line in lines if len(line) == 7 and line[0].isdecimal()}
 
 
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
@@ -81,6 +81,12 @@ def test_two_durations_give_the_gain_of_overlap_and_every_bound() -> None:
     steps_s = [float(figures[0]) for figures in of_bound.values()]
     assert steps_s == sorted(steps_s, reverse=True)
     assert steps_s[-1] == pytest.approx(60, rel=0.06)
+
+
+def test_the_closed_form_stands_beside_the_simulation() -> None:
+    """Generation 60 s, learning 40 s: 40 % in turn, and 40 of 60 s at most."""
+    closed = [figures[3] for figures in rows(plan(f"{OVERLAP} --cv 0 --staleness 0,1,8")).values()]
+    assert closed == ["40.0%", "66.7%", "66.7%"]
 
 
 def test_devices_are_split_by_the_two_durations_too() -> None:

@@ -32,7 +32,7 @@ from tests.benchmarks.factories import base_yaml, make_run
 
 def make(folder: Path, **changes: Any) -> Sweep:
     axes = (staleness_axis("1,0"), seed_axis(2, 0))
-    arguments = {"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", "cold": True, **changes}
+    arguments = {"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", **changes}
     return Sweep(**arguments)
 
 
@@ -43,7 +43,7 @@ class Trainer:
         self.fails = fails
         self.cells: list[str] = []
 
-    def __call__(self, sweep: Sweep, cell: Cell, url: str) -> str:
+    def __call__(self, sweep: Sweep, cell: Cell) -> str:
         self.cells.append(cell.name)
         if cell.name == self.fails:
             return "it did not work"
@@ -98,10 +98,13 @@ def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:
     [
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--first-seed", "-1"], "run.seed must be greater than or equal to 0, got -1"),
-        (["--max-cells", "-1"], "--max-cells must be 0 (all) or more, got -1"),
+        (["--max-cells", "0"], "--max-cells must be 1 or more; without it all run, got 0"),
+        (["--name", "a/b"], "--name must be the name of a folder in run.dir, without / (set run.dir), got 'a/b'"),
+        (["--name", ".."], "--name must be the name of a folder in run.dir"),
+        (["--name", ""], "--name must be the name of a folder in run.dir"),
     ],
 )
-def test_numbers_of_runs_that_are_none_are_refused(
+def test_options_that_can_not_be_used_are_refused_before_anything_starts(
     tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path / 'runs'}", *options]) == 2
@@ -208,7 +211,7 @@ def test_the_command_reports_what_is_finished_and_remembers_the_machine(
 ) -> None:
     monkeypatch.setattr("benchmarks.sweep.run_in_process", Trainer())
     config = str(base_yaml(tmp_path))
-    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", "--cold", f"run.dir={tmp_path}"]
+    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
     assert main(["sweep", config, *options]) == 0
     assert "On this hardware" in capsys.readouterr().out
     plan = json.loads((tmp_path / "s" / "sweep.json").read_text())

@@ -25,7 +25,7 @@ QUICK = [
     "async-rl prepare gsm8k train.jsonl data/gsm8k/train.parquet",
     "async-rl prepare gsm8k test.jsonl data/gsm8k/test.parquet",
     "async-rl keys new keys",
-    "python -m benchmarks.simulate --staleness 0,1,2,4,8 --cv 1.0",
+    "async-rl plan --staleness 0,1,2,4,8 --train-s 10 --sync-s 0.5 --group-s 8 --cv 1",
     "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8 --devices 8 --now 4,4",
     "async-rl plan --rollout-s 60 --train-s 40",
     "async-rl plan --params 70e9 --method ppo --device-gb 80 --link-gbps 400",

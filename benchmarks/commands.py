@@ -36,7 +36,7 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
     sweep.add_argument("--axis", action="append", default=[], metavar="KEY=V,V", help="e.g. learner.lr=1e-4,3e-4")
     sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
     sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
-    sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command goes on (default: all)")
+    sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
     sweep.set_defaults(run=_sweep)
 
 

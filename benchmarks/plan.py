@@ -55,10 +55,10 @@ class Plan:
         return self.bounds[enough.index(True)]
 
     def closed_form(self, bound: int) -> float:
-        """Return min(Usat, (bound + 1) U0), which holds for light tails.
+        """Return the learner's utilisation min(Usat, (bound + 1) U0), which holds for light tails.
 
-        U0 is the simulated utilisation of the learner at bound 0, or that at the first bound over its bound + 1. Usat is
-        the utilisation if the slower pool never waits.
+        U0 is the simulated one at bound 0, or that at the first bound over its bound + 1. Usat is the one that the
+        learner reaches if the slower pool never waits.
         """
         w, first = self.workload, self.results[0].utilisation / (self.bounds[0] + 1)
         learner_s = w.train_s + w.handout_s + w.sync_s / w.every_steps

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+DPI = 130
 STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
@@ -52,7 +53,7 @@ def draw_all(rows: Sequence[Row], folder: Path, predicted: dict[int, Result]) ->
     for name, draw in pictures:
         figure = draw()
         if figure is not None:
-            figure.savefig(folder / f"{name}.png", dpi=130)
+            figure.savefig(folder / f"{name}.png", dpi=DPI)
             plt.close(figure)
             paths.append(folder / f"{name}.png")
     return paths

@@ -114,7 +114,7 @@ def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title:
         texts = ["-" if math.isnan(value.mean) else value.text(form) for value, form in estimates]
         lines.append([str(row.staleness), *(label for _, label in row.series), *texts, str(len(row.runs))])
     order = ranked(rows)
-    return Table(header, lines, title, best=rows.index(order[0]) if order else None) if columns else None
+    return Table(header, lines, title, best=rows.index(order[0]) if order[1:] else None) if columns else None
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from benchmarks.results import Row, Run, baseline
+from benchmarks.results import Row, baseline
 from benchmarks.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from benchmarks.tables import Table
-
-WAY = 0.75
-"""Times are measured to the accuracy at this share of the baseline's improvement, which is before it levels off."""
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
@@ -24,8 +21,13 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_row(rows: Sequence[Row]) -> str:
-    """Return text that names the best row, or says that there is none; with one seed it says what that leaves open."""
+    """Return text that names the best row, or says that there is none; "" if there is only one row to compare.
+
+    With one seed the text says what that leaves open.
+    """
     order = ranked(rows)
+    if len(order) == 1:
+        return ""
     if not order:
         return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
     best = order[0]
@@ -45,65 +47,20 @@ def bounds_compared(rows: Sequence[Row]) -> Table | None:
         return None
     best, base = order[0], baseline(rows, order[0])
     raw = [p_value(best.values["per_minute"], row.values["per_minute"]) for row in order[1:]]
-    interval = f"({CONFIDENCE:.0%} interval)"
-    header = [
-        "setting", "improvement per minute", f"times that of {base.name} {interval}", "p, equal to the best",
-        "p, Holm's correction",
-    ]  # fmt: skip
+    header = (
+        "setting", "improvement per minute", f"times that of {base.name} ({CONFIDENCE:.0%} interval)",
+        "p, equal to the best", "p, Holm's correction",
+    )  # fmt: skip
     lines = []
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
         gain = row.values["per_minute"]
         times = "-" if row is base else ratio_text(gain, base.values["per_minute"])
         lines.append([row.name, estimate(gain).text("{:+.3f}"), times, _p(p), _p(corrected)])
-    accuracy = accuracy_to_reach(base, order)
-    if accuracy is not None:
-        header += [f"seconds to accuracy {accuracy:.2f}", f"times faster than {base.name} {interval}"]
-        for row, line in zip(order, lines, strict=True):
-            line += _times_to_accuracy(row, base, accuracy)
     return Table(header, lines, "Which setting improves fastest", best=0)
 
 
 def _p(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2g}"
-
-
-def accuracy_to_reach(base: Row, rows: Iterable[Row]) -> float | None:
-    """Return the accuracy at the share WAY of the baseline's mean improvement from first to last evaluation.
-
-    Return None if a run has fewer than 3 evaluations, or if some run already starts with that accuracy.
-    """
-    runs = [run for row in rows for run in row.runs]
-    if any(len(run.evals) < 3 for run in runs):
-        return None
-    first, last = (estimate([run.evals[end][2] for run in base.runs]).mean for end in (0, -1))
-    accuracy = math.floor(100 * (first + WAY * (last - first))) / 100
-    return accuracy if accuracy > max(run.evals[0][2] for run in runs) else None
-
-
-def _times_to_accuracy(row: Row, base: Row, accuracy: float) -> list[str]:
-    seconds, base_s = (
-        [s for run in each.runs if (s := seconds_to(run, accuracy)) is not None] for each in (row, base)
-    )
-    if missing := len(row.runs) - len(seconds):
-        return [f"not reached by {missing} of {len(row.runs)} runs", "-"]
-    faster = "-" if row is base or len(base_s) < len(base.runs) else ratio_text(base_s, seconds)
-    return [estimate(seconds).text("{:.1f}"), faster]
-
-
-def seconds_to(run: Run, accuracy: float) -> float | None:
-    """Return the seconds from the end of the first step until held-out accuracy first reached `accuracy`.
-
-    Between two evaluations accuracy is interpolated by a straight line. Return None if the run never reached it.
-    """
-    before: tuple[float, float] | None = None
-    for _, seconds, value in run.evals:
-        if value >= accuracy:
-            if before is None or value == before[1]:
-                return seconds
-            share = (accuracy - before[1]) / (value - before[1])
-            return before[0] + share * (seconds - before[0])
-        before = (seconds, value)
-    return None
 
 
 def corrections_compared(rows: Sequence[Row]) -> list[Table]:

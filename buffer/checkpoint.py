@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.staleness import Rules, exact_start_version, last_batch, within_capacity
+from buffer.staleness import Rules, exact_start_version, within_capacity
 from buffer.store_rows import Row
 from buffer.store_state import StoreState
 
@@ -59,18 +59,14 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, pa
         for row in arrived:
             state.drop(row, "failed", requeue=True)
         arrived = []
-    arrived.sort(key=lambda row: (_last_batch(row, rules), row.group_id))
-    fit = within_capacity([_last_batch(row, rules) for row in arrived], saved.version, rules)
+    arrived.sort(key=lambda row: (row.last_batch(rules), row.group_id))
+    fit = within_capacity([row.last_batch(rules) for row in arrived], saved.version, rules)
     for row, fits in zip(arrived, fit, strict=True):
         if fits:
             state.put(row, "finished")
         else:
             state.drop(row, "late", requeue=True)
     state.check_accounting()
-
-
-def _last_batch(row: Row, rules: Rules) -> int:
-    return last_batch(row.start_version, row.newest_version, rules)
 
 
 def _has_all_groups(rows: list[Row], version: int, first_version: int, rules: Rules) -> bool:

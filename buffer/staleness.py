@@ -108,14 +108,9 @@ def admission_capacity(slots_held: int, rules: Rules) -> int:
     return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
-def deadline(start_version: int, max_staleness: int) -> int:
-    """Return the number of the last batch that may hold a group started at `start_version`."""
-    return start_version + max_staleness
-
-
 def last_batch(start_version: int, newest_version: int, rules: Rules) -> int:
-    """Return the number of the last batch that may hold a group. With `mask` it depends on the group's newest token."""
-    return deadline(newest_version if rules.late == "mask" else start_version, rules.max_staleness)
+    """Return a group's deadline: the last batch that may hold it. With `mask` its newest token decides."""
+    return (newest_version if rules.late == "mask" else start_version) + rules.max_staleness
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:

@@ -21,10 +21,8 @@ from buffer.frames import Frame
 from buffer.staleness import (
     Rules,
     admission_capacity,
-    deadline,
     exact_start_version,
     fresh_to_take,
-    last_batch,
     overfull_deadline,
     vacant_batches,
 )
@@ -172,7 +170,7 @@ class Store:
             is_last = len(uses) >= self.rules.max_uses
             self.state.put(row, "trained" if is_last else "used", trained_versions=uses)
         for row in list(self.state.used.values()):
-            if self._last_batch(row) < version:
+            if row.last_batch(self.rules) < version:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
@@ -234,7 +232,7 @@ class Store:
     def _drop_late(self, rows: Iterable[Row], version: int, now_s: float) -> None:
         """Drop the groups that may not be in batch `version` or a later one; `aborts` tells the workers of it."""
         for row in list(rows):
-            if self._last_batch(row) < version:
+            if row.last_batch(self.rules) < version:
                 if row.state == "running":
                     self._aborts.setdefault(row.worker, []).append(row.group_id)
                 self.state.drop(row, "late", requeue=True, now_s=now_s)
@@ -260,8 +258,8 @@ class Store:
         used = sorted(self.state.used.values(), key=self._order)
         finished = sorted(self.state.finished.values(), key=self._order)
         fresh = fresh_to_take(
-            [self._last_batch(row) for row in finished], map(self._last_batch, self.state.running.values()),
-            len(used), version, self.rules,
+            [row.last_batch(self.rules) for row in finished],
+            [row.last_batch(self.rules) for row in self.state.running.values()], len(used), version, self.rules,
         )
         return None if fresh is None else finished[:fresh] + used[: self.rules.prompts_per_step - fresh]
 
@@ -269,13 +267,10 @@ class Store:
         """Return a sort key: the oldest start version, which has the earliest deadline, comes first; ties by id."""
         return row.start_version, row.group_id
 
-    def _last_batch(self, row: Row) -> int:
-        return last_batch(row.start_version, row.newest_version, self.rules)
-
     def _check_bound(self, row: Row, version: int) -> None:
         """Raise StalenessError if a group is too old for batch `version`, or in exact mode not of its version."""
         bound = self.rules.max_staleness
-        if self._last_batch(row) < version:
+        if row.last_batch(self.rules) < version:
             raise StalenessError(
                 f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
                 f"{version}: over staleness.max = {bound}"
@@ -302,9 +297,8 @@ class Store:
         """Return which running groups delay a batch that has enough finished groups; empty if none does."""
         if self.rules.late != "wait" or self.rules.exact:
             return ""
-        bound = self.rules.max_staleness
-        finished = [deadline(row.start_version, bound) for row in self.state.finished.values()]
-        running = {i: deadline(row.start_version, bound) for i, row in self.state.running.items()}
+        finished = [row.last_batch(self.rules) for row in self.state.finished.values()]
+        running = {i: row.last_batch(self.rules) for i, row in self.state.running.items()}
         overfull = overfull_deadline(finished, running.values(), self.state.version, self.rules)
         if overfull is None:
             return ""

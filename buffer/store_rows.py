@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from async_rl.messages.codec import GroupColumns
 from async_rl.types import Slot
 from buffer.frames import Frame
+from buffer.staleness import Rules, last_batch
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
@@ -70,6 +71,10 @@ class Row(NamedTuple):
     def newest_version(self) -> int:
         """The version of the group's newest token; of a running group its start version, the lowest possible."""
         return self.outcome.newest_version if self.outcome else self.start_version
+
+    def last_batch(self, rules: Rules) -> int:
+        """Return the number of the last batch that may hold the group."""
+        return last_batch(self.start_version, self.newest_version, rules)
 
     @property
     def is_fresh(self) -> bool:

@@ -1,8 +1,7 @@
 """The messages that the processes of a run send to the driver: events and measurements, never data or weights.
 
-    learner rank      StepDone after each step; ServersLost and EvaluationDue in between; TrainingEnded at an early end.
-                      The driver acts on the events of rank 0, and logs the spans and samples of all ranks.
-    rollout worker    WorkerReport twice a second; EvaluationDone in answer to a request for an evaluation.
+The driver acts on the events of learner rank 0, and logs the spans and samples of all ranks. A rollout worker sends a
+WorkerReport twice a second, and EvaluationDone in answer to a request for an evaluation.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class StepDone:
     version: int
     """Policy version that the step produced, 1..run.steps."""
     metrics: tuple[Metric, ...] = ()
-    """The metrics of all ranks together; reported by rank 0 alone."""
+    """The metrics of all ranks together; reported by rank 0 alone, as are the alarms."""
     alarms: tuple[str, ...] = ()
-    """Alarms that began with this step, each as one line for the console; reported by rank 0 alone."""
+    """Alarms that began with this step, each as one line for the console."""
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
 
@@ -49,7 +48,7 @@ class TrainingEnded:
     version: int
     reason: str
     metrics: tuple[Metric, ...] = ()
-    """The metrics measured after the last step; only rank 0 reports them."""
+    """The metrics measured after the last step."""
     spans: tuple[Span, ...] = ()
 
 

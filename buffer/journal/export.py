@@ -58,7 +58,11 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
         with closing(sqlite3.connect(journal)) as database:
             check_schema(database, journal)
             database.execute("BEGIN")  # all queries see the same moment of a run that is going on
-            _check_used(database, journal)
+            if database.execute("SELECT scalars FROM state").fetchone() is None:
+                raise ConfigError(
+                    f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever "
+                    f"asked for. The logs in {run_dir / 'logs'} may say why; if the run is starting, try again later"
+                )
             with pq.ParquetWriter(target, SCHEMA) as writer:
                 for chunk in _chunks(database, payload_folder(journal)):
                     writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
@@ -66,14 +70,6 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None
     return number
-
-
-def _check_used(database: sqlite3.Connection, journal: Path) -> None:
-    if database.execute("SELECT scalars FROM state").fetchone() is None:
-        raise ConfigError(
-            f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever asked for. "
-            f"The logs in {journal.parent / 'logs'} may say why; if the run is starting, try again later"
-        )
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:

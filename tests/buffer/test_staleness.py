@@ -10,7 +10,6 @@ import pytest
 from buffer.staleness import (
     Rules,
     admission_capacity,
-    deadline,
     exact_start_version,
     fresh_to_take,
     last_batch,
@@ -90,8 +89,8 @@ def ages(counts: Iterable[int]) -> list[int]:
 
 def fresh_of(state: State, reusable: int, rules: Rules) -> int | None:
     bound = rules.max_staleness
-    finished = [deadline(-age, bound) for age in ages(state.finished)]
-    return fresh_to_take(finished, [deadline(-age, bound) for age in ages(state.running)], reusable, 0, rules)
+    finished = [bound - age for age in ages(state.finished)]
+    return fresh_to_take(finished, [bound - age for age in ages(state.running)], reusable, 0, rules)
 
 
 def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:

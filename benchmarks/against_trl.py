@@ -29,8 +29,6 @@ UNCOUNTED_STEPS = 2
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    """Records the time at which each step ends."""
-
     def __init__(self) -> None:
         self.ends_s: list[float] = []
 

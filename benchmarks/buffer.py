@@ -34,18 +34,8 @@ import numpy as np
 import psutil
 import zmq
 
-from async_rl.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    CheckpointConfig,
-    Config,
-    LearnerConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    StalenessConfig,
-    TaskConfig,
-)
+from async_rl.config import BufferConfig, CheckpointConfig, Config, RunConfig
+from async_rl.config.loading import load_config
 from async_rl.errors import WaitTimeoutError
 from async_rl.messages.codec import encode_group
 from async_rl.types import Rollout, RolloutGroup, Slot
@@ -252,7 +242,6 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
-    """Measure every row in `rounds` rounds, and return the medians by row."""
     figures: dict[str, list[Figures]] = {"plain": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
@@ -294,15 +283,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
-    config = Config(
-        model=ModelConfig(path="none"),
-        task=TaskConfig(name="reasoning_gym/chain_sum"),
-        rollout=RolloutConfig(group_size=arguments.group_size, max_response_tokens=arguments.tokens),
-        staleness=StalenessConfig(max=arguments.staleness),
-        algorithm=AlgorithmConfig(filter_zero_variance=False),
-        buffer=BufferConfig(journal=False),
-        learner=LearnerConfig(prompts_per_step=arguments.prompts_per_step, max_tokens_per_microbatch=2**20),
-    )
+    config = load_config(None, [
+        "model.path=none", "task.name=reasoning_gym/chain_sum", "algorithm.filter_zero_variance=false",
+        "buffer.journal=false", f"rollout.group_size={arguments.group_size}", f"staleness.max={arguments.staleness}",
+        f"rollout.max_response_tokens={arguments.tokens}", f"learner.prompts_per_step={arguments.prompts_per_step}",
+        f"learner.max_tokens_per_microbatch={2**20}",
+    ])  # fmt: skip
     size = len(encode_group(make_group(config, SLOT)))
     rows = table(measured(config, arguments.steps, arguments.rounds), size)
     title = f"Groups of {arguments.group_size} x {arguments.tokens} tokens, {size} bytes, {arguments.rounds} rounds"

@@ -99,18 +99,16 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
         labels = {axis.name: label for axis, (label, _) in zip(ordered, combination, strict=True)}
         overrides = tuple(override for _, level in combination for override in level)
         name = ".".join(f"{key}-{label}" for key, label in labels.items() if key != SEED)
-        cells.append(Cell(labels, overrides, folder / "cells" / _file_name(f"{name}.{SEED}-{labels[SEED]}")))
+        cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", f"{name}.{SEED}-{labels[SEED]}")))
     return cells
 
 
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.=+-]", "_", text)
-
-
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    """Load and check the config of a cell's run. Raises ConfigError."""
     place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
-    return load_config(path, [*overrides, *cell.overrides, *place])
+    try:
+        return load_config(path, [*overrides, *cell.overrides, *place])
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell.name}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,6 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of nested dicts by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -166,7 +163,6 @@ def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read and return the record in `cell.json`, or None if the cell is not finished."""
     file = folder / "cell.json"
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 

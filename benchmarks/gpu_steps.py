@@ -79,7 +79,6 @@ def _start_server(number: int) -> Step:
 
 
 def _server_args(server: dict[str, Any]) -> str:
-    """Return an override with the config's server arguments and those with which SGLang started here."""
     return f"rollout.server_args={json.dumps(load_config(CONFIG, []).rollout.server_args | server)}"
 
 

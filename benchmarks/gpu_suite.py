@@ -100,7 +100,6 @@ class Suite:
         return ""
 
     def server_args(self) -> dict[str, Any]:
-        """Return the server arguments with which SGLang started, or none if it has not started."""
         return next((args for i, (args, _) in enumerate(SERVER_ARGS) if self.is_done(f"sglang-{i}")), {})
 
     def is_done(self, name: str) -> bool:

@@ -178,7 +178,6 @@ def _steps(run_dir: Path) -> int:
 
 
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with a row for each kind of process and engine, and a column for each check."""
     header = (
         "killed", "engine", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
         "counts add up", "bound kept", "orphans",

@@ -81,8 +81,6 @@ def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, 
 
 
 class Plain(nn.Module):
-    """A sharded transformers model with a cross-entropy loss and nothing else."""
-
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         model = config.model
@@ -190,7 +188,6 @@ def matmul_flops(device: torch.device) -> float:
 
 
 def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) -> dict[str, float]:
-    """Return the MFU of each side: its model FLOP/s over `ceiling_flops`. Recomputed activations do not count."""
     flops = 6 * parameters * found["real_tokens"]
     return {side: flops / statistics.median(times) / ceiling_flops for side, times in found["seconds"].items()}
 

@@ -31,7 +31,6 @@ def describe_machine() -> dict[str, str]:
 
 
 def machine_text() -> str:
-    """Return processor, system, commit and cores as text, for a line in a result."""
     machine = describe_machine()
     return ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
 

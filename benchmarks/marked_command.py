@@ -59,7 +59,6 @@ class MarkedCommand:
             raise WaitTimeoutError(f"still running after {timeout_s:.0f} s; log:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
-        """Return the command's output so far."""
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:

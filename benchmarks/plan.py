@@ -21,12 +21,12 @@ WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""
 SPLIT_STEPS = 80
 """The number of simulated steps for each split of the devices."""
-ABOVE_0 = {
-    "train_s": "--train-s", "rollout_s": "--rollout-s", "group_mean_s": "--group-s", "concurrency": "--concurrency",
-    "prompts_per_step": "--prompts-per-step", "params": "--params", "device_gb": "--device-gb",
-    "link_gbps": "--link-gbps",
-}  # fmt: skip
-FROM_0 = {"sync_s": "--sync-s", "load_s": "--load-s", "group_cv": "--cv"}
+ABOVE_0 = (
+    "train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_step", "params", "device_gb", "link_gbps",
+)  # fmt: skip
+FROM_0 = ("sync_s", "load_s", "group_cv")
+OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
+"""The options that are not called as their values."""
 TRAINED_BYTES = 2 + 2 + 12
 """The bytes of a trained parameter: bf16 weight and gradient, float32 master weight and two Adam moments."""
 FROZEN_BYTES = 2
@@ -41,8 +41,6 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The simulated results of one workload at each bound."""
-
     workload: Workload
     bounds: tuple[int, ...]
     results: tuple[Result, ...]
@@ -150,18 +148,15 @@ def planned_workload(args: argparse.Namespace) -> Workload | None:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    for name, option in ABOVE_0.items():
-        value = getattr(args, name)
-        check(value is None or 0 < value < math.inf, option, value, "above 0 and finite")
-    for name, option in FROM_0.items():
-        value = getattr(args, name)
-        check(value is None or 0 <= value < math.inf, option, value, "0 or more and finite")
+    for name in (*ABOVE_0, *FROM_0):
+        value, allowed = getattr(args, name), "above 0 and finite" if name in ABOVE_0 else "0 or more and finite"
+        is_allowed = value is None or 0 < value < math.inf or (value == 0 and name in FROM_0)
+        check(is_allowed, OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, allowed)
     check(args.devices is None or args.devices >= 2, "--devices", args.devices, "at least 2, one for each pool")
     devices_now(args.now)
 
 
 def devices_now(now: str) -> tuple[int, int]:
-    """Return the devices of learner and rollout from text like `4,4`. Raises ConfigError."""
     learner, comma, rollout = now.partition(",")
     if not (comma and learner.isdecimal() and rollout.isdecimal() and int(learner) and int(rollout)):
         raise ConfigError(f"--now must be learner,rollout devices, e.g. 4,4; got {now!r}")
@@ -169,7 +164,6 @@ def devices_now(now: str) -> tuple[int, int]:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return text with the durations, a table of the bounds, and the recommended bound."""
     w = plan.workload
     lines = [
         f"Learner: {w.train_s:.3g} s to train a batch of {w.prompts_per_step} groups, {w.sync_s:.3g} s to push, "
@@ -239,7 +233,6 @@ def split_devices(
 
 
 def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
-    """Return text with a table of the splits, and the split with the shortest step."""
     best = min(splits, key=lambda split: splits[split].step_s)
     rows = [[str(learner), str(rollout), *_shares(result)] for (learner, rollout), result in splits.items()]
     header = ("learner devices", "rollout devices", "step, s", "learner", "rollout")
@@ -248,7 +241,6 @@ def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
 
 
 def describe_memory(parameters: float, method: str, device_gb: float, link_gbps: float) -> str:
-    """Return text with the learner's memory by network, the fewest devices for it, and the time of one weight push."""
     sizes_gb = {role: parameters * role_bytes / 1e9 for role, role_bytes in ROLES[method].items()}
     total_gb = math.fsum(sizes_gb.values())
     lines = [f"Learner memory, {parameters / 1e9:g} billion parameters, {method}, Adam in mixed precision (bf16):"]

@@ -92,7 +92,6 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any)
 
 
 def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
-    """Draw one value against the bound, with a line per series: means and standard errors over seeds."""
     bounds = sorted({row.staleness for row in rows})
     all_series = by_series(rows)
     for number, (series, of_series) in enumerate(all_series.items()):
@@ -110,7 +109,6 @@ def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) ->
 
 
 def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper center", **options: Any) -> None:
-    """Draw one legend for all panels."""
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if any(handles):
         columns = 1 if "right" in place else min(len(handles), int(figure.get_figwidth() // 2.2))
@@ -134,7 +132,6 @@ def _trade_off(rows: Sequence[Row]) -> Any:
 
 
 def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Draw held-out accuracy, mean and standard error over seeds; return None if a run has fewer than 3 evaluations."""
     if any(len(run.evals) < 3 for row in rows for run in row.runs):
         return None
 

@@ -185,7 +185,6 @@ def compare(rows: Sequence[Row]) -> list[Measured]:
 
 
 def _workload(rows: Sequence[Row], found: Sequence[Stages]) -> Workload | None:
-    """Return the workload of the runs, or None if it can't be simulated or group durations were not measured."""
     try:
         workload = workload_of(found, rules_of(rows[0].runs[0]))
     except ConfigError:
@@ -212,7 +211,6 @@ def rules_of(run: Run) -> Workload:
 
 
 def _concurrency(config: dict[str, Any]) -> int:
-    """Return the largest number of groups in flight on all servers together."""
     return int(config["rollout"]["concurrency"] * config["placement"]["rollout"]["servers"])
 
 

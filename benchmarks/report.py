@@ -213,7 +213,6 @@ def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictu
 
 
 def _origin(folder: Path) -> str:
-    """Return HTML with the sweep's command, machine and commits, and the config of its first run, if known."""
     plan_file = folder / "sweep.json"
     plan: dict[str, Any] = json.loads(plan_file.read_text()) if plan_file.is_file() else {}
     commits = {record.commit for record in finished_cells(folder).values()} - {""}

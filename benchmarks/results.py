@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ class Run:
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
-        """The labels on every axis but the seed."""
         return tuple((key, label) for key, label in self.labels.items() if key != SEED)
 
     @property
@@ -53,15 +52,10 @@ class Run:
         """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
-    def mean(self, key: str) -> float:
-        """Return the mean of a metric over the steps after the first, or nan if it was never measured."""
+    def mean(self, key: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
+        """Return the average of a metric over the steps after the first, or nan if it was never measured."""
         values = [value for _, _, value in self.points(key, first=1)]
-        return sum(values) / len(values) if values else math.nan
-
-    def median(self, key: str) -> float:
-        """Return the median of a metric over the steps after the first, or nan if it was never measured."""
-        values = [value for _, _, value in self.points(key, first=1)]
-        return statistics.median(values) if values else math.nan
+        return average(values) if values else math.nan
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """Return (step, seconds since the end of the first step, value) of every step that measured the metric."""
@@ -87,7 +81,7 @@ class Run:
         """Return the values for the tables of a report by name; nan if the run did not measure a value."""
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
         values = {
-            "is_variance": self.median("offpolicy/is_weight_var"),
+            "is_variance": self.mean("offpolicy/is_weight_var", statistics.median),
             "kl": self.mean("offpolicy/kl_behaviour_proximal_k3"),
             "ess": self.mean("offpolicy/ess"),
             "per_100_steps": 100 * self.improvement / num_steps,
@@ -171,12 +165,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The name of the row in sentences and tables."""
         others = ", ".join(f"{key} {label}" for key, label in self.series)
         return f"staleness {self.staleness}" + (f" ({others})" if others else "")
 
     def has(self, key: str) -> bool:
-        """Return whether any seed measured the value."""
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
@@ -208,5 +200,4 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
 
 
 def baseline(rows: Sequence[Row], row: Row) -> Row:
-    """Return the row of the same series with the smallest staleness."""
     return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

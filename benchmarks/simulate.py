@@ -190,7 +190,6 @@ class _Simulation:
         self._admit()
 
     def _admit(self) -> None:
-        """Start as many groups as slots and concurrency allow, as a rollout worker does."""
         for slot in self._store.admit(WORKER, self._workload.concurrency - len(self._ends), self._now_s):
             duration_s = self._workload.group_mean_s * self._factor(self._workload.group_cv)
             heapq.heappush(self._ends, (self._work_s + duration_s, slot.group_id))

@@ -18,9 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError
 from benchmarks.cells import (
     SEED,
     Axis,
@@ -60,8 +58,6 @@ class Sweep:
 
 @dataclass
 class Progress:
-    """The finished and failed cells of a sweep."""
-
     cells: list[Cell]
     seconds: dict[str, float] = field(default_factory=dict)
     """The duration of each finished cell, by cell name."""
@@ -91,7 +87,6 @@ class Progress:
 
 
 def settings_of(cell: Cell) -> str:
-    """Return text that names the cell's level on every axis but the seed."""
     return ", ".join(f"{key} {label}" for key, label in cell.labels.items() if key != SEED)
 
 
@@ -116,7 +111,7 @@ def run_sweep(sweep: Sweep, run_cell: Callable[[Sweep, Cell], str] | None = None
         KeyboardInterrupt: the sweep was interrupted; the running cell has ended.
     """
     cells = all_cells(sweep.axes, sweep.folder)
-    configs = {cell.name: _checked_config(sweep, cell) for cell in cells}
+    configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     known = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
     check_comparable([*known.items(), *planned])
@@ -167,13 +162,6 @@ def run_in_process(sweep: Sweep, cell: Cell) -> str:
     lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return f"exit code {process.returncode}, {log_file}: {(errors or lines or ['nothing logged'])[0].strip()[:300]}"
-
-
-def _checked_config(sweep: Sweep, cell: Cell) -> Config:
-    try:
-        return cell_config(sweep.config, sweep.base_overrides(), cell)
-    except ConfigError as error:
-        raise ConfigError(f"cell {cell.name}: {error}") from None
 
 
 def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:

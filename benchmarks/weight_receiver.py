@@ -25,8 +25,6 @@ END_S = 10.0
 
 
 class Tensors(nn.Module):
-    """A module that holds float32 tensors w0, w1, ... of equal size."""
-
     device = torch.device("cpu")
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:

@@ -76,7 +76,6 @@ class PlainBroadcast:
             ) from error
 
     def __call__(self) -> float:
-        """Broadcast the bytes; return the seconds until the other process has all of them."""
         start_s = time.monotonic()
         dist.broadcast(self.data, 0)
         dist.barrier()
@@ -163,7 +162,6 @@ def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str,
 
 
 async def sglang_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start one SGLang server and return a row for each transport into it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(base.model.path, dtype=serving_dtype(base, device.type))
     model.to(device)  # type: ignore[arg-type]

@@ -63,30 +63,6 @@ def open_run_dir(config: Config) -> Iterator[Config]:
             raise
 
 
-@contextlib.contextmanager
-def open_buffer_dir(config: Config) -> Iterator[None]:
-    """Lock run_dir for a buffer that runs without learner and servers; an earlier buffer's journal may be in it.
-
-    Raises:
-        ConfigError: the directory can't be created, belongs to a run, or is locked by another buffer.
-    """
-    if not config.buffer.journal:  # nothing is written
-        yield
-        return
-    run_dir = config.run_dir
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_created(run_dir, error) from None
-    with _locked(run_dir):
-        if (run_dir / "config.yaml").exists():
-            raise ConfigError(
-                f"run.name must name a new folder or that of a buffer alone, got {config.run.name}: {run_dir} holds a "
-                f"run. Set run.name to another one, or buffer.journal=false"
-            )
-        yield
-
-
 def new_run_dir(config: Config) -> Path:
     """Create a new run directory and return its path. If the name is taken, the next free number is added to it.
 
@@ -102,7 +78,9 @@ def new_run_dir(config: Config) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise _not_created(candidate, error) from None
+            raise ConfigError(
+                f"run.dir, run.name: {candidate} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
+            ) from None
         return candidate
     raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
 
@@ -112,12 +90,6 @@ def _explains_failure(run_dir: Path, error: BaseException) -> bool:
     metrics = run_dir / "metrics.jsonl"
     is_measured = metrics.is_file() and metrics.stat().st_size > 0
     return is_measured or ((run_dir / "logs").exists() and not isinstance(error, ConfigError))
-
-
-def _not_created(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"run.dir, run.name: {folder} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
-    )
 
 
 @contextlib.contextmanager
@@ -132,7 +104,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
-                f"{run_dir} is locked by another run or buffer that is still going on. Stop it first (Ctrl-C)"
+                f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)"
             ) from None
         yield
 

@@ -12,7 +12,7 @@ from async_rl.errors import ConfigError
 from benchmarks.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
 from benchmarks.report import prediction
 from benchmarks.results import Run, read_runs, rows_of
-from benchmarks.simulate import Workload, main, simulate
+from benchmarks.simulate import Workload, simulate
 from tests.benchmarks.factories import make_sweep
 
 STEADY = Workload(
@@ -133,15 +133,6 @@ def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
     assert dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9).smallest_bound == 1
     with pytest.raises(ConfigError, match=r"staleness\.max must be at least 1 with .*every_steps 2, got 0"):
         simulate(every_other, 0, 10)
-
-
-def test_the_simulators_command_refuses_such_a_bound(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["simulate", "--staleness", "0", "--every-steps", "2"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "staleness.max must be at least 1" in capsys.readouterr().err
 
 
 def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: Path) -> None:

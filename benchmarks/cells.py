@@ -98,8 +98,8 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
     for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
         labels = {axis.name: label for axis, (label, _) in zip(ordered, combination, strict=True)}
         overrides = tuple(override for _, level in combination for override in level)
-        name = ".".join(f"{key}-{label}" for key, label in labels.items() if key != SEED)
-        cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", f"{name}.{SEED}-{labels[SEED]}")))
+        name = ".".join(f"{key}-{labels[key]}" for key in [*(key for key in labels if key != SEED), SEED])
+        cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", name)))
     return cells
 
 

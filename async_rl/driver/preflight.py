@@ -17,7 +17,13 @@ from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
+from async_rl.storage.model_folder import (
+    check_model_folder,
+    check_role_folder,
+    check_trainable,
+    load_tokenizer,
+    role_folders,
+)
 
 MODEL, TASK = "model and tokenizer", "task"
 
@@ -51,6 +57,10 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     model, reward = config.model.path, config.task.reward
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
+    adapted = config.model.lora.rank > 0
+    checks.append(PreflightCheck(
+        "learner", model, lambda: check_trainable(model, has_adapters=adapted), MODEL, everywhere=True
+    ))
     if not config.rollout.server_url:
         engine = config.rollout.engine
         checks.append(PreflightCheck(

@@ -18,6 +18,10 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
 """[key] endings of which the architecture's name must have one; the critic may have any architecture."""
+_LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
+_WITHOUT_LINEAR_LAYERS = ("gpt2", "openai-gpt")
+"""Values of model_type whose layers are Conv1D, which take no adapters."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -55,6 +59,32 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
         )
 
 
+def check_trainable(path: str | Path, key: str = "model.path", has_adapters: bool = False) -> None:
+    """Check that the learner can train the causal LM in `path`, the value of `key`, without loading its weights.
+
+    Raises:
+        ConfigError: the logits are not just output embeddings times hidden state, or no layer can take adapters.
+    """
+    model = _load_model_config(Path(path), key, _CAUSAL)
+    values = {name: getattr(model, name, None) for name in _LOGIT_KEYS}
+    changes = [f"{name} = {value}" for name, value in values.items() if value not in (None, 1.0)]
+    for file in weight_files(Path(path)):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        changes += [name for name in _HEAD_BIASES if name in header]
+    if changes:
+        raise ConfigError(
+            f"{key} {path}: a model of type {model.model_type} changes its logits by {changes[0]}, which the learner "
+            "does not support: they must be output embeddings times last hidden state. Use e.g. a model of the Llama, "
+            "Qwen, Mistral, Phi-3 or OLMo 2 family"
+        )
+    if has_adapters and model.model_type in _WITHOUT_LINEAR_LAYERS:
+        raise ConfigError(
+            f"model.lora.rank must be 0 with a model of type {model.model_type}: its layers are Conv1D and not Linear, "
+            "so they can't take adapters"
+        )
+
+
 def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
     """Check that a model has enough positions for the longest prompt with its answer.
 
@@ -88,6 +118,8 @@ def check_role_folder(key: str, path: str) -> None:
     """
     _load_model_config(Path(path), key, _ROLES[key])
     weight_files(Path(path))
+    if key == "reference.path":
+        check_trainable(path, key)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
-from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import check_trainable
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
 from learner.models.token_scores import score_tokens
@@ -25,42 +25,27 @@ from learner.packing.attention_mask import attention_mask, block_mask
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
 
-_TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _MASKED = ("sdpa", "eager")
+_RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
+"""Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30
 """Size of the largest weight file of a saved model."""
 
 
 class Policy(nn.Module):
-    """Scores response tokens under a causal LM.
-
-    Args:
-        lm: a Hugging Face causal LM whose logits are its output embeddings times its last hidden state.
-        compute_dtype: type of activations.
-
-    Raises:
-        ConfigError: the architecture changes these logits further, by a bias, a scale or soft capping.
-    """
+    """Scores response tokens under a Hugging Face causal LM, with activations of `compute_dtype`."""
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        changed = [name for name in _TRANSFORMED_LOGITS if getattr(lm.config, name, None) is not None]
-        if lm.get_output_embeddings().bias is not None:
-            changed.append("lm_head.bias")
-        if changed:
-            raise ConfigError(
-                f"model.path: {type(lm).__name__} changes its logits by {changed[0]}, which the learner "
-                "does not support. Use a model of the Qwen2, Qwen3 or Llama family."
-            )
         self.lm = lm
         self.compute_dtype = compute_dtype
         self._dropouts = dropouts(lm)
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
-        """Return (learner logprobs [N], entropies [N]) of the N response tokens at the logged temperature.
+        """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
 
-        Both are float32, with gradient. Adapters have dropout only in a pass whose gradient is recorded.
+        Adapters have dropout only in a pass whose gradient is recorded.
         """
         for dropout in self._dropouts:
             dropout.train(torch.is_grad_enabled())
@@ -84,8 +69,12 @@ def load_policy(
 ) -> Policy:
     """Load the model of a folder, with adapters if model.lora.rank is set, and not yet sharded.
 
-    Only the adapters have dropout. The weights are float32 if they are trained, else of the compute type.
+    The weights are float32 if they are trained, else of the compute type.
+
+    Raises:
+        ConfigError: the learner does not support the model.
     """
+    check_trainable(config.path, has_adapters=config.lora.rank > 0)
     lm = AutoModelForCausalLM.from_pretrained(
         config.path,
         dtype=torch.float32 if is_trained else compute_dtype,
@@ -99,20 +88,15 @@ def load_policy(
 
 
 def shard(
-    module: nn.Module,
-    lm: Any,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    config: LearnerConfig,
+    module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, config: LearnerConfig,
     offload: bool = False,
 ) -> None:
-    """Shard a network in place with FSDP2: one unit for each transformer block, and one for embeddings and head.
+    """Shard `module`, which contains `lm`, in place with FSDP2: one unit for each transformer block, one for the rest.
 
     Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
     and gradients are reduced in float32.
 
     Args:
-        module: the network that contains `lm`.
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
     """
     precision = MixedPrecisionPolicy()
@@ -133,14 +117,15 @@ def shard(
     )
 
 
-def layout_of(lm: Any) -> Layout:
-    """Return what the attention of a model allows micro-batches to share."""
-    name, config = lm.config._attn_implementation, lm.config
-    slides = bool(getattr(config, "sliding_window", None))
+def layout_of(lms: Sequence[Any]) -> Layout:
+    """Return what the attention of every model allows micro-batches to share."""
+    names = {lm.config._attn_implementation for lm in lms}
+    keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
+    slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)
     return Layout(
-        masked=name in (*_MASKED, "flex_attention") and not slides,
-        sparse=name == "flash_attention_2" or (name == "flex_attention" and not slides),
-        pair_cost=1 / (6 * config.hidden_size),
+        masked=names <= {*_MASKED, "flex_attention"} and not slides,
+        sparse=names <= {"flash_attention_2"} or (names <= {"flash_attention_2", "flex_attention"} and not slides),
+        pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
 
 
@@ -153,7 +138,7 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
-    """Save the policy as a Hugging Face folder, see write_folder. Collective; only `is_writer` writes."""
+    """Save the policy as a Hugging Face folder by `write_folder`. Collective; only `is_writer` writes."""
     weights = full_parameters(policy, _stored_dtype(source))
     try:
         if is_writer:

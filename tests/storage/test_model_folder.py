@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import Mamba2Config
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, Mamba2Config
 
 from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import check_model_folder, end_tokens, load_tokenizer
+from async_rl.storage.model_folder import check_model_folder, check_trainable, end_tokens, load_tokenizer
 from learner.models.tiny_model import character_tokenizer, tiny_model
 
 
@@ -129,3 +131,38 @@ def test_a_missing_folder_is_refused_with_how_to_create_it(tmp_path: Path) -> No
         ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"
     ):
         check_model_folder("Qwen/Qwen2.5-0.5B")
+
+
+def folder_of(path: Path, model_type: str, weight: str = "lm_head.weight", **changes: object) -> Path:
+    """Save the configuration of a small model of this type with one weight of this name."""
+    config = AutoConfig.for_model(model_type, vocab_size=100, hidden_size=64, num_hidden_layers=1, **changes)
+    config.save_pretrained(path)
+    save_file({weight: torch.zeros(1)}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [
+    ("llama", {}), ("qwen2", {}), ("qwen3", {}), ("mistral", {}), ("gemma3_text", {}), ("phi3", {"pad_token_id": 0}),
+    ("olmo2", {}), ("gpt_neox", {}), ("gpt2", {}), ("granite", {"logits_scaling": 1.0}),
+])
+def test_a_model_with_a_plain_head_can_be_trained(model_type: str, changes: dict[str, object], tmp_path: Path) -> None:
+    check_trainable(folder_of(tmp_path, model_type, **changes))
+
+
+@pytest.mark.parametrize(("model_type", "weight", "changes", "change"), [
+    ("granite", "lm_head.weight", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+    ("cohere", "lm_head.weight", {}, "logit_scale = 0.0625"),
+    ("gemma2", "lm_head.weight", {}, "final_logit_softcapping = 30.0"),
+    ("phi", "lm_head.bias", {}, "lm_head.bias"),
+])
+def test_a_head_that_the_learner_can_not_train_is_refused_without_loading_it(
+    model_type: str, weight: str, changes: dict[str, object], change: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, model_type, weight, **changes)
+    with pytest.raises(ConfigError, match=f"reference.path .* of type {model_type} changes its logits by {change}"):
+        check_trainable(folder, "reference.path")
+
+
+def test_a_model_without_linear_layers_takes_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.lora.rank must be 0 with a model of type gpt2: its layers are"):
+        check_trainable(folder_of(tmp_path, "gpt2"), has_adapters=True)

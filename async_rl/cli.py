@@ -150,7 +150,7 @@ def _sft(args: argparse.Namespace) -> int:
     target.mkdir(parents=True, exist_ok=True)
     config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
     pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
-    for report in train_sft(config, pairs, target, config.sft.target_loss):
+    for report in train_sft(config, pairs, target):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
         print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
     print(f"model saved in {target}")

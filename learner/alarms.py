@@ -1,12 +1,11 @@
 """Raises an alarm when a metric has left the range in which training is known to work.
 
-Every learner rank checks its metrics at each step, and rank 0 reports. The first step that breaks a rule gives a text
-for the console and wandb; the metric `alarm/<name>` is 1 while the rule is broken, and 0 otherwise.
+The first step that breaks a rule gives a text for the console and wandb; the metric `alarm/<name>` is 1 while the rule
+is broken, and 0 otherwise.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +25,6 @@ class Rule:
     """True: the value must not be below the limit. False: its magnitude must not be above the limit."""
     advice: str
     """The meaning of a broken rule, and the setting to change."""
-
-    def is_broken(self, value: float) -> bool:
-        return value < self.limit if self.is_floor else not abs(value) <= self.limit
 
 
 def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
@@ -88,7 +84,7 @@ class Alarms:
             if rule.key not in values:
                 continue
             value = values[rule.key]
-            broken = rule.is_broken(value) or math.isnan(value)
+            broken = not (value >= rule.limit if rule.is_floor else abs(value) <= rule.limit)  # NaN breaks every rule
             if broken and rule.name not in self._active:
                 side = "below" if rule.is_floor else "above"
                 texts.append(f"ALARM at step {step}: {rule.key} is {value:.3g}, {side} {rule.limit:g}: {rule.advice}.")

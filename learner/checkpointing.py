@@ -6,20 +6,16 @@
            no folder that looks complete
     load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
 
-The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for weights, with `.step`, `.exp_avg`
-and `.exp_avg_sq` after it for AdamW's state (`Optimizer.state_of`), and `random.<rank>` for the random state of each
-rank. Sharded ones are DTensors, from which DCP knows each rank's part. Frozen weights, under LoRA all but the adapters,
-are not saved: they are those of model.path.
+The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for trained weights, with `.step`,
+`.exp_avg` and `.exp_avg_sq` after it for AdamW's state, and `random.<rank>` for the random state of each rank.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,33 +33,19 @@ from async_rl.storage.checkpoints import TrainingState, read_training_state, run
 from learner.optimizer import Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A trained model with its optimizer."""
-
-    module: nn.Module
-    optimizer: Optimizer
-
-
 class Checkpointer:
-    """Saves and loads the networks of one learner rank. Every method is collective.
+    """Saves and loads the networks of one learner rank with their optimizers, by name. Every method is collective."""
 
-    Args:
-        networks: the networks by name (policy, critic); the same names on all ranks.
-    """
-
-    def __init__(self, config: Config, networks: Mapping[str, Network], device: torch.device) -> None:
-        self._networks = networks
+    def __init__(self, config: Config, optimizers: Mapping[str, Optimizer], device: torch.device) -> None:
+        self._optimizers = optimizers
         self._device = device
         self._timeout_s = config.timeouts.checkpoint_s
         # A group of its own, because the writer runs collectives while those of training go on.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         pinned = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-            )
-        )
+        self._stager = DefaultStager(StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+        ))
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self.write_s = 0.0
@@ -73,7 +55,7 @@ class Checkpointer:
         """Start a checkpoint in folder `target`, and return once training may change the weights.
 
         Raises:
-            AsyncRLError: the checkpoint before could not be written, see `wait`.
+            AsyncRLError: the checkpoint before could not be written.
         """
         self.wait()
         start_s = time.monotonic()
@@ -110,11 +92,7 @@ class Checkpointer:
         self._running = None
 
     def check(self) -> None:
-        """Report an error of the last write, without waiting for a write that still runs.
-
-        Raises:
-            AsyncRLError: the last checkpoint could not be written.
-        """
+        """Raise the AsyncRLError of `wait` if the last write has failed, without waiting for one that still runs."""
         if self._running is not None and self._running.done():
             self.wait()
 
@@ -127,10 +105,10 @@ class Checkpointer:
             ConfigError: the checkpoint holds other networks, or can't be loaded into these.
         """
         state = read_training_state(folder)
-        if set(state.networks) != set(self._networks):
+        if set(state.networks) != set(self._optimizers):
             raise ConfigError(
                 f"{folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
-                f"{' and '.join(sorted(self._networks))}. Resume with the algorithm.advantage of the saved run"
+                f"{' and '.join(sorted(self._optimizers))}. Resume with the algorithm.advantage of the saved run"
             )
         rank = dist.get_rank()
         tensors = self._tensors(rank if rank < state.ranks else None)
@@ -140,15 +118,19 @@ class Checkpointer:
             raise ConfigError(
                 f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}"
             ) from error
-        for name, network in self._networks.items():
-            network.optimizer.set_counts(state.networks[name])
+        for name, optimizer in self._optimizers.items():
+            optimizer.set_counts(state.networks[name])
         if rank < state.ranks:
-            _set_random_state(tensors[f"random.{rank}"])
+            on_cpu = len(torch.get_rng_state())
+            on_gpu = tensors[f"random.{rank}"][on_cpu:]
+            torch.set_rng_state(tensors[f"random.{rank}"][:on_cpu])
+            if len(on_gpu):
+                torch.cuda.set_rng_state(on_gpu)
         return state
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the optimizers' counts by network, for `TrainingState.networks`."""
-        return {name: network.optimizer.counts() for name, network in self._networks.items()}
+        return {name: optimizer.counts() for name, optimizer in self._optimizers.items()}
 
     def close(self) -> None:
         self.wait()
@@ -164,24 +146,22 @@ class Checkpointer:
         self.write_s = time.monotonic() - start_s
 
     def _tensors(self, random_of: int | None) -> dict[str, Tensor]:
-        """Return the live tensors that are saved, with the random state of rank `random_of` if there is one."""
-        tensors = dict(
-            item for name, network in self._networks.items() for item in _network_tensors(name, network)
-        )
+        """Return the live tensors that are saved, with the random state of rank `random_of` unless it is None."""
+        tensors: dict[str, Tensor] = {}
+        for name, optimizer in self._optimizers.items():
+            assert isinstance(optimizer.module, FSDPModule)
+            optimizer.module.reshard()  # a forward pass without a backward leaves the root's parameters gathered
+            for parameter_name, parameter in optimizer.module.named_parameters():
+                if parameter.requires_grad:
+                    tensors[f"{name}.{parameter_name}"] = parameter.detach()
+                    for key, value in optimizer.state_of(parameter).items():
+                        tensors[f"{name}.{parameter_name}.{key}"] = value
         if random_of is not None:
-            tensors[f"random.{random_of}"] = _random_state(self._device)
+            states = [torch.get_rng_state()]
+            if self._device.type == "cuda":
+                states.append(torch.cuda.get_rng_state(self._device))
+            tensors[f"random.{random_of}"] = torch.cat(states)
         return tensors
-
-
-def policy_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trained weights of a policy by the names that they have in a checkpoint."""
-    return {f"policy.{name}": p.detach() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def load_unsharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read a checkpoint of any number of ranks into `tensors`, in place and in this one process."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
 
 
 def _first_reason(error: BaseException) -> str:
@@ -189,27 +169,3 @@ def _first_reason(error: BaseException) -> str:
     if isinstance(error, dcp.api.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__
-
-
-def _network_tensors(name: str, network: Network) -> Iterator[tuple[str, Tensor]]:
-    assert isinstance(network.module, FSDPModule)
-    network.module.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-    for parameter_name, parameter in network.module.named_parameters():
-        if parameter.requires_grad:
-            yield f"{name}.{parameter_name}", parameter.detach()
-            for key, value in network.optimizer.state_of(parameter).items():
-                yield f"{name}.{parameter_name}.{key}", value
-
-
-def _random_state(device: torch.device) -> Tensor:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
-
-
-def _set_random_state(state: Tensor) -> None:
-    on_cpu = len(torch.get_rng_state())
-    torch.set_rng_state(state[:on_cpu])
-    if len(state) > on_cpu:
-        torch.cuda.set_rng_state(state[on_cpu:])

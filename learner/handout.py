@@ -1,51 +1,40 @@
-"""Rank 0 of the learner asks the buffer for a batch, and every rank gets the answer: a batch, a push, or the end."""
+"""Rank 0 of the learner asks the buffer for a batch, and every rank gets the batch, or why there is none."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgpack
 import torch
+import torch.distributed as dist
 
 from async_rl.errors import NothingToLearnError
 from buffer.client import LearnerClient
-from learner.ranks import broadcast_frames
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFrames:
-    """A batch as the buffer sent it, for `decode_batch`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoBatch:
+    """The answer in place of a batch.
 
-    frames: Sequence[bytes | memoryview]
+    `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
+    `stopped`: the user has stopped the run. `nothing to learn`: the buffer will hand out no batch any more.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class PushWanted:
-    """A rollout server came back and waits for weights; the batch is asked for again after the push."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The user has stopped the run."""
+    why: Literal["push wanted", "stopped", "nothing to learn"]
+    reason: str = ""
+    """The buffer's reason why no batch will follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class NothingToLearn:
-    """The buffer will hand out no batch any more."""
-
-    reason: str
-
-
-Handout = BatchFrames | PushWanted | Stopped | NothingToLearn
+Handout = Sequence[bytes | memoryview] | NoBatch
+"""The frames of a batch as the buffer sent them, for `decode_batch`, or why there is none."""
 
 
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
 ) -> Handout:
-    """Wait until batch number `version` is there or one of the functions returns True; return which happened.
-
-    The functions are called every few seconds.
+    """Wait until batch number `version` is there or one of the functions, asked every few seconds, returns True.
 
     Raises:
         WaitTimeoutError: neither happened within timeouts.batch_s.
@@ -53,27 +42,20 @@ def ask_buffer(
     try:
         frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())
     except NothingToLearnError as error:
-        return NothingToLearn(str(error))
-    if frames:
-        return BatchFrames(frames)
-    return Stopped() if is_stopping() else PushWanted()
+        return NoBatch("nothing to learn", str(error))
+    return frames or NoBatch("stopped" if is_stopping() else "push wanted")
 
 
 def share_handout(handout: Handout | None, device: torch.device) -> Handout:
-    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective.
-
-    The first frame is a header with the kind and the reason; a batch's frames follow.
-    """
-    message: list[bytes | memoryview] = []
+    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective."""
+    data = torch.empty(0, dtype=torch.uint8, device=device)
     if handout is not None:
-        message.append(json.dumps([type(handout).__name__, getattr(handout, "reason", "")]).encode())
-        message += getattr(handout, "frames", ())
-    header, *frames = broadcast_frames(message, device)
-    match json.loads(header):
-        case ["BatchFrames", _]:
-            return BatchFrames(frames)
-        case ["NothingToLearn", reason]:
-            return NothingToLearn(reason)
-        case ["Stopped", _]:
-            return Stopped()
-    return PushWanted()
+        message: Any = dataclasses.asdict(handout) if isinstance(handout, NoBatch) else handout
+        data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8).to(device)
+    size = torch.tensor(len(data), device=device)
+    dist.broadcast(size, 0)
+    if handout is None:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0)
+    received = msgpack.unpackb(data.cpu().numpy())
+    return NoBatch(**received) if isinstance(received, dict) else received

@@ -16,34 +16,31 @@ from async_rl.errors import AsyncRLError
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """The result of one optimizer step, the same on all ranks."""
+    """The result of one optimizer step, the same on all ranks; the gradient's norm is that before clipping."""
 
     loss: float
     grad_norm: float
-    """Norm of the whole gradient over all ranks, before clipping."""
     lr: float
     skipped: bool
 
 
 def lr_decay(done: int, steps: int, fraction: float) -> float:
-    """Return the share of the learning rate after `done` of `steps` steps.
+    """Return the share of the learning rate after `done` of `steps` steps: 1, over the last `fraction` linear to 0.
 
-    It is 1, then falls linearly to 0 over the last `fraction` of the steps. Source: warmup-stable-decay, MiniCPM, arXiv
-    2404.06395, section 4, here with a linear decay.
+    Source: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4, here with a linear decay.
     """
     return min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
 
 
 class Optimizer:
-    """Updates a sharded network with AdamW.
+    """Updates the sharded `module` of the network `policy` or `critic` with AdamW.
 
-    Args:
-        network: `policy` or `critic`, for the error message.
-        lr: learning rate between warm-up and decay; the k-th step (from 1) uses lr * decay * min(1, k / warmup_steps).
+    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps).
     """
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
         self._network = network
+        self.module = module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -63,12 +60,13 @@ class Optimizer:
 
         Args:
             loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
-            decay: share of the learning rate, see `lr_decay`.
+            decay: share of the learning rate from `lr_decay`.
 
         Raises:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
         """
-        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         squared = torch.nn.utils.get_total_norm(gradients).double().square() / self._copies
         totals = torch.stack([squared, loss.detach().double()])
         dist.all_reduce(totals)
@@ -85,7 +83,13 @@ class Optimizer:
             self._adamw.step()
             self._steps += 1
         self._adamw.zero_grad(set_to_none=True)
-        self._count_skipped(finite, total_loss, grad_norm)
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == self._max_skipped:
+            raise AsyncRLError(
+                f"{self._network}: {self._max_skipped} optimizer steps in a row had no finite loss and "
+                f"gradient (loss {total_loss}, gradient norm {grad_norm}). Lower the learning rate, or use "
+                "model.dtype: float32."
+            )
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
     def drop(self) -> None:
@@ -93,7 +97,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def counts(self) -> dict[str, int]:
-        """Return counters for a checkpoint: steps taken, and steps skipped in a row. `state_of` gives the rest."""
+        """Return the counters of a checkpoint: steps taken, and steps skipped in a row."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
 
     def set_counts(self, counts: Mapping[str, int]) -> None:
@@ -107,16 +111,3 @@ class Optimizer:
             state["exp_avg"] = torch.zeros_like(parameter.detach())
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
         return state
-
-    def _count_skipped(self, finite: bool, loss: float, grad_norm: float) -> None:
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == self._max_skipped:
-            raise AsyncRLError(
-                f"{self._network}: {self._max_skipped} optimizer steps in a row had no finite loss and "
-                f"gradient (loss {loss}, gradient norm {grad_norm}). Lower the learning rate, or use "
-                "model.dtype: float32."
-            )
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,9 +1,8 @@
-"""Opens the process group of all learner ranks and the mesh that FSDP2 shards over; broadcasts frames of rank 0."""
+"""Opens the process group of all learner ranks, and the mesh that FSDP2 shards over."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -52,18 +51,3 @@ def open_mesh(config: Config, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (ranks,))
     nodes = config.placement.learner.nodes  # ranks are numbered node by node
     return init_device_mesh(device.type, (nodes, ranks // nodes), mesh_dim_names=("copies", "shards"))
-
-
-def broadcast_frames(frames: Sequence[bytes | memoryview], device: torch.device) -> list[bytes]:
-    """Return rank 0's frames on every rank; the other ranks pass an empty list. Collective."""
-    count = torch.tensor([len(frames)], device=device)
-    dist.broadcast(count, 0)
-    sizes = torch.zeros(int(count), dtype=torch.int64, device=device)
-    if frames:
-        sizes = torch.tensor([len(frame) for frame in frames], device=device)
-    dist.broadcast(sizes, 0)
-    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=device)
-    if frames:
-        data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8).to(device)
-    dist.broadcast(data, 0)
-    return [part.cpu().numpy().tobytes() for part in data.split(sizes.tolist())]

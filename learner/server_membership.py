@@ -29,8 +29,7 @@ class ServerMembership:
         """Add the new server `name` at `url`, and wait until it holds the learner's current version.
 
         Raises:
-            WeightSyncError: the server died before that.
-            WaitTimeoutError: there was no push within `limit`.
+            WeightSyncError, WaitTimeoutError: the server died before that, or there was no push within `limit`.
         """
         with self._lock:
             self._urls[name] = url

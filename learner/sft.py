@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +24,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 """Prompt tokens, and answer tokens with the final eos."""
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
-"""Steps whose mean loss is reported and compared with the target."""
+"""The loss that is reported and compared with the target is the mean of so many steps."""
 _MAX_WARMUP_STEPS = 150
 _IGNORED = -100
 """Label of the positions without a loss."""
@@ -51,18 +50,11 @@ def base_tokenizer(config: Config) -> Any:
     return load_tokenizer(base)
 
 
-def train_sft(
-    config: Config, pairs: Sequence[Pair], out_dir: Path, target_loss: float = 0.0
-) -> Iterator[StepDone]:
+def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[StepDone]:
     """Train `sft.base` and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
-    The optimizer is AdamW; the loss is the mean cross-entropy of a batch's answer tokens. Each epoch visits the pairs
-    in an order of its own. The same run.seed gives the same model.
-
-    Args:
-        target_loss: in nats per token; training ends early once the mean loss of the last 10 steps is below it. A
-            sampled answer of n tokens is then right with a probability of about exp(-n * target_loss) or more. So the
-            room that is left for RL does not depend on the seed.
+    The loss is the mean cross-entropy of a batch's answer tokens. Training ends early once its mean over the last 10
+    steps is below sft.target_loss. The same run.seed gives the same model.
 
     Yields:
         StepDone, with the SFT step as its version, every 20 steps and at the end.
@@ -73,7 +65,12 @@ def train_sft(
     if not pairs:
         raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = _base_model(config)
+    if config.sft.base in TINY_MODELS:
+        model = tiny_model(config.sft.base, config.run.seed)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.sft.base, dtype=torch.float32, attn_implementation=config.model.attn_implementation
+        )
     model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
@@ -89,7 +86,7 @@ def train_sft(
         optimizer.zero_grad()
         recent = losses[-_RECENT_STEPS:]
         loss = sum(recent) / len(recent)
-        is_last = step == config.sft.steps or (step >= _RECENT_STEPS and loss < target_loss)
+        is_last = step == config.sft.steps or (step >= _RECENT_STEPS and loss < config.sft.target_loss)
         if step % _REPORT_EVERY_STEPS == 0 or is_last:
             yield StepDone(version=step, metrics=(
                 Metric("sft/loss", loss),
@@ -100,14 +97,6 @@ def train_sft(
             break
     model.save_pretrained(out_dir)
     base_tokenizer(config).save_pretrained(out_dir)
-
-
-def _base_model(config: Config) -> PreTrainedModel:
-    if config.sft.base in TINY_MODELS:
-        return tiny_model(config.sft.base, config.run.seed)
-    return AutoModelForCausalLM.from_pretrained(
-        config.sft.base, dtype=torch.float32, attn_implementation=config.model.attn_implementation
-    )
 
 
 def _lr_factor(done: int, steps: int) -> float:
@@ -132,7 +121,10 @@ def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 
 def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) -> float:
-    """Add the gradients of the mean loss over the batch's answer tokens, by micro-batches, and return that loss."""
+    """Add the gradients of the mean loss over the batch's answer tokens, by micro-batches, and return that loss.
+
+    It needs no attention mask: the padding is on the right, where a causal model does not see it.
+    """
     num_answer_tokens = sum(len(answer) for _, answer in batch)
     by_length = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
     total = 0.0
@@ -140,33 +132,16 @@ def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) ->
         longest = len(by_length[0][0]) + len(by_length[0][1])
         count = max(1, max_tokens // longest)
         rows, by_length = by_length[:count], by_length[count:]
-        tokens, labels = _padded(rows)
-        loss = _loss_sum(model, tokens.to(model.device), labels.to(model.device)) / num_answer_tokens
+        tokens = pad_sequence([torch.tensor([*prompt, *answer]) for prompt, answer in rows], batch_first=True)
+        labels = [torch.tensor([*[_IGNORED] * len(prompt), *answer]) for prompt, answer in rows]
+        targets = pad_sequence(labels, batch_first=True, padding_value=_IGNORED).to(model.device)  # [B, S], like tokens
+        first = min(len(prompt) for prompt, _ in rows) - 1  # earlier logits are not needed
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.device.type == "cuda"):
+            logits = model(tokens.to(model.device), use_cache=False, logits_to_keep=tokens.shape[1] - first).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), targets[:, first + 1 :].flatten(), ignore_index=_IGNORED,
+            reduction="sum",
+        ) / num_answer_tokens
         loss.backward()
         total += loss.item()
     return total
-
-
-def _padded(rows: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels, [B, S] each, padded on the right. A label is the token at its own position."""
-    tokens = [torch.tensor([*prompt, *answer]) for prompt, answer in rows]
-    labels = [torch.tensor([*[_IGNORED] * len(prompt), *answer]) for prompt, answer in rows]
-    return pad_sequence(tokens, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=_IGNORED)
-
-
-def _loss_sum(
-    model: PreTrainedModel,
-    tokens: Tensor,  # [B, S]
-    labels: Tensor,  # [B, S]
-) -> Tensor:
-    """Return the cross-entropy summed over the labelled positions.
-
-    It needs no attention mask: the padding is on the right, where a causal model does not see it.
-    """
-    first = int((labels != _IGNORED).any(dim=0).nonzero()[0]) - 1  # earlier logits are not needed
-    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
-        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens.shape[1] - first).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, first + 1 :].flatten(), ignore_index=_IGNORED,
-        reduction="sum",
-    )

@@ -8,15 +8,14 @@
         step                      optimizer.py
     metrics         algorithms/diagnostics.py
 
-A loss is a sum over trained tokens, divided by what the minibatch holds on all ranks: any split into ranks and
-micro-batches gives the same gradient.
+A loss is a sum over trained tokens, divided by what the minibatch holds on all ranks, so any split gives one gradient.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,17 +26,10 @@ from async_rl.config import Config
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
-from learner.algorithms.diagnostics import (
-    MetricAccumulator,
-    batch_metrics,
-    explained_variance,
-    median_trained_tokens,
-    token_metrics,
-)
+from learner.algorithms.diagnostics import MetricAccumulator, batch_metrics, explained_variance, token_metrics
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
 from learner.algorithms.token_advantages import batch_advantages
-from learner.checkpointing import Network
 from learner.models.critic import load_critic
 from learner.models.policy import layout_of, load_policy, shard
 from learner.models.reference import Reference
@@ -46,16 +38,6 @@ from learner.optimizer import Optimizer, OptimizerStep, lr_decay
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
 from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
 from learner.ranks import open_mesh
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatchPass:
-    """Result of the forward and backward passes over one rank's part of a minibatch, besides the gradients."""
-
-    policy_loss: Tensor
-    critic_loss: Tensor
-    logprobs: tuple[Tensor, ...]
-    """Learner logprobs [N] of each micro-batch, detached."""
 
 
 class Updater:
@@ -71,26 +53,26 @@ class Updater:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         torch.manual_seed(config.run.seed)
-        dtype = serving_dtype(config, device.type)
+        self.dtype = dtype = serving_dtype(config, device.type)
+        """The type of activations, and of the weights that servers get."""
         mesh = open_mesh(config, device)
         self.policy = load_policy(config.model, device, dtype)
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
-        optimizer = Optimizer("policy", self.policy, config.learner.lr, config.learner)
-        self.networks = {"policy": Network(self.policy, optimizer)}
-        """The networks that are trained and checkpointed: `policy` and, if the advantage needs one, `critic`."""
-        self._layout = layout_of(self.policy.lm)
+        self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
+        """Those of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
+        lms = [self.policy.lm]
         self._reference = None
         if self.objective.needs_reference:
             self._reference = Reference(config, self.policy, device, dtype, mesh)
-            self._layout = self._layout.for_both(self._reference.layout)
+            lms.append(self._reference.lm)
         self.critic = None
         if self.objective.advantage.needs_critic:
             self.critic = load_critic(config, device, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
-            self._layout = self._layout.for_both(layout_of(self.critic.lm))
-            optimizer = Optimizer("critic", self.critic, config.critic.lr, config.learner)
-            self.networks["critic"] = Network(self.critic, optimizer)
+            self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
+            lms.append(self.critic.lm)
+        self._layout = layout_of(lms)
 
     def update(self, batch: Batch) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective.
@@ -101,38 +83,39 @@ class Updater:
         algorithm = self.config.algorithm
         metrics: list[Metric] = []
         if self._reward_model:
-            metrics.append(Metric("reward/rule_mean", mean_reward(batch)))
+            rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+            metrics.append(Metric("reward/rule_mean", sum(rewards) / len(rewards)))
             batch = self._reward_model.score(batch)
 
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))
 
         tally = MetricAccumulator()
-        steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.networks}
+        steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         is_skipped = is_stopped = False
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
-            passed = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
+            losses, logprobs = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
             if algorithm.skip_batch_kl and not any(steps.values()):
-                is_skipped = self._kl_behaviour_proximal(minibatches, passed) > algorithm.skip_batch_kl
+                is_skipped = self._kl_behaviour_proximal(minibatches, logprobs) > algorithm.skip_batch_kl
             if is_skipped:
                 break
             if algorithm.early_stop_kl and trains_policy:
-                is_stopped = self._kl_proximal_learner(minibatch, passed) > algorithm.early_stop_kl
+                is_stopped = self._kl_proximal_learner(minibatch, logprobs) > algorithm.early_stop_kl
                 trains_policy = not is_stopped
             if self.critic is not None:
-                steps["critic"].append(self.networks["critic"].optimizer.step(passed.critic_loss, decay))
+                steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
-                steps["policy"].append(self.networks["policy"].optimizer.step(passed.policy_loss, decay))
+                steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay))
             elif self.critic is None:
                 break
-        for network in self.networks.values():
-            network.optimizer.drop()  # gradients that no step has used
+        for optimizer in self.optimizers.values():
+            optimizer.drop()  # gradients that no step has used
 
         totals = tally.reduce()
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
-        metrics += self.objective.finish(totals, median_trained_tokens(batch))
+        metrics += self.objective.finish(totals, batch)
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
@@ -143,11 +126,7 @@ class Updater:
         return metrics
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """Return this rank's micro-batches of every minibatch; minibatches don't depend on the number of ranks.
-
-        Args:
-            advantages: [group][answer], [T] each.
-        """
+        """Return this rank's micro-batches of every minibatch, given the `advantages` [group][answer], [T] each."""
         config = self.config
         rng = np.random.default_rng((config.run.seed, batch.version))
         sizes = [len(group.rollouts) for group in batch.groups]
@@ -169,76 +148,71 @@ class Updater:
     def at_step_start(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return the minibatches with those proximal logprobs, values and reference logprobs that the objective needs
         before the first optimizer step. Collective.
-
-        With one optimizer step a batch, proximal logprobs and values usually come from the forward pass with gradient.
         """
         objective, critic, reference = self.objective, self.critic, self._reference
 
         def started(micro: MicroBatch) -> MicroBatch:
+            trained, inputs = micro.response.trained, micro.inputs
             return replace(
                 micro,
-                proximal=self.policy(micro.inputs)[0] if objective.needs_proximal else None,
-                values=critic(micro.inputs) if critic is not None and objective.needs_values else None,
-                reference=reference.logprobs(micro.inputs) if reference else None,
+                proximal=torch.where(trained, self.policy(inputs)[0], 0.0) if objective.needs_proximal else None,
+                values=critic(inputs) if critic is not None and objective.needs_values else None,
+                reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
             )
 
         return objective.prepare([replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches])
 
     def forward_backward(
         self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
-    ) -> MiniBatchPass:
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run forward, loss and backward for every micro-batch, adding up the gradients of a minibatch. Collective.
 
-        Args:
-            trains_policy: False: the policy gets no gradient, only the critic does.
-
-        Returns:
-            This rank's part of the losses, and its learner logprobs.
+        Returns this rank's part of the loss of `policy` and `critic`, and the learner logprobs [N] of each micro-batch.
         """
-        policy_loss = torch.zeros((), device=self.device)
-        critic_loss = torch.zeros((), device=self.device)
+        totals = {name: torch.zeros((), device=self.device) for name in ("policy", "critic")}
         all_logprobs = []
         for micro in minibatch.micro_batches:
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self.policy(micro.inputs)
             values = None if self.critic is None else self.critic(micro.inputs)
-            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values, tally, is_first_epoch)
+            policy_sum, critic_sum = self.objective.losses(
+                minibatch, micro, logprobs, entropy, values, tally, is_first_epoch
+            )
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
-            if losses.critic is not None:
-                loss = losses.critic / minibatch.num_tokens
+            if critic_sum is not None:
+                loss = critic_sum / minibatch.num_tokens
                 (loss * self.world_size).backward()
-                critic_loss += loss.detach()
-            loss = losses.policy / minibatch.normaliser
+                totals["critic"] += loss.detach()
+            loss = policy_sum / minibatch.normaliser
             if trains_policy:
                 (loss * self.world_size).backward()
-            policy_loss += loss.detach()
+            totals["policy"] += loss.detach()
             all_logprobs.append(logprobs.detach())
-        return MiniBatchPass(policy_loss, critic_loss, tuple(all_logprobs))
+        return totals, all_logprobs
 
-    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], passed: MiniBatchPass) -> float:
+    def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
         """Return KL(behaviour || proximal) of the batch (k3, nats a token). Collective.
 
-        Args:
-            passed: the pass over the first minibatch, which is the whole batch if the pass gives the proximal logprobs.
+        `logprobs` are those of the first minibatch, which is the whole batch if they are the proximal ones.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else passed.logprobs
+        proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else logprobs
         behaviour = (micro.response.behaviour for micro in micro_batches)
         return self._mean_kl(micro_batches, behaviour, proximal, sum(m.num_tokens for m in minibatches))
 
-    def _kl_proximal_learner(self, minibatch: MiniBatch, passed: MiniBatchPass) -> float:
+    def _kl_proximal_learner(self, minibatch: MiniBatch, logprobs: Sequence[Tensor]) -> float:
         """Return KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token). Collective."""
         proximal = [micro.proximal for micro in minibatch.micro_batches]
-        return self._mean_kl(minibatch.micro_batches, proximal, passed.logprobs, minibatch.num_tokens)
+        return self._mean_kl(minibatch.micro_batches, proximal, logprobs, minibatch.num_tokens)
 
     def _mean_kl(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        p: Iterable[Tensor | None],  # logprobs [N] of each micro-batch
-        q: Iterable[Tensor | None],
+        self, micro_batches: Iterable[MicroBatch], p: Iterable[Tensor | None], q: Iterable[Tensor | None],
         num_tokens: int,
     ) -> float:
-        """Return KL(p || q) over all ranks. Collective. NaN exceeds no limit: the optimizer then skips the step."""
+        """Return KL(p || q) over all ranks, from the logprobs [N] of each micro-batch. Collective.
+
+        NaN exceeds no limit: the optimizer then skips the step.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro, of_p, of_q in zip(micro_batches, p, q, strict=True):
             assert of_p is not None and of_q is not None
@@ -257,12 +231,6 @@ class Updater:
         )
         logprobs: list[float] = self.policy(inputs)[0].tolist()
         return logprobs
-
-
-def mean_reward(batch: Batch) -> float:
-    """Return the mean reward of the batch's rollouts."""
-    rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
-    return sum(rewards) / len(rewards)
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,23 +16,29 @@ from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.telemetry.metrics import Metric
+from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
+from async_rl.telemetry.timeline import Span, Timeline
 from async_rl.types import Batch
 from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
-from learner.check_staleness import check_staleness
+from learner.batch_checks import TrainedGroupLedger, check_staleness
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
-from learner.handout import BatchFrames, NothingToLearn, PushWanted, Stopped, ask_buffer, share_handout
+from learner.handout import NoBatch, ask_buffer, share_handout
 from learner.models.policy import save_policy
 from learner.ranks import init_distributed
-from learner.recorder import Recorder, step_times
 from learner.server_membership import ServerMembership
 from learner.train_step import Updater
-from learner.trained_groups import TrainedGroupLedger
 from learner.weight_sync import WeightSync
+
+STEP_TIMES = {
+    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
+    "drain": "time/drain_s", "held push": "time/held_by_eval_s",
+}
+"""By name of a span, the metric that counts the span's seconds. The last two exist only if there was such a span."""
 
 
 class Learner:
@@ -39,7 +46,6 @@ class Learner:
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
-        buffer_address: address of the buffer's socket.
         engine_urls: URLs of the rollout servers, in the order of their pools.
         listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
 
@@ -56,17 +62,20 @@ class Learner:
         self.version = 0
         self._device = init_distributed(config, rank, world_size, master_address, master_port, listener)
         self._updater = Updater(config, self._device)
-        self._recorder = Recorder(f"learner/{rank}")
-        self._timeline = self._recorder.timeline
+        self._timeline = Timeline(f"learner/{rank}")
+        self._gpus = GpuSampler(f"learner/{rank}")
+        self._push_metrics: list[Metric] = []
+        self._push_spans: list[Span] = []
+        """What the pushes since the last report have measured: metrics, and the pauses of the servers."""
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self.servers = ServerMembership()
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = WeightSync(config, self._updater, self._publisher, self.servers)
-        self._alarms = Alarms(rules_for(self._weights.dtype))
+        self._alarms = Alarms(rules_for(self._updater.dtype))
         self._stopping = threading.Event()
-        self._checkpointer = Checkpointer(config, self._updater.networks, self._device)
+        self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
         self._trained_groups = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
@@ -74,7 +83,11 @@ class Learner:
         self._served_version = 0
         """The version that every live server serves."""
         if config.run.resume:
-            self._resume(Path(config.run.resume))
+            state = self._checkpointer.load(Path(config.run.resume))
+            self.version = self._saved_version = state.version
+            self.evaluations.resume(state.version)
+            self._updater.objective.kl_coef = state.kl_coef
+            self._trained_groups = TrainedGroupLedger(config.buffer.max_uses, state.trained_groups)
 
     def stop(self) -> None:
         """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
@@ -82,9 +95,7 @@ class Learner:
         self.evaluations.ended()
 
     def run(self) -> Iterator[LearnerReport]:
-        """Train until the last step, a stop, or the end of the batches.
-
-        It consumes batches, produces policy versions, and waits for the buffer's hand-out, which unblocks it.
+        """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 
         Yields StepDone after each step, and between steps the events on which the driver must act. At the end the
         policy is saved in run_dir/model; after `stop` there is only the checkpoint.
@@ -97,18 +108,20 @@ class Learner:
         is_last, start_s = False, time.time()
         while not is_last:
             taken = self._take()
-            if isinstance(taken, PushWanted):
-                yield from self._publish(None, is_last=False)
-                continue
-            if not isinstance(taken, Batch):
+            if isinstance(taken, NoBatch):
+                if taken.why == "push wanted":
+                    yield from self._publish(None, is_last=False)
+                    continue
                 yield from self._end_early(taken)
                 break
             if self.config.takes_turns:
                 self._release_server_memory()
             metrics = self._train_step(taken)
             is_last = self._is_last(time.time())
-            events = self._publish(taken, is_last) if self._is_push_due(is_last) else []
-            if self._is_checkpoint_due(is_last):
+            is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
+            events = self._publish(taken, is_last) if is_push_due else []
+            every_steps = self.config.checkpoint.every_steps
+            if every_steps and (is_last or self.version % every_steps == 0):
                 metrics += self._checkpoint()
             step_s = time.time() - start_s
             if is_last:
@@ -127,8 +140,8 @@ class Learner:
             events.append(EvaluationDue(version=self.version))
         return events
 
-    def _take(self) -> Batch | PushWanted | Stopped | NothingToLearn:
-        """Wait for the next batch and return it, the same on every rank, or why there is none yet or none any more.
+    def _take(self) -> Batch | NoBatch:
+        """Wait for the next batch and return it, the same on every rank, or why there is none.
 
         A server that came back ends the wait: it needs a push first, as the batch may be waiting for its groups.
         """
@@ -137,7 +150,7 @@ class Learner:
             if self._client:
                 handout = ask_buffer(self._client, self.version, self._stopping.is_set, self.servers.someone_waits)
             handout = share_handout(handout, self._device)
-        return decode_batch(handout.frames) if isinstance(handout, BatchFrames) else handout
+        return handout if isinstance(handout, NoBatch) else decode_batch(handout)
 
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then take the servers' share of the GPUs until the next push."""
@@ -161,19 +174,19 @@ class Learner:
         return metrics
 
     def _publish(self, batch: Batch | None, is_last: bool) -> list[LearnerReport]:
-        """Make every server serve the current version, then open admission for it.
+        """Make every server serve the current version, then open admission for it. Returns the reports for the driver.
 
         Args:
             batch: the step's batch. None: an extra push for a server that came back; others may have the version.
-
-        Returns:
-            Reports on which the driver must act.
         """
         is_new = self.version > self._served_version
         if is_new and self.config.eval.pin_version:
             self._await_evaluation()
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
-            self._drain()
+            with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
+                if self._client:
+                    self._client.await_push(self.version)
+                dist.barrier()
         events: list[LearnerReport] = self._push(batch)
         if is_new and not is_last:  # after the last step no group may start
             self._release()
@@ -184,11 +197,17 @@ class Learner:
     def _push(self, batch: Batch | None = None) -> list[LearnerReport]:
         """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`."""
         with self._timeline.span("sync", "push"):
-            result = self._weights.push(self.version)
+            report, lost = self._weights.push(self.version)
             if batch:
                 self._weights.verify_once(batch)
-        self._recorder.add(result.metrics, result.spans)
-        return [ServersLost(servers=result.lost)] if result.lost else []
+        self._push_spans += report.spans
+        self._push_metrics += [
+            Metric("time/push_s", report.seconds),
+            Metric("push/bytes", float(report.num_bytes), "sum"),
+            Metric("push/pause_s", report.pause_s),
+            *(Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers),
+        ]
+        return [ServersLost(servers=lost)] if lost else []
 
     def _release(self) -> None:
         """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""
@@ -197,24 +216,29 @@ class Learner:
         self._served_version = self.version
 
     def _step_report(self, batch: Batch, metrics: list[Metric], step_s: float) -> StepDone:
-        recorded = self._recorder.take()
+        measured, spans = self._measured()
+        report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
+        if self.rank > 0:
+            return report
         trained_tokens = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
         metrics = [
-            *metrics, *recorded.metrics, Metric("time/step_s", step_s),
-            *step_times(recorded.spans, f"learner/{self.rank}"),
+            *metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans),
             Metric("throughput/trained_tokens_per_s", trained_tokens / max(step_s, 1e-9)),
         ]
         alarms, states = self._alarms.check(self.version, metrics)
-        is_reporting = self.rank == 0
-        return StepDone(
-            version=self.version, metrics=(*metrics, *states) if is_reporting else (),
-            alarms=alarms if is_reporting else (), spans=recorded.spans, samples=recorded.samples,
-        )
+        return replace(report, metrics=(*metrics, *states), alarms=alarms)
 
-    def _end_early(self, why: Stopped | NothingToLearn) -> list[LearnerReport]:
+    def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
+        """Return the metrics of the pushes since the last report, and all spans since then."""
+        measured = self._push_metrics, (*self._timeline.drain(), *self._push_spans)
+        self._push_metrics, self._push_spans = [], []
+        return measured
+
+    def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
         """Keep what was learned, and return reports: a stop saves a checkpoint; else also push and save the policy."""
         events: list[LearnerReport] = []
-        if isinstance(why, Stopped):
+        reason = no_batch.reason
+        if no_batch.why == "stopped":
             if self.version > self._saved_version:
                 self._checkpoint()
             self._checkpointer.wait()
@@ -222,22 +246,14 @@ class Learner:
             if self.version:
                 reason += f", checkpoint {checkpoint_folder(self.config.run_dir, self.version)}"
         else:
-            reason = why.reason
             if self.version > self._served_version:
                 events = self._push()
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()
             self._save()
-        recorded = self._recorder.take()
-        metrics = tuple(recorded.metrics) if self.rank == 0 else ()
-        return [TrainingEnded(version=self.version, reason=reason, metrics=metrics, spans=recorded.spans), *events]
-
-    def _resume(self, folder: Path) -> None:
-        cut = self._checkpointer.load(folder)
-        self.version = self._saved_version = cut.version
-        self.evaluations.resume(cut.version)
-        self._updater.objective.kl_coef = cut.kl_coef
-        self._trained_groups = TrainedGroupLedger(self.config.buffer.max_uses, cut.trained_groups)
+        measured, spans = self._measured()
+        metrics = tuple(measured) if self.rank == 0 else ()
+        return [TrainingEnded(version=self.version, reason=reason, metrics=metrics, spans=spans), *events]
 
     def status(self) -> Status:
         """Say what this rank does now; may be called from any thread."""
@@ -255,10 +271,6 @@ class Learner:
                 limit_s = (timeouts.join_s + timeouts.push_s) * (1 + len(servers))
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
-
-    def _is_checkpoint_due(self, is_last: bool) -> bool:
-        every_steps = self.config.checkpoint.every_steps
-        return every_steps > 0 and (is_last or self.version % every_steps == 0)
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
@@ -287,21 +299,11 @@ class Learner:
             dist.broadcast(late, 0)
         return self.version >= run.steps or bool(late)
 
-    def _is_push_due(self, is_last: bool) -> bool:
-        return is_last or self.version % self.config.weight_sync.every_steps == 0
-
     def _await_evaluation(self) -> None:
         """Wait until the running evaluation, if any, has ended."""
         with self._timeline.span("eval", "held push"):
             if self.rank == 0:
                 self.evaluations.wait()
-            dist.barrier()
-
-    def _drain(self) -> None:
-        """Wait until no group runs; meanwhile no group may start."""
-        with self._timeline.span("wait_data", "drain"):
-            if self._client:
-                self._client.await_push(self.version)
             dist.barrier()
 
     def _save(self) -> None:
@@ -315,5 +317,14 @@ class Learner:
         if self._client:
             self._client.close()
         self._publisher.close()
-        self._recorder.close()
+        self._gpus.close()
         dist.destroy_process_group()
+
+
+def _step_times(spans: Sequence[Span]) -> list[Metric]:
+    """Return how many seconds of a step rank 0 spent in each of its spans, by the metrics of STEP_TIMES."""
+    seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
+    for span in spans:
+        if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
+            seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    return [Metric(key, value, "sum") for key, value in seconds.items()]

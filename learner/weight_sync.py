@@ -1,18 +1,14 @@
-"""Pushes the learner's weights to every live server, measures each push, and verifies the first one."""
+"""Pushes the learner's weights to every live server, and verifies the first push."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.telemetry.metrics import Metric
-from async_rl.telemetry.timeline import Span
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher
-from async_rl.weights.base import Tolerance, serving_dtype
+from async_rl.weights.base import PushReport, Tolerance
 from learner.models.policy import full_parameters
 from learner.server_membership import ServerMembership
 from learner.train_step import Updater
@@ -23,34 +19,17 @@ single token says little, but the mean over tokens shows whether the weights dif
 VERIFY_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """The outcome of one call of `WeightSync.push`."""
-
-    metrics: list[Metric]
-    spans: tuple[Span, ...]
-    """The pause of each server."""
-    lost: tuple[tuple[str, str], ...]
-    """(name, URL) of the servers that died during the push."""
-
-
 class WeightSync:
-    """Pushes and verifies weights. Every rank calls both methods; only rank 0 talks to servers and has measurements.
-
-    Args:
-        servers: rollout servers that died or came back; each push applies the changes first.
-    """
+    """Pushes and verifies weights. Every rank calls both methods; only rank 0 talks to servers and has measurements."""
 
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
         self._updater = updater
         self._publisher = publisher
         self._servers = servers
-        self.dtype = serving_dtype(config, publisher.device.type)
-        """The type of the weights that are pushed."""
         self._is_verified = not config.weight_sync.verify
 
-    def push(self, version: int) -> PushResult:
-        """Push the policy as `version` to every live server, and return the measurements. Collective.
+    def push(self, version: int) -> tuple[PushReport, tuple[tuple[str, str], ...]]:
+        """Push the policy as `version`, and return the report and (name, URL) of each server that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them.
 
@@ -61,20 +40,13 @@ class WeightSync:
         while True:
             self._servers.apply(self._publisher.servers)
             urls = dict(self._publisher.servers)
-            report = self._publisher.push(full_parameters(self._updater.policy, self.dtype), version)
+            report = self._publisher.push(full_parameters(self._updater.policy, self._updater.dtype), version)
             self._servers.pushed(self._publisher.servers, report.lost)
             lost += [(name, urls[name]) for name in report.lost]
             failed = torch.tensor(bool(report.lost), device=self._publisher.device)
             dist.broadcast(failed, 0)
             if not failed:
-                break
-        metrics = [
-            Metric("time/push_s", report.seconds),
-            Metric("push/bytes", float(report.num_bytes), "sum"),
-            Metric("push/pause_s", report.pause_s),
-        ]
-        metrics += [Metric(f"version/{name}", float(version), "last") for name in self._publisher.servers]
-        return PushResult(metrics, tuple(report.spans), tuple(lost))
+                return report, tuple(lost)
 
     def verify_once(self, batch: Batch) -> None:
         """Compare servers and learner on a prompt and answer, once, after the first push to a server. Collective.
@@ -93,4 +65,4 @@ class WeightSync:
         tokens = [*group.prompt_tokens.tolist(), *group.rollouts[0].tokens.tolist()][:VERIFY_TOKENS]
         logprobs = self._updater.probe_logprobs(tokens)
         if self._publisher.rank == 0:
-            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self.dtype])
+            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])

@@ -6,8 +6,6 @@ async_rl/seams/algorithms.py lists them.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -79,23 +77,17 @@ def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def gae(
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T]
-    log_ratios: Tensor,  # [B, T] not used: GAE is not corrected
-    mask: Tensor,  # [B, T] bool
-    gamma: float,
-    lam: float,
-    bootstrap: float = 0.0,
+    rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the masked-in tokens of each row; the others are skipped.
+    """Generalised advantage estimation over the masked-in tokens of each row; all tensors are [B, T].
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
 
-    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; an
-    answer is an episode that ends, even when it ran into its length limit, so the default is 0.
+    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; an answer is an
+    episode that ends, even when it ran into its length limit, so the default is 0. `log_ratios` are not used.
 
     Returns:
-        (advantages, returns), [B, T] each; 0 where the mask is False.
+        (advantages, returns), 0 where the mask is False.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(values[:, 0])
@@ -110,29 +102,22 @@ def gae(
 
 
 def vtrace(
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T]
-    log_ratios: Tensor,  # [B, T] proximal - behaviour logprobs
-    mask: Tensor,  # [B, T] bool
-    gamma: float,
-    lam: float,
-    rho_cap: float = 1.0,
-    c_cap: float = 1.0,
-    bootstrap: float = 0.0,
+    rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float,
+    rho_cap: float = 1.0, c_cap: float = 1.0, bootstrap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace over the masked-in tokens of each row; the others are skipped.
+    """V-trace over the masked-in tokens of each row; all tensors are [B, T], log ratios are proximal - behaviour.
 
         rho = exp(log ratio),  rhobar = min(rho, rho_cap),  c = lam * min(rho, c_cap)
         v_t = V_t + rhobar_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})
         A_t = rhobar_t (r_t + gamma (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t)
 
     A contains rhobar, so the loss takes no importance weight of its own. With gamma = 1 a final reward reaches a
-    token through the product of the c after it, which decays as (1 - TV)^length: `vtrace_reach`.
+    token through the product of the c after it, which decays as (1 - TV)^length: the metric `vtrace/reach`.
 
     Sources: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, equations 1 and 4; lam as in rlax.
 
     Returns:
-        (A, v), [B, T] each; 0 where the mask is False.
+        (A, v), 0 where the mask is False.
     """
     rho = bounded_exp(log_ratios)
     weights, traces = rho.clamp(max=rho_cap), lam * rho.clamp(max=c_cap)
@@ -146,14 +131,3 @@ def vtrace(
         next_excess = torch.where(mask[:, t], excess[:, t], next_excess)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
     return advantages * mask, (values + excess) * mask
-
-
-def vtrace_reach(mean_log_trace: float, median_tokens: float) -> float:
-    """Return the share of a final reward that reaches the first token of an answer of median length.
-
-    It is the product of the traces over the answer.
-
-    Args:
-        mean_log_trace: mean of log(lam * min(rho, c_cap)) over tokens.
-    """
-    return math.exp(mean_log_trace * median_tokens)

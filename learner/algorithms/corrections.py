@@ -54,12 +54,7 @@ def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: 
 
 
 def dropped_tokens(
-    masks: MasksConfig,
-    log_rho: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    trained: Tensor,  # [N] bool
-    answers: Tensor,  # [N]
-    count: int,
+    masks: MasksConfig, log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int
 ) -> Tensor:
     """Return which tokens any mask except M2PO drops, a bool [N]. `MasksConfig` says what each mask does.
 
@@ -80,15 +75,12 @@ def dropped_tokens(
     return dropped
 
 
-def m2po_limit(
-    squares: Tensor,  # [M] (log rho)^2 of all trained tokens of the minibatch
-    places: Tensor,  # [M] int64, all different: the order of tokens with equal squares
-    tau: float,
-) -> tuple[float, int]:
+def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]:
     """Return (square, place) of the last token to keep: the largest squares are dropped until the mean of the rest is
     below tau. One token always stays.
 
-    Source: M2PO, arXiv 2510.01161, algorithm 1.
+    `squares` [M] are the (log rho)^2 of all trained tokens of the minibatch; the different `places` [M] order tokens
+    with equal squares. Source: M2PO, arXiv 2510.01161, algorithm 1.
     """
     if not len(squares):
         return 0.0, 0
@@ -106,12 +98,8 @@ def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Te
     return (squares > limit[0]) | ((squares == limit[0]) & (places > limit[1]))
 
 
-def interpolated_proximal(
-    logprobs: Tensor,  # [N] learner logprobs now
-    behaviour: Tensor,  # [N]
-    staleness: Tensor,  # [N] of each token
-) -> Tensor:
-    """Return proximal logprobs that need no forward pass of their own, detached. [N]
+def interpolated_proximal(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tensor:
+    """Return proximal logprobs that need no forward pass of their own, detached; `logprobs` are the learner's now. [N]
 
         log p_prox = log p_behaviour + alpha (log p_learner - log p_behaviour)
         alpha = (v_prox - v_behaviour) / (v_learner - v_behaviour) = staleness / (staleness + 1)

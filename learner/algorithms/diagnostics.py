@@ -1,7 +1,6 @@
 """Computes the metrics of a step: sums over tokens by staleness, added up over ranks, and statistics of the batch.
 
-Keys: `offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n; the
-last bucket, 10, also holds all older ones.
+`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from learner.packing.microbatches import ResponseTokens
 
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11
-"""Number of buckets: staleness 0..9, and 10 or more."""
+"""Number of buckets by staleness: 0..9, and 10 or more."""
 
 
 class MetricAccumulator:
@@ -68,18 +67,15 @@ class MetricAccumulator:
 
 
 def tally_offpolicy(
-    tally: MetricAccumulator,
-    response: ResponseTokens,
-    log_rho: Tensor,  # [N] proximal - behaviour logprobs, 0 where not trained
-    weights: Tensor,  # [N] applied to the loss
-    truncated: Tensor,  # [N] bool: the weight was held at floor or cap
-    dropped: Tensor,  # [N] bool: by a mask, so that its weight is 0
-    shows_mismatch: bool,
+    tally: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
+    dropped: Tensor, shows_mismatch: bool,
 ) -> None:
     """Tally how far the data is from the policy at step start, and how the correction changed the weights.
 
     Args:
-        shows_mismatch: whether the proximal logprobs are the learner's own, comparable with the engine's.
+        log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
+        truncated, dropped: [N] bool: the weight was held at floor or cap; a mask drops the token.
+        shows_mismatch: the proximal logprobs are the learner's own, comparable with the engine's.
     """
     trained = response.trained
     rho = bounded_exp(log_rho).double()
@@ -107,15 +103,13 @@ def tally_offpolicy(
 
 
 def tally_policy(
-    tally: MetricAccumulator,
-    response: ResponseTokens,
-    logprobs: Tensor,  # [N]
-    proximal: Tensor,  # [N]
-    entropy: Tensor,  # [N]
-    advantages: Tensor,  # [N]
-    clipped: Tensor,  # [N] bool
+    tally: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
+    advantages: Tensor, clipped: Tensor,
 ) -> None:
-    """Tally how far the learner has moved since step start, and where the loss was clipped, by sign of advantage."""
+    """Tally how far the learner has moved since step start, and where the loss was clipped, by sign of advantage.
+
+    All tensors are [N].
+    """
     positive, negative = advantages > 0, advantages < 0
     tally.add_by_staleness(
         response.staleness, response.trained,
@@ -133,10 +127,8 @@ def token_metrics(totals: Totals) -> list[Metric]:
     mask drops. chi2, which is mean(rho^2) - 1, may be negative in small samples. A clip fraction is a share of the
     tokens with that sign of advantage.
 
-    A mismatch compares logprobs of one version: staleness is no part of it. `mismatch/mean_abs` is the mean absolute
-    difference between engine and learner; `mismatch/old_kv_mean_abs` is that of tokens sampled in place after an
-    update, on KV of older weights, which a recompute from scratch can't reproduce. Either is left out if no token has
-    it.
+    A mismatch is the mean absolute difference between logprobs of engine and learner at one version; that of tokens
+    sampled in place after an update, on KV of older weights, is `old_kv_mean_abs`. It is left out if no token has it.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -182,21 +174,13 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
     }
 
 
-def tally_critic(
-    tally: MetricAccumulator,
-    values: Tensor,  # [N]
-    returns: Tensor,  # [N]
-    trained: Tensor,  # [N] bool
-) -> None:
-    """Tally the moments from which `explained_variance` follows."""
+def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
+    """Tally the moments from which `explained_variance` follows. All tensors are [N]."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
     tally.add(
-        critic_tokens=trained.sum(),
-        returns=returns.sum(),
-        returns_squared=returns.square().sum(),
-        residual=residual.sum(),
-        residual_squared=residual.square().sum(),
+        critic_tokens=trained.sum(), returns=returns.sum(), returns_squared=returns.square().sum(),
+        residual=residual.sum(), residual_squared=residual.square().sum(),
     )
 
 
@@ -209,7 +193,7 @@ def explained_variance(totals: Totals) -> float:
 
 
 def batch_metrics(batch: Batch) -> list[Metric]:
-    """Return reward, staleness and length metrics, and the buffer's counters unchanged.
+    """Return reward, staleness and length metrics, and the buffer's counters.
 
     Staleness of a rollout is that of its oldest trained token. `in_flight`, the part it aged while it was generated,
     and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens there are none of these.
@@ -228,33 +212,28 @@ def batch_metrics(batch: Batch) -> list[Metric]:
         **batch.counters,
     }
     trained = np.array([bool(r.mask.any()) for r in rollouts])
-    if not trained.any():
-        return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
-    finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])[trained]
-    oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
-    staleness = batch.version - oldest
-    values |= {
-        "staleness/mean": staleness.mean(),
-        "staleness/max": staleness.max(),
-        "staleness/in_flight": (finished - oldest).mean(),
-        "staleness/in_queue": (batch.version - finished).mean(),
-    }
-    counts = enumerate(np.bincount(staleness))
-    at_staleness = [Metric(f"staleness/rollouts_{k}", float(count), "sum") for k, count in counts if count]
-    buckets = np.minimum(staleness, BUCKETS - 1)
-    for bucket in np.unique(buckets):
-        cell = buckets == bucket
-        values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
-        values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
-    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()] + at_staleness
-
-
-def median_trained_tokens(batch: Batch) -> float:
-    """Return the median number of trained tokens of the batch's answers."""
-    return float(np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts]))
+    if trained.any():
+        finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])[trained]
+        oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
+        staleness = batch.version - oldest
+        values |= {
+            "staleness/mean": staleness.mean(),
+            "staleness/max": staleness.max(),
+            "staleness/in_flight": (finished - oldest).mean(),
+            "staleness/in_queue": (batch.version - finished).mean(),
+        }
+        values |= {f"staleness/rollouts_{k}": count for k, count in enumerate(np.bincount(staleness)) if count}
+        buckets = np.minimum(staleness, BUCKETS - 1)
+        for bucket in np.unique(buckets):
+            cell = buckets == bucket
+            values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
+            values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
+    return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
 
 
 def _reduction(key: str) -> Reduction:
+    if "/rollouts_" in key:
+        return "sum"
     return "max" if key.endswith("max") else "mean"
 
 

@@ -95,20 +95,10 @@ def _clipped(ratio: Tensor, x: LossInputs) -> LossOutput:
     return LossOutput(torch.maximum(plain, bounded), bounded > plain)
 
 
-def value_loss(
-    values: Tensor,  # [N] of the critic now, with gradient
-    old_values: Tensor,  # [N] of the critic at step start
-    returns: Tensor,  # [N]
-    clip: float,
-) -> Tensor:
-    """Clipped squared error: max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2.
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Clipped squared error of the critic: max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2. [N]
 
-    clip 0 turns clipping off.
-
-    Source: the value clipping of OpenAI baselines' ppo2.
-
-    Returns:
-        [N].
+    V_old is the value at step start; clip 0 turns clipping off. Source: the value clipping of OpenAI baselines' ppo2.
     """
     error = (values - returns).square()
     if clip > 0:

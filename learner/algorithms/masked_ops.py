@@ -14,21 +14,12 @@ def bounded_exp(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def sum_by_answer(
-    values: Tensor,  # [N] of tokens, answer after answer
-    answers: Tensor,  # [N] index of each token's answer
-    count: int,
-) -> Tensor:
-    """Return the sum over the tokens of each answer. [count]"""
+def sum_by_answer(values: Tensor, answers: Tensor, count: int) -> Tensor:
+    """Return the sum over the tokens of each of `count` answers. Values [N], index of the answer [N] -> [count]."""
     return values.new_zeros(count).index_add(0, answers, values)
 
 
-def mean_by_answer(
-    values: Tensor,  # [N]
-    trained: Tensor,  # [N] bool
-    answers: Tensor,  # [N]
-    count: int,
-) -> Tensor:
-    """Return the mean over the trained tokens of each answer, 0 where it has none. [count]"""
+def mean_by_answer(values: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+    """Return the mean over the trained tokens of each answer, 0 where it has none. [N], [N] bool, [N] -> [count]."""
     tokens = sum_by_answer(trained.to(values.dtype), answers, count).clamp(min=1)
     return sum_by_answer(torch.where(trained, values, 0.0), answers, count) / tokens

@@ -4,8 +4,7 @@
     Objective.losses    for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
     Objective.finish    once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
-A loss is a sum over tokens; the caller divides it by the normaliser of the whole minibatch, which counts the tokens or
-answers of all ranks and micro-batches: any split gives the same gradient.
+The caller divides a loss by the normaliser, which counts the tokens or answers of the minibatch on all ranks.
 
     L_t = kept_t * (weight_t * (policy loss_t + kl_coef * KL loss_t) - entropy_coef * entropy_t)
 
@@ -16,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,15 +25,9 @@ from torch import Tensor
 from async_rl.config import Config
 from async_rl.seams import find_entry
 from async_rl.telemetry.metrics import Metric
-from async_rl.types import RolloutGroup
-from learner.algorithms.advantages import vtrace_reach, whitening
-from learner.algorithms.corrections import (
-    beyond_m2po,
-    dropped_tokens,
-    interpolated_proximal,
-    log_ratios,
-    m2po_limit,
-)
+from async_rl.types import Batch, RolloutGroup
+from learner.algorithms.advantages import whitening
+from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import MetricAccumulator, Totals, tally_critic, tally_offpolicy, tally_policy
 from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.masked_ops import sum_by_answer
@@ -41,36 +35,18 @@ from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
-"""In one batch an adaptive KL coefficient grows or shrinks by at most 0.2 * KL_STEP of its value."""
+"""In one batch an adaptive KL coefficient changes by at most 0.2 * KL_STEP of its value."""
 KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
     "none": None, "k1_reward": None, "k2_loss": kl_k2, "k3_loss": kl_k3,
 }  # fmt: skip
 """By value of algorithm.kl.kind, the KL estimate that is added to the loss; None: the loss gets none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregation:
-    """A rule that turns the losses of tokens into the loss of a minibatch: their sum, divided by a normaliser."""
-
-    normaliser: Callable[[Sequence[int], int], int]
-    """(counted tokens of each answer, rollout.max_response_tokens) -> what the sum is divided by."""
-    divides_by_length: bool = False
-    """Whether the loss of each token is first divided by the counted tokens of its answer."""
-
-
-AGGREGATIONS = {
-    "token_mean": Aggregation(lambda counted, longest: sum(counted)),
-    "sequence_mean": Aggregation(lambda counted, longest: sum(n > 0 for n in counted), divides_by_length=True),
-    "constant": Aggregation(lambda counted, longest: len(counted) * longest),
+AGGREGATIONS: dict[str, tuple[Callable[[Sequence[int], int], int], bool]] = {
+    "token_mean": (lambda counted, longest: sum(counted), False),
+    "sequence_mean": (lambda counted, longest: sum(n > 0 for n in counted), True),
+    "constant": (lambda counted, longest: len(counted) * longest, False),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """The losses of one micro-batch, summed over its trained tokens, with gradient."""
-
-    policy: Tensor
-    critic: Tensor | None
+"""By value of algorithm.aggregation: (counted tokens of each answer, rollout.max_response_tokens) -> the number that
+the summed loss of a minibatch is divided by; and whether a token's loss is first divided by its answer's tokens."""
 
 
 class Objective:
@@ -88,7 +64,8 @@ class Objective:
         self._loss: Callable[[LossInputs], LossOutput] = algorithm.loss_entry.load()
         self._correction = config.correction_entry
         self._weights_of: Callable[..., Tensor] = self._correction.load()
-        self._aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
+        aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
+        self._normaliser, self._divides_by_length = aggregation
         self._whitens_at_start = whitens_at_start(config)
         self.kl_coef = algorithm.kl.coef
         takes_several = algorithm.steps_per_batch > 1
@@ -98,36 +75,28 @@ class Objective:
         """Whether proximal logprobs need a forward pass of their own at step start. Otherwise they are interpolated, or
         the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.needs_values = takes_several or self._whitens_at_start
-        """Whether a critic, if there is one, runs a forward pass at step start to give the old values."""
+        """Whether a critic, if there is one, needs a forward pass at step start, which gives the old values."""
         self.needs_reference = algorithm.kl.kind != "none"
-        """Whether the reference's logprobs are needed at step start."""
 
     def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
-        """Return the number that the summed policy loss of a minibatch is divided by, at least 1.
-
-        Args:
-            pairs: (group, answer) of each answer of the minibatch.
+        """Return the number, at least 1, that the summed policy loss of the (group, answer) `pairs` is divided by.
 
         Trained tokens count, and so do those masked only for their age: masking these removes their loss and does not
         amplify that of the others.
         """
         rollouts = [groups[g].rollouts[i] for g, i in pairs]
         counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
-        return float(max(1, self._aggregation.normaliser(counted, self.config.rollout.max_response_tokens)))
+        return float(max(1, self._normaliser(counted, self.config.rollout.max_response_tokens)))
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the minibatches of a batch, completed with numbers that depend on the tokens of all ranks. Collective.
-
-        The numbers are `whitening` (of the batch), `m2po_limit` and `mean_weight` (of each minibatch); `MiniBatch` says
-        what they do. A number that the configuration does not use keeps its neutral default.
-
-        Args:
-            minibatches: all of one batch, after the forward passes at step start.
+        """Return all minibatches of a batch, after the forward passes at step start, with `whitening`, `m2po_limit` and
+        `mean_weight` set: numbers that depend on the tokens of all ranks. Collective.
         """
         correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:
             micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-            of_trained = [self._advantages(m, None, m.values)[0][m.response.trained] for m in micro_batches]
+            advantages = [self._advantages(m, _computed(m.proximal), m.values)[0] for m in micro_batches]
+            of_trained = [a[m.response.trained] for a, m in zip(advantages, micro_batches, strict=True)]
             mean, scale = map(float, whitening(_gather(of_trained)))
         return [
             replace(
@@ -140,22 +109,16 @@ class Objective:
         ]
 
     def losses(
-        self,
-        minibatch: MiniBatch,
-        micro: MicroBatch,
+        self, minibatch: MiniBatch, micro: MicroBatch,
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
         values: Tensor | None,  # [N] of the critic, with gradient; None: there is no critic
-        tally: MetricAccumulator,
-        is_first_epoch: bool,
-    ) -> Losses:
-        """Return the losses of a micro-batch, summed over its trained tokens, and add its statistics to `tally`.
+        tally: MetricAccumulator, is_first_epoch: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
-        Proximal logprobs and old values that were not computed at step start are those of this pass, detached.
-
-        Args:
-            minibatch: the minibatch that `micro` belongs to, as `prepare` returned it.
-            is_first_epoch: statistics of off-policyness are added only then, as later epochs would repeat them.
+        Statistics are added to `tally`, those of off-policyness in the first epoch only. Proximal logprobs and old
+        values that were not computed at step start are those of this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
         trained = response.trained
@@ -163,7 +126,8 @@ class Objective:
         proximal = self._proximal(micro, logprobs)
         log_rho = log_ratios(proximal, response.behaviour, trained)
         old_values = values.detach() if values is not None and micro.values is None else micro.values
-        advantages, returns = self._advantages(micro, proximal, old_values)
+        at_start = _computed(micro.proximal) if self._whitens_at_start else proximal
+        advantages, returns = self._advantages(micro, at_start, old_values)
         if self._whitens_at_start:
             mean, scale = minibatch.whitening
             advantages = (advantages - mean) * scale * trained
@@ -190,21 +154,24 @@ class Objective:
             shows_mismatch = algorithm.proximal != "interpolate"
             tally_offpolicy(tally, response, log_rho, weights, truncated, dropped, shows_mismatch)
             self._tally_extras(tally, micro, proximal, log_rho)
-        loss = weights * (output.loss + self._kl_loss(micro, logprobs))
+        estimate = KL_LOSSES[algorithm.kl.kind]
+        kl_loss = 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _computed(micro.reference))
+        loss = weights * (output.loss + kl_loss)
         if algorithm.entropy_coef > 0:
             loss = loss - algorithm.entropy_coef * entropy
-        return Losses(self._total(torch.where(trained & ~dropped, loss, 0.0), response), critic)
+        loss = torch.where(trained & ~dropped, loss, 0.0)
+        if self._divides_by_length:
+            tokens = sum_by_answer(trained.to(loss.dtype), response.answers, len(response.lengths))
+            loss = loss / (tokens + response.too_old).clamp(min=1)[response.answers]
+        return loss.sum(), critic
 
-    def finish(self, totals: Totals, median_tokens: float) -> list[Metric]:
-        """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient. Every rank gets the same.
-
-        Args:
-            totals: sums over the batch and all ranks, from `MetricAccumulator.reduce`.
-            median_tokens: median of the trained tokens of the batch's answers.
+    def finish(self, totals: Totals, batch: Batch) -> list[Metric]:
+        """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient, from sums of all ranks.
 
         If algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
         KL(proximal || reference) of the batch, estimated by k3 in nats a token. Source: Ziegler et al. 2019, arXiv
-        1909.08593, section 2.2.
+        1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of an answer
+        of median length: the product of the traces lam * min(rho, 1) over the answer.
         """
         kl = self.config.algorithm.kl
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
@@ -215,29 +182,24 @@ class Objective:
                 error = min(max(divergence / kl.target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:
-            metrics.append(Metric("vtrace/reach", vtrace_reach(float(totals["log_trace"]) / tokens, median_tokens)))
+            median = np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts])
+            metrics.append(Metric("vtrace/reach", math.exp(float(totals["log_trace"]) / tokens * float(median))))
         return metrics
 
     def _proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Return the proximal logprobs [N]: interpolated, of step start, or `logprobs`. Detached, 0 if untrained."""
         if self.config.algorithm.proximal == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
-        return logprobs.detach() if micro.proximal is None else _at_start(micro)
+        return logprobs.detach() if micro.proximal is None else micro.proximal
 
     def _advantages(
-        self, micro: MicroBatch, proximal: Tensor | None, values: Tensor | None
+        self, micro: MicroBatch, proximal: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (advantages [N], the critic's targets [N]), with the KL penalty on rewards and not yet whitened.
-
-        Args:
-            proximal: None: those of step start. They are always used where advantages are whitened.
-        """
+        """Return (advantages [N], the critic's targets [N]), with the KL penalty on rewards and not yet whitened."""
         response, algorithm = micro.response, self.config.algorithm
-        if proximal is None or self._whitens_at_start:
-            proximal = _at_start(micro)
         penalty = torch.zeros_like(proximal)
         if algorithm.kl.kind == "k1_reward":
-            penalty = torch.where(response.trained, self.kl_coef * kl_k1(proximal, _reference(micro)), 0.0)
+            penalty = torch.where(response.trained, self.kl_coef * kl_k1(proximal, _computed(micro.reference)), 0.0)
         if self.advantage.needs_critic:
             assert values is not None
             log_rho = log_ratios(proximal, response.behaviour, response.trained)
@@ -247,19 +209,15 @@ class Objective:
         return response.advantages, None
 
     def _mean_weight(self, minibatch: MiniBatch) -> float:
-        """Return the mean weight of a minibatch's trained tokens on all ranks. Collective.
-
-        The correction's rule must not read advantages: it gets zeros.
-        """
+        """Return the mean weight of a minibatch's trained tokens on all ranks. Collective."""
         weights = []
         for micro in minibatch.micro_batches:
             log_rho = _log_rho_at_start(micro)
-            found, _ = self._weights(log_rho, torch.zeros_like(log_rho), micro.response)
+            no_advantages = torch.zeros_like(log_rho)  # the configuration admits only rules that do not read them
+            found, _ = self._weights(log_rho, no_advantages, micro.response)
             weights.append(found[micro.response.trained])
-        flat = torch.cat(weights)
-        sums = torch.stack([flat.double().sum(), flat.new_tensor(len(flat)).double()])
-        dist.all_reduce(sums)
-        return float(sums[0] / sums[1].clamp(min=1)) or 1.0
+        flat = _gather(weights).double()
+        return float(flat.mean()) if flat.any() else 1.0
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
         """Return (weights [N] of the loss, truncated [N] bool: the correction's weight was outside [floor, cap])."""
@@ -270,40 +228,23 @@ class Objective:
             return torch.ones_like(log_rho), truncated
         return raw.clamp(correction.floor, correction.cap), truncated
 
-    def _kl_loss(self, micro: MicroBatch, logprobs: Tensor) -> Tensor | float:
-        estimate = KL_LOSSES[self.config.algorithm.kl.kind]
-        return 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _reference(micro))
-
-    def _total(self, loss: Tensor, response: ResponseTokens) -> Tensor:
-        """Return the sum of the losses [N], each divided by its answer's counted tokens if that is asked for."""
-        if self._aggregation.divides_by_length:
-            tokens = sum_by_answer(response.trained.to(loss.dtype), response.answers, len(response.lengths))
-            loss = loss / (tokens + response.too_old).clamp(min=1)[response.answers]
-        return loss.sum()
-
     def _tally_extras(self, tally: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
         trained = micro.response.trained
         if self.needs_reference:
-            tally.add(reference_k3=torch.where(trained, kl_k3(proximal, _reference(micro)), 0.0).sum())
+            tally.add(reference_k3=torch.where(trained, kl_k3(proximal, _computed(micro.reference)), 0.0).sum())
         if self.advantage.has_traces:
             log_traces = math.log(max(self.config.algorithm.lam, 1e-9)) + log_rho.clamp(max=0.0)
             tally.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
 
-def _at_start(micro: MicroBatch) -> Tensor:
-    """Return the proximal logprobs [N] that were computed at step start, 0 where not trained."""
-    assert micro.proximal is not None
-    return torch.where(micro.response.trained, micro.proximal, 0.0)
+def _computed(tensor: Tensor | None) -> Tensor:
+    """Return a tensor of step start, which the configuration has asked for."""
+    assert tensor is not None
+    return tensor
 
 
 def _log_rho_at_start(micro: MicroBatch) -> Tensor:
-    return log_ratios(_at_start(micro), micro.response.behaviour, micro.response.trained)
-
-
-def _reference(micro: MicroBatch) -> Tensor:
-    """Return the reference's logprobs [N], 0 where not trained."""
-    assert micro.reference is not None
-    return torch.where(micro.response.trained, micro.reference, 0.0)
+    return log_ratios(_computed(micro.proximal), micro.response.behaviour, micro.response.trained)
 
 
 def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:

@@ -1,7 +1,6 @@
 """Computes an advantage for each trained token of an answer from the reward of the whole answer.
 
-Only tokens that the model sampled are trained. Those of the prompt and, in answers of several turns, of the environment
-have no advantage, and returns skip them as if they were part of the state.
+Tokens that the model has not sampled, those of an environment, have no advantage, and returns skip them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from async_rl.config import Config
-from async_rl.types import Batch, FloatArray, RolloutGroup
+from async_rl.types import Batch, FloatArray
 from learner.algorithms.advantages import returns_to_go, whiten
 from learner.packing.microbatches import ResponseTokens
 
@@ -22,8 +21,7 @@ from learner.packing.microbatches import ResponseTokens
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Return the advantages [group][answer], [T] each, of an estimator without critic; zeros for one with a critic.
 
-    Every rank computes those of the whole batch, so all ranks get the same numbers. They are whitened over the trained
-    tokens of the batch if that is asked for, unless that has to happen at step start (`whitens_at_start`).
+    They are whitened over the trained tokens of the batch if that is asked for, unless `whitens_at_start`.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
@@ -31,14 +29,14 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     function = entry.load()
     masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
     mask = pad_sequence(masks, batch_first=True)  # [k, T]
+    rewards = [torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64) for group in batch.groups]
     if entry.of_returns:
-        rewards = torch.cat([_rewards(group) for group in batch.groups])
-        advantages = function(_at_last_token(rewards, mask), mask, algorithm.gamma)
+        advantages = function(_at_last_token(torch.cat(rewards), mask), mask, algorithm.gamma)
     elif entry.needs_greedy_baseline:
-        parts = [function(_rewards(group), _greedy_reward(group)) for group in batch.groups]
-        advantages = torch.cat(parts)[:, None] * mask
+        greedy = [group.baseline_reward for group in batch.groups]
+        advantages = torch.cat([function(*both) for both in zip(rewards, greedy, strict=True)])[:, None] * mask
     else:
-        advantages = torch.cat([function(_rewards(group)) for group in batch.groups])[:, None] * mask
+        advantages = torch.cat([function(of_group) for of_group in rewards])[:, None] * mask
     if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
@@ -58,41 +56,24 @@ def whitens_at_start(config: Config) -> bool:
 
 
 def critic_advantages(
-    config: Config,
-    function: Callable[..., tuple[Tensor, Tensor]],  # `of_tokens` of the advantage's entry in async_rl/seams
-    response: ResponseTokens,
-    values: Tensor,  # [N] detached
-    log_rho: Tensor,  # [N] proximal - behaviour logprobs
-    penalty: Tensor,  # [N] subtracted from the reward of each token
+    config: Config, function: Callable[..., tuple[Tensor, Tensor]], response: ResponseTokens, values: Tensor,
+    log_rho: Tensor, penalty: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages [N], targets of the critic [N]). An answer's reward is given at its last trained token."""
-    mask = _rows(response.trained, response)
+    """Return (advantages [N], targets of the critic [N]). An answer's reward is given at its last trained token.
+
+    Args:
+        function: `of_tokens` of the advantage's entry in async_rl/seams.
+        values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
+    """
+    mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.lam
     rewards = _at_last_token(response.rewards, mask) - _rows(penalty, response)
-    ratios = _rows(log_rho, response)
-    gamma, lam = config.algorithm.gamma, config.algorithm.lam
-    both = function(rewards, _rows(values, response), ratios, mask, gamma, lam)
+    both = function(rewards, _rows(values, response), _rows(log_rho, response), mask, gamma, lam)
     return _tokens(both[0], response), _tokens(both[1], response)
 
 
-def penalty_to_go(
-    penalty: Tensor,  # [N]
-    response: ResponseTokens,
-    gamma: float,
-) -> Tensor:
-    """Return how much the penalties on single tokens lower the advantage of each token. [N], 0 where not trained.
-
-    It is the sum, discounted by gamma, of the penalties on this token and on the trained tokens after it.
-    """
+def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Tensor:
+    """Return the sum, discounted by gamma, of the penalties on each token and the trained ones after it. [N] -> [N]."""
     return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
-
-
-def _rewards(group: RolloutGroup) -> Tensor:
-    return torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
-
-
-def _greedy_reward(group: RolloutGroup) -> float:
-    assert group.baseline_reward is not None, "the worker samples a greedy answer for this advantage"
-    return group.baseline_reward
 
 
 def _at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -14,11 +14,7 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Critic(nn.Module):
-    """Predicts V(prompt and response so far) at every token that predicts a response token.
-
-    Args:
-        lm: a Hugging Face token classifier with one label, whose layer `score` is the value head.
-    """
+    """Predicts V(prompt and response so far) by a token classifier with one label, whose layer `score` is the head."""
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,7 +27,7 @@ class Critic(nn.Module):
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
-    """Load the critic from critic.path or, if that is empty, from model.path: float32 and not yet sharded.
+    """Load the critic of critic.path or, if that is empty, of model.path: float32 and not yet sharded.
 
     A folder without a value head gets one of zeros, so that V = 0 at first.
     """

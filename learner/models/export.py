@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
-from learner.checkpointing import load_unsharded, policy_tensors
 from learner.models.lora import merged_parameters
 from learner.models.policy import load_policy, partial_folder, write_folder
 
@@ -17,8 +18,7 @@ from learner.models.policy import load_policy, partial_folder, write_folder
 def export(source: str | Path, target: Path) -> Path:
     """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Weights get the type of those of model.path, and adapters are merged into them. Tokenizer, chat template and
-    generation config are copied from model.path. One process on the CPU reads the shards of any number of ranks.
+    Weights get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
         ConfigError: there is no checkpoint, or `target` holds something already or can't be created.
@@ -35,6 +35,8 @@ def export(source: str | Path, target: Path) -> Path:
         raise ConfigError(f"{target} can't be created: {error.strerror}. Name a folder that you can write") from None
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
-    load_unsharded(policy_tensors(policy), checkpoint)
+    tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
     return checkpoint

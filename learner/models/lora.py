@@ -1,7 +1,6 @@
 """Adds low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) to a model through peft, and merges them.
 
-A linear layer y = W x becomes y = W x + alpha / rank * B A x. W [out, in] is frozen; A [rank, in] and B [out, rank] are
-trained.
+A linear layer W x becomes W x + alpha / rank * B A x; W is frozen, A [rank, in] and B [out, rank] are trained.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,31 +24,23 @@ _FROZEN = ".base_layer"
 
 
 def add_adapters(lm: Any, config: LoraConfig) -> None:
-    """Freeze a model and put adapters into its linear layers, in place.
-
-    B starts at zero, so the outputs of the model stay the same.
+    """Freeze a model and put adapters into its linear layers, in place. B is zero, so its outputs stay the same.
 
     Raises:
         ConfigError: target_modules names no layer, a layer that isn't linear, or the output head.
     """
     head = lm.get_output_embeddings()
-    linear = {
-        name.rsplit(".", 1)[-1] for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head
-    }
-    wrong = set(config.target_modules) - linear
-    if wrong:
+    named = lm.named_modules()
+    linear = {name.rsplit(".", 1)[-1] for name, m in named if isinstance(m, nn.Linear) and m is not head}
+    if wrong := set(config.target_modules) - linear:
         raise ConfigError(
             f"model.lora.target_modules must be linear layers of {type(lm).__name__}, which are "
             f"{', '.join(sorted(linear))}, got {', '.join(sorted(wrong))}"
         )
-    peft_config = PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=sorted(config.target_modules or linear),
-    )
+    alpha: Any = config.alpha
+    modules = sorted(config.target_modules or linear)
+    peft_config = PeftConfig(r=config.rank, lora_alpha=alpha, lora_dropout=config.dropout, target_modules=modules)
     inject_adapter_in_model(peft_config, lm, _ADAPTER)
-    assert all(isinstance(layer, Linear) for layer in _layers(lm))
 
 
 def _layers(lm: nn.Module) -> list[LoraLayer]:
@@ -63,7 +54,7 @@ def dropouts(lm: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """Inside the block `lm` computes what the frozen model without adapters would."""
+    """Inside the block `lm` computes what it would without adapters, if it has any."""
     layers = _layers(lm)
     scaling = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
@@ -78,22 +69,20 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
 
-    Collective: all ranks gather one layer at a time. The trained weights do not change. Tied parameters come once,
-    under their first name.
+    Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name.
     """
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
         if ".lora_" in name:
             continue
-        whole = gathered(parameter)
+        whole = _gathered(parameter)
         layer = modules[name.rpartition(_FROZEN)[0]] if _FROZEN in name else None
         if isinstance(layer, LoraLayer) and name.endswith(".weight"):
-            a, b = (gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
+            a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
             whole = torch.addmm(whole, b, a, alpha=layer.scaling[_ADAPTER])
         yield name.replace(_FROZEN, ""), whole
 
 
-def gathered(parameter: Tensor) -> Tensor:
-    """Return the whole tensor, detached; collective if it is sharded."""
+def _gathered(parameter: Tensor) -> Tensor:
     data = parameter.detach()
     return data.full_tensor() if isinstance(data, DTensor) else data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
-from learner.models.policy import Policy, layout_of, load_policy, shard
+from learner.models.policy import Policy, load_policy, shard
 from learner.packing.microbatches import ForwardInputs
 
 
 class Reference:
     """Computes the logprobs of answers under the frozen model of reference.path or, if that is empty, of model.path.
 
-    The model is sharded over the learner's ranks like the policy and has the compute type; with reference.offload it is
-    in CPU memory between uses. With LoRA and no reference.path it is the policy without its adapters, which costs no
-    memory.
+    It is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
+    reference.path it is the policy without its adapters, which costs no memory.
 
     Raises:
         ConfigError: the model has another vocabulary size than the policy.
@@ -30,25 +30,24 @@ class Reference:
         self, config: Config, policy: Policy, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh
     ) -> None:
         self._policy = policy
-        self._own: Policy | None = None
-        self.layout = layout_of(policy.lm)
-        if config.model.lora.rank and not config.reference.path:
-            return
-        path = config.reference.path or config.model.path
-        model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
-        self._own = load_policy(model, device, dtype, is_trained=False)
-        expected, found = policy.lm.config.vocab_size, self._own.lm.config.vocab_size
-        if expected != found:
-            raise ConfigError(
-                f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
-            )
-        shard(self._own, self._own.lm, mesh, dtype, config.learner, offload=config.reference.offload)
-        self.layout = self.layout.for_both(layout_of(self._own.lm))
+        if not config.model.lora.rank or config.reference.path:
+            path = config.reference.path or config.model.path
+            model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
+            self._policy = load_policy(model, device, dtype, is_trained=False)
+            expected, found = policy.lm.config.vocab_size, self.lm.config.vocab_size
+            if expected != found:
+                raise ConfigError(
+                    f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
+                )
+            shard(self._policy, self.lm, mesh, dtype, config.learner, offload=config.reference.offload)
+
+    @property
+    def lm(self) -> Any:
+        """The Hugging Face model."""
+        return self._policy.lm
 
     @torch.no_grad()
     def logprobs(self, inputs: ForwardInputs) -> Tensor:
         """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective."""
-        if self._own is None:
-            with without_adapters(self._policy.lm):
-                return self._policy(inputs)[0]
-        return self._own(inputs)[0]
+        with without_adapters(self.lm):
+            return self._policy(inputs)[0]

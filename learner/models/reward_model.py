@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class RewardModel:
             )
         self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device))
         shard(self._scorer, lm, mesh, dtype, config.learner)
-        self._retokenizer = _open_retokenizer(config.model.path, path)
+        self._retokenize = _open_retokenizer(config.model.path, path)
         self._device = device
         self._max_tokens = config.learner.max_tokens_per_microbatch
         self._max_positions = getattr(lm.config, "max_position_embeddings", None)
@@ -55,23 +55,21 @@ class RewardModel:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
         """
         sequences = [
-            self._retokenizer.convert(group.prompt_tokens, rollout.tokens) if self._retokenizer
+            self._retokenize(group.prompt_tokens, rollout.tokens) if self._retokenize
             else [*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]
             for group in batch.groups
             for rollout in group.rollouts
         ]  # fmt: skip
         rewards = iter(self._score_sequences(sequences).tolist())
-        groups = tuple(
-            dataclasses.replace(
-                group, rollouts=tuple(dataclasses.replace(r, reward=next(rewards)) for r in group.rollouts)
-            )
-            for group in batch.groups
-        )
-        return dataclasses.replace(batch, groups=groups)
+        groups = []
+        for group in batch.groups:
+            rollouts = tuple(replace(rollout, reward=next(rewards)) for rollout in group.rollouts)
+            groups.append(replace(group, rollouts=rollouts))
+        return replace(batch, groups=tuple(groups))
 
     @torch.no_grad()
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the scores of k token sequences, [k] float32 on the CPU. Each rank scores a share. Collective."""
+        """Return the scores [k] of k token sequences, on the CPU. Each rank scores a share. Collective."""
         longest = max(map(len, sequences))
         if self._max_positions and longest > self._max_positions:
             raise AsyncRLError(
@@ -92,8 +90,6 @@ class RewardModel:
 
 
 class _Scorer(nn.Module):
-    """The classifier as one module, whose forward pass returns the scores."""
-
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
@@ -111,33 +107,33 @@ class _Scorer(nn.Module):
         return self.lm.score(last)[:, 0].float()
 
 
-def _open_retokenizer(policy_path: str, reward_path: str) -> _Retokenizer | None:
-    """Return a converter to the reward model's tokens; None if it has the policy's vocabulary, or no tokenizer."""
+def _open_retokenizer(policy_path: str, reward_path: str) -> Callable[[IntArray, IntArray], list[int]] | None:
+    """Return a function (prompt, answer) -> the reward model's tokens of their text.
+
+    None: the policy's tokens can be used, as the model has the same vocabulary or no tokenizer.
+    """
     if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
         return None
-    policy, own = load_tokenizer(policy_path), load_tokenizer(reward_path)
-    return None if policy.get_vocab() == own.get_vocab() else _Retokenizer(policy, own)
+    policy: Any = load_tokenizer(policy_path)
+    own: Any = load_tokenizer(reward_path)
+    if policy.get_vocab() == own.get_vocab():
+        return None
+    before = after = ""
+    if policy.chat_template:
+        message = [{"role": "user", "content": _PLACEHOLDER}]
+        frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        before, _, after = frame.partition(_PLACEHOLDER)
 
-
-class _Retokenizer:
-    """Converts the policy's tokens to text and the text to the reward model's tokens."""
-
-    def __init__(self, policy: Any, own: Any) -> None:
-        self._policy, self._own = policy, own
-        self._before = self._after = ""
-        if policy.chat_template:
-            message = [{"role": "user", "content": _PLACEHOLDER}]
-            frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            self._before, _, self._after = frame.partition(_PLACEHOLDER)
-
-    def convert(self, prompt: IntArray, answer: IntArray) -> list[int]:
-        question = self._policy.decode(prompt.tolist())
-        if question.startswith(self._before) and question.endswith(self._after):  # the prompt is one user message
-            question = question[len(self._before) : len(question) - len(self._after)]
-        reply = self._policy.decode(answer.tolist(), skip_special_tokens=True)
-        if self._own.chat_template:
+    def retokenize(prompt: IntArray, answer: IntArray) -> list[int]:
+        question = policy.decode(prompt.tolist())
+        if question.startswith(before) and question.endswith(after):  # the prompt is one user message
+            question = question[len(before) : len(question) - len(after)]
+        reply = policy.decode(answer.tolist(), skip_special_tokens=True)
+        if own.chat_template:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-            tokens: list[int] = self._own.apply_chat_template(messages, return_dict=False)
+            tokens: list[int] = own.apply_chat_template(messages, return_dict=False)
         else:
-            tokens = self._own(question, reply)["input_ids"]
+            tokens = own(question, reply)["input_ids"]
         return tokens
+
+    return retokenize

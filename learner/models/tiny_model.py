@@ -32,11 +32,10 @@ _CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each printable ASCII character and the newline.
+    """Return a tokenizer with one token for each printable ASCII character and the newline; others are left out.
 
-    `decode(encode(text)) == text` for text of these characters; others are left out. The chat template ends a prompt
-    with <sep>. It is a byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2 folder
-    as a byte-level BPE, whatever the folder says.
+    It is a byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2 folder as a
+    byte-level BPE, whatever the folder says. The chat template ends a prompt with <sep>.
     """
     alphabet = {" ": "Ġ", "\n": "Ċ"}  # byte-level BPE writes space and newline like this
     tokens = [*_SPECIAL, *(alphabet.get(character, character) for character in _CHARACTERS)]

@@ -18,20 +18,16 @@ LOGITS_BYTES = 256 * 2**20
 """The most memory that float32 logits take; more tokens are scored in chunks."""
 
 
-def score_tokens(
-    states: Tensor,  # [N, hidden]
-    head: Tensor,  # [V, hidden] output embeddings
-    targets: Tensor,  # [N] int64
-    temperature: Tensor,  # [N]
-) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities of the targets [N], entropies [N]), both float32 and differentiable once."""
+def score_tokens(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities of the targets [N], entropies [N]), both float32 and differentiable once.
+
+    Hidden states are [N, hidden], output embeddings [V, hidden], targets and temperature [N].
+    """
     scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature)
     return scored
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """Computes `score_tokens` chunk by chunk; its backward pass computes the logits again."""
-
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor
@@ -53,7 +49,6 @@ class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         states, head, targets, temperature, entropies = ctx.saved_tensors
-        of_logprobs, of_entropies = grads
         of_states = torch.empty_like(states)
         # Each chunk rounds the sum once more: forty chunks in bfloat16 would more than double the gradient's error.
         summed = head.dtype if len(states) <= ctx.size else torch.promote_types(head.dtype, torch.float32)
@@ -62,13 +57,8 @@ class _ScoreTokens(torch.autograd.Function):
             part = slice(start, start + ctx.size)
             logp = _log_softmax(states[part], head, temperature[part]) if ctx.kept is None else ctx.kept
             ctx.kept = None
-            of_logits = _grad_of_logits(
-                logp,
-                targets[part],
-                entropies[part],
-                None if of_logprobs is None else of_logprobs[part],
-                None if of_entropies is None else of_entropies[part],
-            )
+            of_chunk = (None if grad is None else grad[part] for grad in grads)
+            of_logits = _grad_of_logits(logp, targets[part], entropies[part], *of_chunk)
             of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
             torch.mm(of_logits, head, out=of_states[part])
             if of_head is not None and summed == head.dtype:
@@ -86,13 +76,9 @@ def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _grad_of_logits(
-    logp: Tensor,  # [n, V], overwritten
-    targets: Tensor,  # [n]
-    entropies: Tensor,  # [n]
-    of_logprobs: Tensor | None,  # [n]
-    of_entropies: Tensor | None,  # [n]
+    logp: Tensor, targets: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Return g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V]."""
+    """Return g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V]; `logp` [n, V] is overwritten, the others are [n]."""
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:
         grad = logp.exp_().mul_(slope[:, None])

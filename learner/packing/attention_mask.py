@@ -31,13 +31,11 @@ def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
     return ((other == own) | (other == root)) & (place <= place[start:end, None])
 
 
-def block_mask(
-    segments: Tensor,  # [2, B, S] segment of each token and of its prompt
-) -> BlockMask:
+def block_mask(segments: Tensor) -> BlockMask:
     """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
     create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a row of
-    16k tokens.
+    16k tokens. `segments` is that of `attention_mask`.
     """
     own, root = segments
     size = own.shape[1]

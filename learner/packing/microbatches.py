@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.types import Batch, FloatArray, IntArray, RolloutGroup
+from async_rl.types import Batch, FloatArray
 from learner.packing.plan import Piece, needs_mask
 
 PADDING = -1
@@ -55,9 +55,9 @@ class MicroBatch:
     response: ResponseTokens
     answers: tuple[tuple[int, int], ...]
     """Indices (group, answer) in the batch of each answer; empty if the micro-batch only keeps a rank in step."""
-    proximal: Tensor | None = None  # [N] logprobs of the policy
+    proximal: Tensor | None = None  # [N] logprobs of the policy, 0 where not trained
     values: Tensor | None = None  # [N] of the critic
-    reference: Tensor | None = None  # [N] logprobs of the frozen reference
+    reference: Tensor | None = None  # [N] logprobs of the frozen reference, 0 where not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,13 @@ class MiniBatch:
 
 
 def collate(
-    batch: Batch,
-    rows: Sequence[Sequence[Piece]],
-    advantages: Sequence[Sequence[FloatArray]],  # [group][answer], [T] each
-    device: torch.device,
+    batch: Batch, rows: Sequence[Sequence[Piece]], advantages: Sequence[Sequence[FloatArray]], device: torch.device,
     is_trained: bool = True,
 ) -> MicroBatch:
     """Return the micro-batch that holds these rows, with its tensors on `device`.
 
     Args:
+        advantages: [group][answer], [T] each.
         is_trained: False: no token is trained, and the micro-batch only keeps a rank in step with others' collectives.
     """
     width = max(sum(piece.length for piece in row) for row in rows)
@@ -96,18 +94,20 @@ def collate(
     where: list[np.ndarray] = []
     answers: list[tuple[int, int]] = []
     for b, row in enumerate(rows):
-        start = 0
-        for segment, part in enumerate(_parts(batch.groups, row)):
-            end = start + len(part.fed)
-            tokens[b, start:end] = part.fed
-            segments[:, b, start:end] = [[segment], [part.root]]
-            positions[b, start:end] = np.arange(part.first_position, part.first_position + end - start)
-            if part.answer is None:
-                last_of_prompt = end - 1
-            else:
-                where.append(b * width + np.concatenate([[last_of_prompt], np.arange(start, end)]))
-                answers.append(part.answer)
-            start = end
+        start = segment = 0
+        for piece in row:
+            group, root = batch.groups[piece.group], segment
+            prompt_end = start + len(group.prompt_tokens)
+            for fed in (group.prompt_tokens, *(group.rollouts[i].tokens[:-1] for i in piece.answers)):
+                end = start + len(fed)
+                first_position = 0 if segment == root else len(group.prompt_tokens)
+                tokens[b, start:end] = fed
+                segments[:, b, start:end] = [[segment], [root]]
+                positions[b, start:end] = np.arange(first_position, first_position + end - start)
+                if segment > root:
+                    where.append(b * width + np.concatenate([[prompt_end - 1], np.arange(start, end)]))
+                start, segment = end, segment + 1
+            answers += [(piece.group, i) for i in piece.answers]
     targets = np.concatenate([batch.groups[g].rollouts[i].tokens for g, i in answers])
     lengths = [len(batch.groups[g].rollouts[i].tokens) for g, i in answers]
     temperatures = np.repeat([batch.groups[g].temperature for g, _ in answers], lengths)
@@ -125,11 +125,8 @@ def collate(
 
 
 def _response_tokens(
-    batch: Batch,
-    answers: Sequence[tuple[int, int]],
-    advantages: Sequence[Sequence[FloatArray]],
-    device: torch.device,
-    is_trained: bool,
+    batch: Batch, answers: Sequence[tuple[int, int]], advantages: Sequence[Sequence[FloatArray]],
+    device: torch.device, is_trained: bool,
 ) -> ResponseTokens:
     pairs = [(batch.groups[g], batch.groups[g].rollouts[i]) for g, i in answers]
     lengths = [len(rollout.tokens) for _, rollout in pairs]
@@ -155,26 +152,3 @@ def _response_tokens(
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, dtype, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A prompt or an answer, as it is fed to the network."""
-
-    fed: IntArray
-    first_position: int
-    root: int
-    """Segment number of the prompt, within the row."""
-    answer: tuple[int, int] | None
-    """(group, answer); None for a prompt."""
-
-
-def _parts(groups: Sequence[RolloutGroup], row: Sequence[Piece]) -> Iterator[_Part]:
-    root = 0
-    for piece in row:
-        group = groups[piece.group]
-        yield _Part(group.prompt_tokens, 0, root, None)
-        for answer in piece.answers:
-            fed = group.rollouts[answer].tokens[:-1]
-            yield _Part(fed, len(group.prompt_tokens), root, (piece.group, answer))
-        root += 1 + len(piece.answers)

@@ -5,10 +5,8 @@ more pieces, so that little is padding:
 
     prompt a | answer 1 | answer 2 | prompt b | answer 3 | padding
 
-An answer attends to its prompt and to itself, and its positions continue those of the prompt: these are
-exactly the sequences prompt + answer, without copies of the prompt. The last token of an answer predicts nothing that
-is trained, so it isn't fed. Rows of one answer are plain causal sequences and need no attention mask: padding is on
-the right, where nothing trained looks.
+An answer attends to its prompt and to itself, and its positions continue those of the prompt. Its last token predicts
+nothing that is trained, so it isn't fed. Rows of one answer need no attention mask: padding is on the right.
 """
 
 from __future__ import annotations
@@ -43,10 +41,6 @@ class Layout:
     pair_cost: float = 0.0
     """Cost of a pair of positions in attention, in tokens; 1 / (6 * hidden) for a common transformer."""
 
-    def for_both(self, other: Layout) -> Layout:
-        """Return the layout that suits both networks, which see the same rows."""
-        return Layout(self.masked and other.masked, self.sparse and other.sparse, max(self.pair_cost, other.pair_cost))
-
 
 def split_minibatches(
     group_sizes: Sequence[int], count: int, rng: np.random.Generator
@@ -59,11 +53,7 @@ def split_minibatches(
 
 
 def make_pieces(
-    groups: Sequence[RolloutGroup],
-    pairs: Sequence[tuple[int, int]],
-    max_tokens: int,
-    max_answers: int,
-    layout: Layout,
+    groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]], max_tokens: int, max_answers: int, layout: Layout
 ) -> list[Piece]:
     """Return pieces of at most `max_answers` answers and `max_tokens` tokens; a longer single answer gets its own.
 
@@ -122,8 +112,7 @@ def _pack(
     """Return the rows of one rank's micro-batches by first-fit: each piece, longest first, goes into the first row with
     room, else into a new row of the last micro-batch, else into a new micro-batch.
 
-    The first piece of a micro-batch sets the width of its rows (of one row as wide as the budget where attention is
-    sparse), and rows * width stays within `max_tokens`.
+    Rows are as wide as the first piece (as the budget where attention is sparse); rows * width is at most `max_tokens`.
     """
     cuts: list[list[list[Piece]]] = []
     width = 0

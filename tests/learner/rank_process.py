@@ -25,8 +25,8 @@ from async_rl.config import (
 )
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
+from learner.handout import NoBatch, share_handout
 from learner.models.policy import full_parameters, save_policy
-from learner.ranks import broadcast_frames
 from learner.train_step import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
@@ -61,8 +61,9 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Ca
     results = {case: measure(Path(model), *case) for case in cases}
     roles = measure_roles(Path(model), 26, cases[-1][2])
     save = failed_save(Path(model), rank)
-    frames = broadcast_frames([b"header", b"", b"frame two"] if rank == 0 else [], torch.device("cpu"))
-    found = {"frames": [frame.decode() for frame in frames], "results": results, "roles": roles, "save": save}
+    frames = share_handout([b"header", b"", b"frame two"] if rank == 0 else None, torch.device("cpu"))
+    assert not isinstance(frames, NoBatch)
+    found = {"frames": [bytes(frame).decode() for frame in frames], "results": results, "roles": roles, "save": save}
     torch.save(found, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -97,7 +98,8 @@ def measure(
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_batch()
     (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
-    loss = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True).policy_loss
+    losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
+    loss = losses["policy"]
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}
     for name, module in networks.items():

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 def whole(updater: Updater) -> dict[str, torch.Tensor]:
     """Return every trained weight and optimizer moment, gathered."""
-    tensors = Checkpointer(updater.config, updater.networks, CPU)._tensors(None)
+    tensors = Checkpointer(updater.config, updater.optimizers, CPU)._tensors(None)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
 
 
@@ -56,7 +56,7 @@ def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
 def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:
     """Train `steps` steps, from the checkpoint in `folder`, or from the start and save one there at `save_at`."""
     updater = Updater(config, CPU)
-    checkpointer = Checkpointer(config, updater.networks, CPU)
+    checkpointer = Checkpointer(config, updater.optimizers, CPU)
     first = 0
     if folder and save_at < 0:
         first = checkpointer.load(folder).version
@@ -107,14 +107,14 @@ def test_a_checkpoint_holds_the_state_at_the_call_although_training_goes_on(
 ) -> None:
     config = make_config(tiny_model_path)
     updater = Updater(config, CPU)
-    checkpointer = Checkpointer(config, updater.networks, CPU)
+    checkpointer = Checkpointer(config, updater.optimizers, CPU)
     before = whole(updater)
     checkpointer.save(tmp_path / "checkpoints" / "step_0", state_at(checkpointer, 0))
     updater.update(make_batch())
     checkpointer.close()
     assert not torch.equal(whole(updater)["policy.lm.model.norm.weight"], before["policy.lm.model.norm.weight"])
     again = Updater(config, CPU)
-    Checkpointer(config, again.networks, CPU).load(tmp_path / "checkpoints" / "step_0")
+    Checkpointer(config, again.optimizers, CPU).load(tmp_path / "checkpoints" / "step_0")
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(again).items())
     assert list(list_checkpoints(tmp_path)) == [0]
     assert not (tmp_path / "checkpoints" / "step_0.partial").exists()
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason(
         raise OSError(28, "No space left on device")
 
     updater = Updater(make_config(tiny_model_path), CPU)
-    checkpointer = Checkpointer(updater.config, updater.networks, CPU)
+    checkpointer = Checkpointer(updater.config, updater.optimizers, CPU)
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     checkpointer.save(tmp_path / "checkpoints" / "step_3", state_at(checkpointer, 3))
     assert checkpointer._running

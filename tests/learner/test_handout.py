@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from async_rl.errors import NothingToLearnError
-from learner.handout import BatchFrames, Handout, NothingToLearn, PushWanted, Stopped, ask_buffer, share_handout
+from learner.handout import Handout, NoBatch, ask_buffer, share_handout
 
 
 @pytest.mark.parametrize("handout", [
-    BatchFrames([b"header", b"", b"frame two"]), BatchFrames([b"weights wanted"]), PushWanted(), Stopped(),
-    NothingToLearn("the task is solved"),
+    [b"header", b"", b"frame two"], [b"weights wanted"], NoBatch("push wanted"), NoBatch("stopped"),
+    NoBatch("nothing to learn", "the task is solved"),
 ])
 def test_every_kind_of_handout_arrives_as_it_was_sent(handout: Handout, one_rank: None) -> None:
     assert share_handout(handout, torch.device("cpu")) == handout
 
 
 @pytest.mark.parametrize(("frames", "is_stopping", "expected"), [
-    ([b"a batch"], False, BatchFrames([b"a batch"])), ([], True, Stopped()), ([], False, PushWanted()),
-    (None, True, NothingToLearn("the task is solved")),
+    ([b"a batch"], False, [b"a batch"]), ([], True, NoBatch("stopped")), ([], False, NoBatch("push wanted")),
+    (None, True, NoBatch("nothing to learn", "the task is solved")),
 ])
 def test_the_buffers_answer_decides_what_the_learner_does_next(
     frames: list[bytes] | None, is_stopping: bool, expected: Handout

@@ -46,7 +46,7 @@ def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path:
 
 
 def test_training_ends_at_the_target_loss(tmp_path: Path) -> None:
-    *_, last = train_sft(config_of(steps=400), copy_pairs(), tmp_path, target_loss=0.5)
+    *_, last = train_sft(config_of(steps=400, target_loss=0.5), copy_pairs(), tmp_path)
     assert 10 <= last.version < 100
     assert 0.2 < next(m.value for m in last.metrics if m.key == "sft/loss") < 0.5
     assert (tmp_path / "model.safetensors").exists()

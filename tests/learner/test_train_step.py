@@ -319,8 +319,9 @@ def test_a_llama_with_an_untied_head_scores_like_transformers_and_pushes_its_hea
 
 def test_a_model_that_changes_its_logits_is_refused_by_name(tmp_path: Path, one_rank: None) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB, **shape)).save_pretrained(tmp_path / "granite")
-    with pytest.raises(ConfigError, match="GraniteForCausalLM changes its logits by logits_scaling"):
+    lm = GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB, logits_scaling=8.0, **shape))
+    lm.save_pretrained(tmp_path / "granite")
+    with pytest.raises(ConfigError, match=r"a model of type granite changes its logits by logits_scaling = 8.0"):
         Updater(make_config(tmp_path / "granite"), CPU)
 
 

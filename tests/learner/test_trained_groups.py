@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import StalenessError
-from learner.trained_groups import TrainedGroupLedger
+from learner.batch_checks import TrainedGroupLedger
 
 
 def test_ids_become_ranges_whatever_their_order() -> None:

@@ -30,7 +30,7 @@ def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
     updater = Updater(config, device)
     for version in range(3):
         updater.update(make_batch(seed=version, version=version))
-    checkpointer = Checkpointer(config, updater.networks, device)
+    checkpointer = Checkpointer(config, updater.optimizers, device)
     counts = checkpointer.counts()
     state = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, trained_groups=[[]], buffer={})
     checkpointer.save(checkpoint_folder(config.run_dir, 3), state)

@@ -17,7 +17,6 @@ from learner.algorithms.diagnostics import (
     Totals,
     batch_metrics,
     explained_variance,
-    median_trained_tokens,
     tally_critic,
     tally_offpolicy,
     tally_policy,
@@ -200,13 +199,6 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
 def test_truncated_answers_are_counted() -> None:
     batch = make_batch()
     assert {m.key: m.value for m in batch_metrics(batch)}["response/truncated_fraction"] == 0.0
-
-
-def test_the_median_is_of_trained_tokens() -> None:
-    rollouts = [make_rollout([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
-    rollouts[2].mask[:7] = False
-    batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
-    assert median_trained_tokens(batch) == 3
 
 
 def test_a_batch_without_any_trained_token_has_no_staleness() -> None:

@@ -21,11 +21,20 @@ from async_rl.config import (
     StalenessConfig,
 )
 from async_rl.seams import LOSSES
+from async_rl.types import Batch
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing.microbatches import MicroBatch
-from tests.learner.tiny_batches import make_batch, make_config, make_micro, make_minibatch, make_response
+from tests.learner.tiny_batches import (
+    make_batch,
+    make_config,
+    make_group,
+    make_micro,
+    make_minibatch,
+    make_response,
+    make_rollout,
+)
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
@@ -92,7 +101,7 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
     if objective.config.algorithm.advantage in ("gae", "vtrace"):
         values = torch.zeros(len(logprobs), dtype=torch.float64, requires_grad=True)
     (minibatch,) = objective.prepare([make_minibatch(micro)])
-    return objective.losses(minibatch, micro, logprobs, entropy, values, MetricAccumulator(), True).policy
+    return objective.losses(minibatch, micro, logprobs, entropy, values, MetricAccumulator(), True)[0]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -188,10 +197,10 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
         for micro in minibatch.micro_batches:
             assert micro.proximal is not None and micro.values is not None
             logprobs = micro.proximal.clone().requires_grad_()
-            losses = objective.losses(
+            loss, _ = objective.losses(
                 minibatch, micro, logprobs, torch.zeros_like(logprobs), micro.values, MetricAccumulator(), True
             )
-            got.append(-torch.autograd.grad(losses.policy, logprobs)[0])
+            got.append(-torch.autograd.grad(loss, logprobs)[0])
             plain.append(objective._advantages(micro, micro.proximal, micro.values)[0])
     whole = torch.cat(plain) * trained
     torch.testing.assert_close(torch.cat(got), whiten_values(whole, trained) if whiten else whole)
@@ -303,7 +312,7 @@ def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(t
     for target, factor in ((0.0, 1.0), (0.05, 1.02), (0.1, 1.0), (0.11, 1 + 0.1 * (0.1 / 0.11 - 1)), (1.0, 0.98)):
         kl = KlConfig(kind="k2_loss", coef=0.5, target=target)
         objective = Objective(config_of(AlgorithmConfig(kl=kl), tmp_path))
-        metrics = {m.key: m.value for m in objective.finish(totals, 5.0)}  # type: ignore[arg-type]
+        metrics = {m.key: m.value for m in objective.finish(totals, make_batch())}  # type: ignore[arg-type]
         assert metrics == {"kl/reference": 0.1, "kl/coef": 0.5}
         assert objective.kl_coef == pytest.approx(0.5 * factor)
 
@@ -316,8 +325,11 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     objective.losses(make_minibatch(micro), micro, logprobs, entropy, values, tally, is_first_epoch=True)
     assert micro.proximal is not None
     log_rho = (micro.proximal - micro.response.behaviour)[micro.response.trained]
-    reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 6))
-    (metric,) = objective.finish(tally.reduce(), median_tokens=6.0)
+    reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
+    rollouts = [make_rollout([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
+    rollouts[2].mask[:7] = False  # the median counts trained tokens
+    batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
+    (metric,) = objective.finish(tally.reduce(), batch)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
 
 

@@ -131,7 +131,7 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     micro = make_micro(response, reference=flat["reference"])
     zeros = torch.zeros(len(trained))
     minibatch = make_minibatch(micro)
-    total = Objective(config).losses(minibatch, micro, flat["logprobs"], zeros, None, MetricAccumulator(), True).policy
+    total = Objective(config).losses(minibatch, micro, flat["logprobs"], zeros, None, MetricAccumulator(), True)[0]
     count = {"token_mean": int(trained.sum()), "sequence_mean": ROWS, "constant": ROWS * LENGTH}
     return total / count[algorithm.aggregation]
 

@@ -1,0 +1,105 @@
+"""The learner's own checks of every batch: no token is too old, and no group is used too often, even after a resume."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from async_rl.config import StalenessConfig
+from async_rl.errors import StalenessError
+from async_rl.telemetry.metrics import Metric
+from async_rl.types import Batch
+from buffer.staleness import young_enough
+
+
+def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
+    """Check every token of the batch with `check_bound`, after masking older ones with `staleness.late: mask`.
+
+    Returns:
+        The batch, and, if tokens may be masked, metrics of the staleness before masking.
+    """
+    if staleness.late != "mask":
+        check_bound(batch, version, staleness.max)
+        return batch, []
+    groups = []
+    for group in batch.groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            mask = rollout.mask & young_enough(rollout.versions, version, staleness.max)
+            rollouts.append(replace(rollout, mask=mask, num_too_old=int(rollout.mask.sum() - mask.sum())))
+        groups.append(replace(group, rollouts=tuple(rollouts)))
+    masked = replace(batch, groups=tuple(groups))
+    check_bound(masked, version, staleness.max)
+    before = [r for group in batch.groups for r in group.rollouts]
+    ages = [version - int(r.versions.min()) for r in before]
+    kept = sum(int(r.mask.sum()) for group in masked.groups for r in group.rollouts)
+    return masked, [
+        Metric("staleness/before_mask_mean", float(np.mean(ages))),
+        Metric("staleness/before_mask_max", float(max(ages)), "max"),
+        Metric("staleness/masked_fraction", 1 - kept / max(1, sum(int(r.mask.sum()) for r in before))),
+    ]
+
+
+def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
+    """Check that the batch is for `version` and that each trained token is at most `max_staleness` versions older.
+
+    Raises:
+        StalenessError: the batch is for another version, a trained token is too old, or a token is of a later version.
+    """
+    if batch.version != version:
+        raise StalenessError(
+            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}"
+        )
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            oldest = int(rollout.versions[rollout.mask].min(initial=version))
+            newest = int(rollout.versions.max())
+            if version - oldest > max_staleness or newest > version:
+                bad = oldest if version - oldest > max_staleness else newest
+                raise StalenessError(
+                    f"group {group.group_id} has a token of version {bad}, but the learner is at version "
+                    f"{version} and staleness.max is {max_staleness}: only tokens of versions "
+                    f"{max(0, version - max_staleness)}..{version} may be trained on."
+                )
+
+
+class TrainedGroupLedger:
+    """Keeps the ids of the groups that were used once, twice, ..., as ranges.
+
+    With half of a million groups dropped at random, which algorithm.filter_zero_variance may do, there are 250 000
+    ranges, 4.5 MB in a checkpoint. `max_uses` is buffer.max_uses, `ranges` the result of an earlier `ranges()`.
+    """
+
+    def __init__(self, max_uses: int, ranges: Sequence[Sequence[Sequence[int]]] = ()) -> None:
+        self._edges: list[list[int]] = [[] for _ in range(max_uses)]
+        """[use] sorted first id of a range, first id after it, first id of the next range, and so on."""
+        for edges, loaded in zip(self._edges, ranges, strict=False):
+            edges += [edge for first, last in loaded for edge in (first, last + 1)]
+
+    def add(self, group_ids: Iterable[int]) -> None:
+        """Count one use of each group.
+
+        Raises:
+            StalenessError: a group was used buffer.max_uses times already. The groups before it are counted.
+        """
+        for group_id in group_ids:
+            edges = next((edges for edges in self._edges if bisect_right(edges, group_id) % 2 == 0), None)
+            if edges is None:
+                raise StalenessError(
+                    f"group {group_id} would be trained on more often than buffer.max_uses = {len(self._edges)}"
+                )
+            for edge in (group_id, group_id + 1):  # begins or ends a range, or joins two that meet there
+                place = bisect_left(edges, edge)
+                if edges[place : place + 1] == [edge]:
+                    del edges[place]
+                else:
+                    edges.insert(place, edge)
+
+    def ranges(self) -> list[list[list[int]]]:
+        """Return, by use, the sorted ranges [first, last] of the ids that were used more than `use` times."""
+        return [
+            [[first, end - 1] for first, end in zip(edges[::2], edges[1::2], strict=True)] for edges in self._edges
+        ]

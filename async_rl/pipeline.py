@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +54,20 @@ def run(config: Config) -> dict[str, Any]:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to resume.
     """
-    check_inputs(config)
+    cautions = check_inputs(config)
     with StopSignals() as signals, open_run_dir(config) as config, full_disk_named(config.run_dir):
-        summary = _run(config, signals)
+        summary = _run(config, signals, cautions)
     if signals.requested:
         raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}")
     return summary
 
 
-def _run(config: Config, signals: StopSignals) -> dict[str, Any]:
+def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[str, Any]:
     run_dir = config.run_dir
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
         signals.install()
         log.logger.note(f"run directory: {run_dir}")
-        for caution in cautions(config):
+        for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.driver.actor_group import ActorGroup
         from async_rl.driver.supervisor import Supervisor
@@ -201,7 +202,7 @@ def _final_account(config: Config, processes: ActorGroup) -> dict[str, float]:
 
 def dry_run(config: Config) -> str:
     """Return the resolved configuration and the sizes derived from it as text, without starting a run."""
-    check_inputs(config)
+    cautions = check_inputs(config)
     placement = config.placement
     derived = {
         "rollouts per step": config.rollouts_per_step,
@@ -217,20 +218,10 @@ def dry_run(config: Config) -> str:
     }
     sections = {
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
-        "caution": cautions(config),
+        "caution": cautions,
     }
     text = dump_config(config)
     for title, lines in sections.items():
         if lines:
             text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
     return text
-
-
-def cautions(config: Config) -> list[str]:
-    """Return a line of text for each setting that works but may not be what the user meant."""
-    if config.rollout.top_p == 1:
-        return []
-    return [
-        f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the behaviour logprobs are "
-        "those of the full one: importance ratios are biased. 1.0 is exact."
-    ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.section import Named, Section, section
+from async_rl.config.section import Named, PathText, Section, section
 from async_rl.seams import ENGINES, EngineEntry, find_entry
 
 _FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model-name", "tp-size")
@@ -21,9 +21,9 @@ class TaskConfig:
 
     name: str = ""
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file."""
-    path: str = ""
+    path: PathText = ""
     """A Parquet or JSONL file of prompts, in verl's schema."""
-    eval_path: str = ""
+    eval_path: PathText = ""
     """The file of held-out prompts. A reasoning_gym task makes its own, disjoint from the training prompts."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """Parameters of the reasoning_gym dataset, or those that a task of your own reads."""

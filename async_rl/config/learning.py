@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from async_rl.config.section import List, Section, Unbounded, section
+from async_rl.config.section import List, PathText, Section, Unbounded, section
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -32,7 +32,7 @@ class LoraConfig:
 class ModelConfig:
     """The policy."""
 
-    path: str
+    path: PathText
     """The folder of a Hugging Face causal language model (config.json, safetensors, tokenizer)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type that the model computes in. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32.
@@ -47,7 +47,7 @@ class ModelConfig:
 class CriticConfig:
     """The model that estimates values, trained with advantages that need one (gae, vtrace)."""
 
-    path: str = ""
+    path: PathText = ""
     """The folder that the critic starts from. Empty: model.path, with a fresh value head."""
     lr: PositiveFloat = 1e-5
     """The critic's learning rate."""
@@ -61,7 +61,7 @@ class CriticConfig:
 class ReferenceConfig:
     """The frozen model of the KL term; it is loaded only if algorithm.kl.kind needs it."""
 
-    path: str = ""
+    path: PathText = ""
     """The folder of the reference. Empty: model.path as it was at the start of the run; with LoRA that is the policy
     without its adapters."""
     offload: bool = False
@@ -72,7 +72,7 @@ class ReferenceConfig:
 class RewardModelConfig:
     """A model that scores answers in place of the task's rule."""
 
-    path: str = ""
+    path: PathText = ""
     """The folder of a Hugging Face sequence-classification model with one output, the reward. Empty: the task's rule.
     """
 
@@ -114,7 +114,7 @@ class LearnerConfig:
 class SftConfig:
     """How `async-rl sft` makes model.path by supervised fine-tuning."""
 
-    base: str = "tiny-qwen2"
+    base: PathText = "tiny-qwen2"
     """The model to start from: tiny-qwen2 or tiny-llama (made from scratch, with a character tokenizer), or a Hugging
     Face folder."""
     steps: PositiveInt = 200

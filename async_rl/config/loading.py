@@ -13,7 +13,7 @@ import yaml
 from async_rl.config import AlgorithmConfig, Config
 from async_rl.config.check import SettingsError
 from async_rl.config.presets import PRESETS
-from async_rl.config.schema import describe
+from async_rl.config.schema import describe, takes_text
 from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
 
@@ -64,7 +64,7 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
-    """Set one key, or replace one section, from an override such as `staleness.max=2`."""
+    """Set one key, or replace one section, from an override such as `staleness.max=2`. `task.reward=` clears a text."""
     key, equals, text = override.partition("=")
     key = key.strip()
     names = key.split(".")
@@ -74,6 +74,8 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
         value, lines = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
+    if not text.strip() and takes_text(Config, key):
+        value = ""
     node = settings
     for depth, name in enumerate(names[:-1], 1):
         if not isinstance(node.get(name), dict):

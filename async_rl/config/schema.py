@@ -47,6 +47,11 @@ def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
     return SettingsError([problem for each in error.errors() for problem in _problems(each, kind, prefix)])
 
 
+def takes_text(kind: type, key: str) -> bool:
+    """Whether `key`, such as `task.reward`, is a key of a section of class `kind` whose values are text."""
+    return _find(kind, key.split(".")).get("type") == "string"
+
+
 def describe(value: Any) -> str:
     """Return a value with its type, for an error about the type."""
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.section import Named, Section, checked, section
+from async_rl.config.section import Named, PathText, Section, checked, section
 from async_rl.seams import TRANSPORTS, TransportEntry, find_entry
 
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
@@ -20,9 +20,11 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 class RunConfig:
     """The run: its name, its seed, its length, and the run that it continues."""
 
-    name: Annotated[str, checked(lambda name: bool(name) and "/" not in name, "a folder name without '/'")] = "run"
+    name: Annotated[str, checked(
+        lambda name: name not in ("", ".", "..") and "/" not in name, "the name of a folder, without '/'"
+    )] = "run"  # fmt: skip
     """The name of the run's folder."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """The folder that holds the run's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed of prompts, sampling and training. Engines take no others than 0 to 2**32 - 1."""
@@ -30,7 +32,7 @@ class RunConfig:
     """Learner steps (batches) to take in this run."""
     seconds: NonNegativeFloat = 0.0
     """The run ends after the learner step in which this many seconds have passed since the first step. 0: no limit."""
-    resume: str = ""
+    resume: PathText = ""
     """The run directory to continue from its newest checkpoint, or one of its checkpoints. `--resume` sets it."""
 
 
@@ -185,7 +187,7 @@ class NetworkConfig:
     """The IPv4 address that sockets bind and others reach. An address beyond loopback needs keys, or insecure."""
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """The port of the buffer. 0: a free one."""
-    keys: str = ""
+    keys: PathText = ""
     """The folder made by `async-rl keys new`. With keys, groups and batches are encrypted, the buffer accepts only
     clients that hold the client's key, and rollout servers beyond loopback ask for an API key made from that key."""
     insecure: bool = False

@@ -199,14 +199,14 @@ def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
             yield Check(each.what, "warn", f"not checked: that needs the {each.needs}")
             continue
         try:
-            each.run()
+            cautions = each.run()
         except ConfigError as error:
             yield Check(each.what, "broken", str(error))
         except Exception as error:  # e.g. a damaged file; the other checks are still made
             yield Check(each.what, "broken", f"can't be checked: {_first_line(error)}", REINSTALL)
         else:
             passed.add(each.what)
-            yield Check(each.what, "ok", each.value)
+            yield Check(each.what, "warn" if cautions else "ok", " ".join(cautions or [each.value]))
 
 
 def _first_line(error: Exception) -> str:

@@ -7,23 +7,23 @@ all results. If Ray may place the run on other hosts, checks of this host alone 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.cores import usable_cores
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
+from async_rl.errors import ConfigError
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.model_folder import (
-    check_model_folder,
-    check_role_folder,
-    check_trainable,
-    load_tokenizer,
-    role_folders,
-)
+from async_rl.storage.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
+
+if TYPE_CHECKING:
+    from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
 
@@ -35,51 +35,52 @@ class PreflightCheck:
     what: str
     value: str
     """The value of the setting in the config."""
-    run: Callable[[], object]
-    """Makes the check; raises ConfigError if it fails."""
+    run: Callable[[], Sequence[str] | None]
+    """Makes the check; raises ConfigError if it fails. Returns cautions: what works but may not be meant."""
     needs: str = ""
     """`what` of the check that must succeed before this one can be made; empty: there is none."""
     everywhere: bool = False
     """Whether the check must succeed on every host of a run, not only on the driver's."""
 
 
-def check_inputs(config: Config) -> None:
-    """Make all checks of `config`; raises the ConfigError of the first that fails."""
-    for each in input_checks(config):
-        each.run()
+def check_inputs(config: Config) -> list[str]:
+    """Make all checks of `config`, and return their cautions; raises the ConfigError of the first that fails."""
+    return [caution for each in input_checks(config) for caution in each.run() or ()]
 
 
 def input_checks(config: Config) -> list[PreflightCheck]:
     """Return all checks that apply to `config`; each comes after the one that it `needs`."""
-    from rollout_server.rewards.base import open_reward
+    from learner.models.check_loading import check_loading
     from rollout_server.tasks.base import open_task
 
-    model, reward = config.model.path, config.task.reward
+    model, engine, host = config.model.path, config.rollout.engine, config.network.host
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
-    adapted = config.model.lora.rank > 0
-    checks.append(PreflightCheck(
-        "learner", model, lambda: check_trainable(model, has_adapters=adapted), MODEL, everywhere=True
-    ))
     if not config.rollout.server_url:
-        engine = config.rollout.engine
-        checks.append(PreflightCheck(
-            "rollout.engine", engine, lambda: config.rollout.engine_entry.check_model(config), MODEL, everywhere=True
-        ))
+        check_engine = config.rollout.engine_entry.check_model
+        checks.append(PreflightCheck("rollout.engine", engine, lambda: check_engine(config), MODEL, everywhere=True))
     for key, path in role_folders(config).items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
     checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        host = config.network.host
-        checks.append(PreflightCheck("network.host", host, lambda: interface_of(host)))
+        checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
     if runs_here(config):
         checks += _checks_of_this_host(config)
+    # Another host may have packages for attention that this one lacks; every model has eager attention.
+    settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
+    for key, path in {"model.path": model, **role_folders(config)}.items():
+        needs = MODEL if key == "model.path" else key
+        checks.append(PreflightCheck(f"{key} loads", path, partial(check_loading, key, path, settings), needs))
+    if config.rollout.top_p < 1:
+        checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
     return [
         *checks,
-        # Only making a prompt shows that a generated task's template fails or that it can't give eval.size questions.
-        PreflightCheck(TASK, config.task.path or config.task.name, lambda: task().prompt(0), MODEL, everywhere=True),
         PreflightCheck(
-            "reward", reward or "the task's own", lambda: open_reward(config, task()), TASK, everywhere=True
+            TASK, config.task.path or config.task.name, lambda: _check_task(task()), MODEL, everywhere=True
+        ),
+        PreflightCheck(
+            "reward", config.task.reward or "the task's own", lambda: _check_reward(config, task()), TASK,
+            everywhere=True,
         ),
     ]
 
@@ -101,7 +102,33 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     return checks
 
 
-def _check_placement(config: Config) -> None:
+def _check_host(host: str) -> None:
+    interface_of(host)
+
+
+def _check_sampling(config: Config) -> list[str]:
+    return [
+        f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the behaviour logprobs are "
+        "those of the full one: importance ratios are biased. 1.0 is exact."
+    ]
+
+
+def _check_task(task: Task) -> list[str]:
+    """Make the first prompt. Nothing less shows that a generated task's template fails, or that it has few questions.
+    """
+    prompt = task.prompt(0)
+    if not len(prompt.tokens):
+        raise ConfigError(f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}")
+    return task.cautions
+
+
+def _check_reward(config: Config, task: Task) -> None:
+    from rollout_server.rewards.base import open_reward
+
+    open_reward(config, task)
+
+
+def _check_placement(config: Config) -> list[str]:
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + rollout.servers * rollout.tp
     check(
@@ -110,6 +137,13 @@ def _check_placement(config: Config) -> None:
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
     explain(config)
+    processes, cores = config.placement.processes_per_node, usable_cores()
+    if processes <= cores or config.placement.pin_cpus:
+        return []
+    return [
+        f"placement: {processes} learner ranks and rollout servers share {cores} cores, so they take turns, and the "
+        "start may take longer than timeouts.join_s. Lower placement.learner.ranks or placement.rollout.servers."
+    ]
 
 
 def _check_transport(config: Config) -> None:

@@ -14,7 +14,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
-from async_rl.storage.model_folder import weight_files
+from async_rl.storage.model_folder import weight_files, weight_shapes
 
 RUN_BYTES = 2**30
 """Space for the logs and metrics of a run, besides its model and checkpoints."""
@@ -39,7 +39,8 @@ def check_disk(config: Config) -> None:
     parent = existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
-    model_bytes = sum(file.stat().st_size for file in _files(Path(config.model.path)))
+    model = Path(config.model.path)
+    model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
     num_models = 3 if _may_write_model_folders(config) else 1
     count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
     needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
@@ -101,37 +102,19 @@ def _num_checkpoints(config: Config) -> int:
 
 def _checkpoint_bytes(config: Config) -> int:
     lora_rank = config.model.lora.rank
-    shapes = _shapes(Path(config.model.path))
+    shapes = _shapes(config.model.path)
     if lora_rank:  # an upper bound, because not every matrix has an adapter
         trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
     else:
         trained = sum(map(math.prod, shapes))
     if config.algorithm.advantage_entry.needs_critic:
-        trained += sum(map(math.prod, _shapes(Path(config.critic.path or config.model.path))))
+        trained += sum(map(math.prod, _shapes(config.critic.path or config.model.path)))
     return BYTES_PER_PARAMETER * trained
 
 
-def _shapes(folder: Path) -> list[list[int]]:
-    """Read the shapes of all tensors of a model folder from the headers of its weight files.
-
-    Raises:
-        ConfigError: a file is incomplete, or is no safetensors file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    shapes = []
-    for path in _files(folder):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is not a whole safetensors file: {error}. Copy or download it again") from None
-    return shapes
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder; [] if it does not exist, which async_rl/storage/model_folder.py reports."""
-    return weight_files(folder) if folder.is_dir() else []
+def _shapes(folder: str) -> list[list[int]]:
+    """Return the shapes of a model's tensors; [] if there is no such folder, which other checks report."""
+    return list(weight_shapes(Path(folder)).values()) if Path(folder).is_dir() else []
 
 
 def _gib(num_bytes: int) -> str:

@@ -20,24 +20,30 @@ _ROLES: dict[str, tuple[str, ...]] = {
 """[key] endings of which the architecture's name must have one; the critic may have any architecture."""
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
-_WITHOUT_LINEAR_LAYERS = ("gpt2", "openai-gpt")
-"""Values of model_type whose layers are Conv1D, which take no adapters."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
-def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> None:
+def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> list[str]:
     """Check that `path`, the value of `key`, holds a causal LM that can be trained on `longest_tokens` tokens.
 
-    The config.json must describe a causal LM with attention and enough positions. All safetensors files must exist. The
-    tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
+    The config.json must describe a causal LM with attention and enough positions. All safetensors files must be whole.
+    The tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
+
+    Returns:
+        A caution if the tokenizer has no chat template, else [].
 
     Raises:
         ConfigError: one of these files is missing or wrong.
     """
     folder = Path(path)
     model = _load_model_config(folder, key, _CAUSAL)
-    weight_files(folder)
-    check_positions(folder, getattr(model, "max_position_embeddings", None), longest_tokens)
+    weight_shapes(folder)
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and positions < longest_tokens:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
+            f"positions of the model {folder}, got {longest_tokens}. Lower one of them"
+        )
     if not hasattr(model, "num_attention_heads"):  # e.g. Mamba2
         raise ConfigError(
             f"{folder / 'config.json'} must describe a model with attention (num_attention_heads), got model_type "
@@ -57,47 +63,29 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
             f"model's vocab_size is {model.vocab_size}. Take the tokenizer the model was trained with, or resize "
             "the embeddings"
         )
+    if tokenizer.chat_template:
+        return []
+    return [
+        f"the tokenizer in {folder} has no chat template: prompts are plain text, without roles. A model that was "
+        "trained on chats answers them badly: set chat_template in its tokenizer_config.json."
+    ]
 
 
-def check_trainable(path: str | Path, key: str = "model.path", has_adapters: bool = False) -> None:
+def check_trainable(path: str | Path, key: str = "model.path") -> None:
     """Check that the learner can train the causal LM in `path`, the value of `key`, without loading its weights.
 
     Raises:
-        ConfigError: the logits are not just output embeddings times hidden state, or no layer can take adapters.
+        ConfigError: the logits are not just output embeddings times last hidden state.
     """
     model = _load_model_config(Path(path), key, _CAUSAL)
     values = {name: getattr(model, name, None) for name in _LOGIT_KEYS}
     changes = [f"{name} = {value}" for name, value in values.items() if value not in (None, 1.0)]
-    for file in weight_files(Path(path)):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        changes += [name for name in _HEAD_BIASES if name in header]
+    changes += [name for name in _HEAD_BIASES if name in weight_shapes(Path(path))]
     if changes:
         raise ConfigError(
             f"{key} {path}: a model of type {model.model_type} changes its logits by {changes[0]}, which the learner "
             "does not support: they must be output embeddings times last hidden state. Use e.g. a model of the Llama, "
             "Qwen, Mistral, Phi-3 or OLMo 2 family"
-        )
-    if has_adapters and model.model_type in _WITHOUT_LINEAR_LAYERS:
-        raise ConfigError(
-            f"model.lora.rank must be 0 with a model of type {model.model_type}: its layers are Conv1D and not Linear, "
-            "so they can't take adapters"
-        )
-
-
-def check_positions(path: str | Path, positions: int | None, longest_tokens: int) -> None:
-    """Check that a model has enough positions for the longest prompt with its answer.
-
-    Args:
-        positions: number of positions of the model in `path`; None if its config does not give it.
-
-    Raises:
-        ConfigError: the model has too few positions.
-    """
-    if positions is not None and positions < longest_tokens:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
-            f"positions of the model {path}, got {longest_tokens}. Lower one of them"
         )
 
 
@@ -117,9 +105,7 @@ def check_role_folder(key: str, path: str) -> None:
         ConfigError: `path` holds another kind of model, or lacks files.
     """
     _load_model_config(Path(path), key, _ROLES[key])
-    weight_files(Path(path))
-    if key == "reference.path":
-        check_trainable(path, key)
+    weight_shapes(Path(path))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -143,6 +129,24 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds no *.safetensors weights. Save them with model.save_pretrained({str(folder)!r})"
         )
     return files
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a model folder by name, read from the headers of its weight files.
+
+    Raises:
+        ConfigError: there are no weight files, or one of them is incomplete or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} is not a whole safetensors file: {error}. Copy or download it again") from None
+    return shapes
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -27,11 +27,16 @@ def add_adapters(lm: Any, config: LoraConfig) -> None:
     """Freeze a model and put adapters into its linear layers, in place. B is zero, so its outputs stay the same.
 
     Raises:
-        ConfigError: target_modules names no layer, a layer that isn't linear, or the output head.
+        ConfigError: no layer is linear; or target_modules names no layer, one that isn't linear, or the output head.
     """
     head = lm.get_output_embeddings()
     named = lm.named_modules()
     linear = {name.rsplit(".", 1)[-1] for name, m in named if isinstance(m, nn.Linear) and m is not head}
+    if not linear:  # e.g. GPT-2, whose layers are Conv1D
+        raise ConfigError(
+            f"model.lora.rank must be 0 with {type(lm).__name__}, got {config.rank}: the model has no linear layers "
+            "(torch.nn.Linear) that adapters could be put into"
+        )
     if wrong := set(config.target_modules) - linear:
         raise ConfigError(
             f"model.lora.target_modules must be linear layers of {type(lm).__name__}, which are "

@@ -74,7 +74,7 @@ def load_policy(
     Raises:
         ConfigError: the learner does not support the model.
     """
-    check_trainable(config.path, has_adapters=config.lora.rank > 0)
+    check_trainable(config.path)
     lm = AutoModelForCausalLM.from_pretrained(
         config.path,
         dtype=torch.float32 if is_trained else compute_dtype,

@@ -25,6 +25,7 @@ Reward = Callable[[Prompt, str], float]
 """Takes (prompt, response text without special tokens), returns the reward. Called in threads; if it raises, the
 group fails."""
 _KEY = "task.reward"
+_ARGUMENTS = ("prompt", "response", "answer", "extra")
 
 
 class Verifier(Protocol):
@@ -38,7 +39,7 @@ def open_reward(config: Config, task: Verifier) -> Reward:
     """Return the reward that `task.reward` names, or the task's own verifier if `task.reward` is empty.
 
     Raises:
-        ConfigError: there is no such rule or function, or the function is `async def`.
+        ConfigError: there is no such rule or function, or the function is `async def` or takes other arguments.
     """
     name = config.task.reward
     if not name:
@@ -72,4 +73,15 @@ def _load_function(name: str) -> Callable[..., float]:
         raise ConfigError(
             f"{_KEY} {name!r} must be a `def`, got an `async def`. It runs in a thread of its own and may block there"
         )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C may have none
+        return function  # type: ignore[no-any-return]
+    try:
+        signature.bind(*_ARGUMENTS)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_KEY} {name!r} must take the four arguments {', '.join(_ARGUMENTS)}, got "
+            f"{name.partition(':')[2]}{signature}: {error}"
+        ) from None
     return function  # type: ignore[no-any-return]

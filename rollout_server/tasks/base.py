@@ -40,6 +40,8 @@ class Task(ABC):
         self._order = lru_cache(maxsize=4)(self._shuffled)
         self._eval_size = config.eval.size
         self._eval_prompts: list[Prompt] | None = None
+        self.cautions: list[str] = []
+        """A sentence for each thing that works but that the user may not have meant; the run prints them."""
         self.skipped_long = 0
         """Prompts left out so far because they have more than task.max_prompt_tokens tokens."""
 

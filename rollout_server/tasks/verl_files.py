@@ -20,6 +20,7 @@ from rollout_server.tasks.base import Task
 
 _NEEDED = ("data_source", "prompt", "reward_model")
 _USED = (*_NEEDED, "extra_info")
+_MEDIA = ("images", "videos", "audios")
 
 
 class VerlFilesTask(Task):
@@ -48,7 +49,10 @@ class VerlFilesTask(Task):
         return rule_for_source(question.source)(response, question.answer)
 
     def _read(self, path: Path) -> list[Question]:
-        rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(_rows(path))]
+        found, columns = _rows(path)
+        if media := [name for name in _MEDIA if name in columns]:
+            self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
+        rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(found)]
         questions = [question for question in rows if self.is_short_enough(question)]
         if not questions:
             limit = self._config.max_prompt_tokens
@@ -78,14 +82,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
+    """Return the rows of a file, with the columns that are used, and the names of all its columns."""
     if not path.is_file():
         raise ConfigError(f"no such file: {path} (task.path, task.eval_path)")
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     if path.suffix != ".jsonl":
         raise ConfigError(f"{path} must end in .parquet or .jsonl")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, line in numbered_lines(path):
         try:
             row = json.loads(line)
@@ -95,10 +100,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
         _check_columns(row, f"{path}, line {number}")
         rows.append(row)
-    return rows
+    return rows, {name for row in rows for name in row}
 
 
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -108,7 +113,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
         table = pyarrow.parquet.read_table(path, columns=[name for name in _USED if name in columns])
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} can't be read as Parquet: {error}") from error
-    return list(table.to_pylist())
+    return table.to_pylist(), set(columns)
 
 
 def _check_columns(found: dict[str, Any], where: str) -> None:
@@ -125,6 +130,8 @@ def _question(row: dict[str, Any], where: str) -> Question:
     messages, answer, extra = row["prompt"], row["reward_model"], row.get("extra_info") or {}
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
+    if not any(message["content"].strip() for message in messages):
+        raise ConfigError(f"{where}: prompt must hold some text, got {str(messages)[:120]}. Leave out rows without any")
     if not isinstance(answer, dict) or answer.get("ground_truth") is None:
         raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(answer)[:120]}")
     if not isinstance(extra, dict):

@@ -31,6 +31,12 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             ["staleness.max=1", "buffer.max_uses=4", "buffer.fresh_fraction=0.25"],
             "= 16, got 8. Otherwise the learner waits for ever. Set staleness.max >= 3.",
         ),
+        (
+            ["placement.learner.ranks=256"],
+            "placement.learner.ranks must be at most 128, the rollouts of a step (learner.prompts_per_step * "
+            "rollout.group_size), got 256 (command line). Each rank",
+        ),
+        (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 roll"),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),

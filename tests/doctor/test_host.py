@@ -84,7 +84,9 @@ def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Pat
     here, there = (
         {check.what for check in examine(config(tmp_path), is_driver=is_driver)} for is_driver in (True, False)
     )
-    assert here - there == {"network.host", "placement", "weight_sync.transport", "model.attn_implementation"}
+    assert here - there == {
+        "network.host", "placement", "weight_sync.transport", "model.attn_implementation", "model.path loads",
+    }
 
 
 @pytest.mark.usefixtures("no_sglang")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -19,9 +21,11 @@ from async_rl.config import (
     CriticConfig,
     EvalConfig,
     KlConfig,
+    LearnerPlacement,
     LoggingConfig,
     ModelConfig,
     NetworkConfig,
+    PlacementConfig,
     ReferenceConfig,
     RewardModelConfig,
     RolloutConfig,
@@ -32,6 +36,8 @@ from async_rl.config.loading import load_config
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
 from async_rl.pipeline import dry_run, run
+from rollout_server.question import Question
+from rollout_server.tasks.base import Task
 from tests.tiny_folder import save_tiny_model
 
 
@@ -59,6 +65,101 @@ def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_h
 def test_a_task_that_does_not_exist_is_refused_with_its_neighbours(model: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean chain_sum"):
         dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sumz"), tmp_path))
+
+
+def test_a_prompt_without_tokens_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    shutil.copytree(model.path, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    for name, content in (("empty", ""), ("blank", " \n")):
+        row = {
+            "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": content}],
+            "reward_model": {"ground_truth": "1"},
+        }
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        config = config_of(
+            ModelConfig(path=str(tmp_path / "model")), TaskConfig(path=str(tmp_path / f"{name}.jsonl")), tmp_path
+        )
+        with pytest.raises(ConfigError, match=rf"{name}\.jsonl, row 0: prompt must hold some text, got \["):
+            dry_run(dataclasses.replace(config, eval=EvalConfig(size=0)))
+    silent = config_of(
+        ModelConfig(path=str(tmp_path / "model")), TaskConfig(name=f"{__name__}:SilentTask"), tmp_path
+    )
+    with pytest.raises(ConfigError, match="task: a prompt of silence has no tokens: its text is ''"):
+        dry_run(silent)
+
+
+class SilentTask(Task):
+    """A task whose questions are empty."""
+
+    num_prompts = 1
+
+    def train_question(self, position: int) -> Question:
+        return Question(messages=({"role": "user", "content": ""},), answer="", source="silence")
+
+    def eval_questions(self) -> list[Question]:
+        return []
+
+    def verify(self, question: Question, response: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("def reward(prompt, response): ...", "must take the four arguments prompt, response, answer, extra, got rewa"),
+        ("def reward(a, b, c, d, e): ...", "got reward(a, b, c, d, e): missing a required argument: 'e'"),
+        ("def reward(*, prompt, response, answer, extra): ...", "too many positional arguments"),
+        ("async def reward(prompt, response, answer, extra): ...", "must be a `def`, got an `async def`"),
+        ("def reward(a, b, c, d, e=1): ...", ""),
+        ("reward = lambda *a: 1.0", ""),
+        ("class Judge:\n    def __call__(self, a, b, c, d): ...\nreward = Judge()", ""),
+        ("reward = min", ""),
+    ],
+)
+def test_a_reward_that_takes_other_arguments_is_refused(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str
+) -> None:
+    module = f"reward_{hashlib.sha256(function.encode()).hexdigest()[:8]}"
+    (tmp_path / f"{module}.py").write_text(function)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskConfig(name="reasoning_gym/chain_sum", reward=f"{module}:reward")
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else contextlib.nullcontext():
+        check_inputs(config_of(model, task, tmp_path))
+
+
+def test_a_model_without_a_chat_template_is_a_caution(model: ModelConfig, tmp_path: Path) -> None:
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    assert check_inputs(config) == []
+    shutil.copytree(model.path, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    text = dry_run(dataclasses.replace(config, model=ModelConfig(path=str(tmp_path / "model"))))
+    assert f"# the tokenizer in {tmp_path}/model has no chat template: prompts are plain text" in text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_column_of_images_is_a_caution(model: ModelConfig, tmp_path: Path, suffix: str) -> None:
+    row = {
+        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is it?"}],
+        "reward_model": {"ground_truth": "1"}, "images": ["a.png"],
+    }
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        file.write_text(json.dumps(row))
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), file)
+    config = dataclasses.replace(config_of(model, TaskConfig(path=str(file)), tmp_path), eval=EvalConfig(size=0))
+    assert check_inputs(config) == [f"{file} has the column images, which is not used: models see only text."]
+
+
+def test_more_processes_than_cores_are_a_caution(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    assert check_inputs(config) == []
+    crowded = dataclasses.replace(config, placement=PlacementConfig(learner=LearnerPlacement(ranks=8)))
+    (caution,) = check_inputs(crowded)
+    assert caution.startswith("placement: 9 learner ranks and rollout servers share 2 cores, so they take turns")
 
 
 def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_path: Path) -> None:
@@ -130,7 +231,7 @@ def test_a_host_with_gpus_enough_takes_what_needs_them(
     monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: 3.0)
     check_inputs(load_config(None, [
         f"model.path={model.path}", "task.name=reasoning_gym/chain_sum", "placement.rollout.tp=2",
-        "weight_sync.transport=nccl", "model.attn_implementation=flash_attention_2",
+        "weight_sync.transport=nccl",
     ]))
 
 

@@ -151,7 +151,7 @@ def test_a_run_dir_without_permission_is_refused(
 def test_a_disk_that_fills_up_during_a_run_is_one_clear_error(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def write_to_a_full_disk(config: Config, interrupts: object) -> None:
+    def write_to_a_full_disk(config: Config, *_: object) -> None:
         with open("/dev/full", "w") as file:
             file.write("metrics")
 

@@ -161,8 +161,3 @@ def test_a_head_that_the_learner_can_not_train_is_refused_without_loading_it(
     folder = folder_of(tmp_path, model_type, weight, **changes)
     with pytest.raises(ConfigError, match=f"reference.path .* of type {model_type} changes its logits by {change}"):
         check_trainable(folder, "reference.path")
-
-
-def test_a_model_without_linear_layers_takes_no_adapters(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.lora.rank must be 0 with a model of type gpt2: its layers are"):
-        check_trainable(folder_of(tmp_path, "gpt2"), has_adapters=True)

@@ -1,0 +1,91 @@
+"""Models that the learner can't load or train are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from async_rl.config import LoraConfig, ModelConfig
+from async_rl.errors import ConfigError
+from learner.models.check_loading import check_loading
+from tests.tiny_folder import save_tiny_model
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return folder
+
+
+def check(folder: Path, key: str = "model.path", **settings: Any) -> None:
+    check_loading(key, str(folder), ModelConfig(path=str(folder), **settings))
+
+
+def saved(kind: str, folder: Path, head: Any = AutoModelForCausalLM, **settings: Any) -> Path:
+    head.from_config(AutoConfig.for_model(kind, **{**SIZES, **settings})).save_pretrained(folder)
+    return folder
+
+
+def changed(good: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(good, folder)
+    content = json.loads((good / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+def test_a_good_model_may_be_policy_reference_and_critic(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for key in ("model.path", "reference.path", "critic.path"):
+        check(good, key)
+    check(good, lora=LoraConfig(rank=2))
+    assert capfd.readouterr() == ("", "")  # no progress bars, no tables of weights
+
+
+def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, tmp_path: Path) -> None:
+    folder = changed(good, tmp_path / "model", intermediate_size=7)
+    message = rf"model.path {folder}: 6 weights do not have the shape .*: model\.layers\.0\.mlp.down_proj.weight is \["
+    with pytest.raises(ConfigError, match=message):
+        check(folder)
+
+
+def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(good: Path, tmp_path: Path) -> None:
+    deeper = changed(good, tmp_path / "deep", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(ConfigError, match=r"the weight files lack 12 weights .*: model\.layers\.2\.input_layernorm"):
+        check(deeper)
+    with pytest.raises(ConfigError, match=r"reward_model\.path .* lack 1 weights .*: score.weight"):
+        check(good, "reward_model.path")
+    check(saved("qwen2", tmp_path / "judge", AutoModelForSequenceClassification, num_labels=1), "reward_model.path")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "a model of type granite changes its logits by logits_scaling = 8.0"),
+        ("phi", {}, "a model of type phi changes its logits by lm_head.bias"),
+        ("gemma2", {"head_dim": 8}, "a model of type gemma2 changes its logits by final_logit_softcapping"),
+        ("cohere", {}, "a model of type cohere changes its logits by logit_scale"),
+        ("bloom", {"n_head": 4}, "the learner can't load this model: BloomForCausalLM does not support"),
+    ],
+)
+def test_an_architecture_that_the_learner_does_not_support_is_refused(
+    tmp_path: Path, kind: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(saved(kind, tmp_path / "model", **settings))
+
+
+def test_adapters_for_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
+    folder = saved("gpt2", tmp_path / "model", n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    check(folder)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank must be 0 with GPT2LMHeadModel, got 4: the model has no"):
+        check(folder, lora=LoraConfig(rank=4))

@@ -108,11 +108,6 @@ def admission_capacity(slots_held: int, rules: Rules) -> int:
     return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
-def last_batch(start_version: int, newest_version: int, rules: Rules) -> int:
-    """Return a group's deadline: the last batch that may hold it. With `mask` its newest token decides."""
-    return (newest_version if rules.late == "mask" else start_version) + rules.max_staleness
-
-
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
     """Return, in the shape of `versions`, whether a token of each version may be trained on in batch `version`."""
     trainable: BoolArray = version - versions <= max_staleness

@@ -255,13 +255,15 @@ class Store:
             return rows if len(rows) == self.rules.prompts_per_step else None
         if self.rules.max_uses == 1 and len(self.state.finished) < self.rules.prompts_per_step:
             return None
-        used = sorted(self.state.used.values(), key=self._order)
-        finished = sorted(self.state.finished.values(), key=self._order)
+        finished, running = self.state.finished.values(), self.state.running.values()
         fresh = fresh_to_take(
-            [row.last_batch(self.rules) for row in finished],
-            [row.last_batch(self.rules) for row in self.state.running.values()], len(used), version, self.rules,
+            [row.last_batch(self.rules) for row in finished], [row.last_batch(self.rules) for row in running],
+            len(self.state.used), version, self.rules,
         )
-        return None if fresh is None else finished[:fresh] + used[: self.rules.prompts_per_step - fresh]
+        if fresh is None:
+            return None
+        used = sorted(self.state.used.values(), key=self._order)[: self.rules.prompts_per_step - fresh]
+        return sorted(finished, key=self._order)[:fresh] + used
 
     def _order(self, row: Row) -> tuple[int, int]:
         """Return a sort key: the oldest start version, which has the earliest deadline, comes first; ties by id."""

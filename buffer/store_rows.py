@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from async_rl.messages.codec import GroupColumns
 from async_rl.types import Slot
 from buffer.frames import Frame
-from buffer.staleness import Rules, last_batch
+from buffer.staleness import Rules
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
@@ -73,8 +73,8 @@ class Row(NamedTuple):
         return self.outcome.newest_version if self.outcome else self.start_version
 
     def last_batch(self, rules: Rules) -> int:
-        """Return the number of the last batch that may hold the group."""
-        return last_batch(self.start_version, self.newest_version, rules)
+        """Return the group's deadline: the last batch that may hold it. With `mask` its newest token decides."""
+        return (self.newest_version if rules.late == "mask" else self.start_version) + rules.max_staleness
 
     @property
     def is_fresh(self) -> bool:

@@ -12,11 +12,12 @@ from buffer.staleness import (
     admission_capacity,
     exact_start_version,
     fresh_to_take,
-    last_batch,
     overfull_deadline,
     vacant_batches,
     young_enough,
 )
+from buffer.store_rows import Row
+from tests.buffer.factories import make_outcome
 
 
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
@@ -61,8 +62,9 @@ def test_dropping_and_masking_wait_for_nobody_that_runs() -> None:
 
 
 def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
-    assert last_batch(3, 5, rules(2, 1)) == 5
-    assert last_batch(3, 5, rules(2, 1, late="mask")) == 7
+    row = Row(group_id=0, prompt_index=0, start_version=3, worker="", outcome=make_outcome(newest_version=5))
+    assert row.last_batch(rules(2, 1)) == 5
+    assert row.last_batch(rules(2, 1, late="mask")) == 7
     assert young_enough(np.array([1, 2, 3, 5], np.int32), 5, 2).tolist() == [False, False, True, True]
 
 

@@ -6,8 +6,8 @@ crashes and resumes restore from it. Without, a crash restores from rows in memo
 
 from __future__ import annotations
 
-import copy
 import json
+import pickle
 import random
 import tempfile
 from collections import Counter
@@ -49,7 +49,7 @@ class ModelChecker:
         self.newest: dict[int, int] = {}  # [group id] version of its newest token, once finished
         self.uses: dict[int, list[int]] = {}  # [group id] batches it was trained in
         self.drops: Counter[str] = Counter()
-        self.checkpoints: dict[int, tuple[TrainingState, tuple[Any, ...], Path | None]] = {}
+        self.checkpoints: dict[int, tuple[TrainingState, bytes, Path | None]] = {}
         self.journal = self.open_journal()
         self.store = Store(rules, StoreState(record=self.record))
         self.store.served(0)
@@ -164,7 +164,7 @@ class ModelChecker:
         saved = TrainingState(
             version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer=plain
         )
-        known = copy.deepcopy((self.starts, self.workers, self.uses, self.drops, self.first_version))
+        known = pickle.dumps((self.starts, self.workers, self.uses, self.drops, self.first_version))
         self.checkpoints[self.version] = saved, known, self.journal_file if self.files else None
 
     def crash(self) -> None:
@@ -197,7 +197,7 @@ class ModelChecker:
         self.resumes += 1
         self.version = self.served_version = saved.version
         self.checkpoints = {v: kept for v, kept in self.checkpoints.items() if v <= saved.version}
-        self.starts, self.workers, self.uses, self.drops, self.first_version = copy.deepcopy(known)
+        self.starts, self.workers, self.uses, self.drops, self.first_version = pickle.loads(known)
         self.running, self.rows, self.batch, self.is_draining = [], {}, None, False
         self.journal = self.open_journal()
         if self.journal and past_file:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
 from buffer.checkpoint import buffer_checkpoint, restore_checkpoint

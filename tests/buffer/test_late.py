@@ -113,7 +113,7 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     assert not store.end_reason
 
 
-def test_groups_that_all_have_reward_zero_end_the_run_with_the_advice_of_an_easier_task() -> None:
+def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
     store = Store(plain_rules(0, 1))
     store.served(0)
     for _ in range(EQUAL_BATCHES):

@@ -30,7 +30,7 @@ def flat_notes(reward: Callable[[Prompt, str], float], **changes: Any) -> list[s
     return [note for report in reports for note in report.notes]
 
 
-def test_groups_without_a_difference_in_reward_are_reported_with_one_of_their_answers() -> None:
+def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None:
     (note,) = flat_notes(lambda prompt, text: 0.0)
     assert note.startswith("rollout/0: 8 rollout groups in a row had the same reward, 0, for every answer: they have")
     assert re.search(r"Of their last 24 answers 0% were cut off .*in 0% the reward found no answer", note)

@@ -125,11 +125,7 @@ class Task(ABC):
     def _tokens(self, text: str) -> IntArray:
         # With a chat template, the text already has the special tokens.
         special = not self._tokenizer.chat_template
-        tokens = np.asarray(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
-        if not len(tokens):
-            task = self._config.path or self._config.name
-            raise ConfigError(f"a prompt of {task} has no tokens: its text is {text!r}. Leave it out")
-        return tokens
+        return np.asarray(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
 
     def _encode(self, question: Question, index: int) -> Prompt:
         text = self._text(question)

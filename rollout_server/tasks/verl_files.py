@@ -133,13 +133,8 @@ def _question(row: dict[str, Any], where: str) -> Question:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
     if not any(message["content"].strip() for message in messages):
-<<<<<<< HEAD
         raise ConfigError(f"{where}: prompt must hold some text, got {str(messages)[:120]}. Leave out rows without any")
-    if not isinstance(answer, dict) or answer.get("ground_truth") is None:
-=======
-        raise ConfigError(f"{where}: prompt has no text: {str(messages)[:120]}. Leave the row out")
     if not isinstance(answer, dict) or "ground_truth" not in answer:
->>>>>>> c2358a3 (Rewards that fail or do not differ are told: the first error of each kind and the count, answers of flat groups, a non-zero exit where nothing was learned; GSM8K's rule is verl's; accuracy by source; a reward's parameters, null or list answers and blank prompts are refused before the start)
         raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(answer)[:120]}")
     if answer["ground_truth"] is None:
         raise ConfigError(

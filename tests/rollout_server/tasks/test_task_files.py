@@ -98,7 +98,7 @@ def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix
             {"reward_model": {"style": "rule", "ground_truth": ["2", "two"]}},
             r"row 1: reward_model\.ground_truth must be text or a number for the rule gsm8k, got \['2', 'two'\]",
         ),
-        ({"prompt": [{"role": "user", "content": " \n"}]}, "row 1: prompt has no text"),
+        ({"prompt": [{"role": "user", "content": " \n"}]}, "row 1: prompt must hold some text"),
         ({"extra_info": '{"index": 1}'}, "row 1: extra_info must be a mapping, got text: '{\"index\": 1}'. Parse"),
         ({"extra_info": [1, 2]}, r"row 1: extra_info must be a mapping, got list: '\[1, 2\]'"),
         ({"data_source": "poems"}, "no reward rule belongs to data_source 'poems'"),

@@ -134,10 +134,11 @@ def _train(args: argparse.Namespace) -> int:
 
 def _sft(args: argparse.Namespace) -> int:
     from async_rl.config.loading import dump_config, load_config
+    from async_rl.storage.model_folder import SFT_MARKER, writing
 
     config = load_config(args.config, args.overrides)
     target = Path(config.model.path)
-    config_copy = target / "sft_config.yaml"
+    config_copy = target / SFT_MARKER
     if target.is_file() or (target.exists() and not config_copy.is_file() and any(target.iterdir())):
         raise ConfigError(
             f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
@@ -147,8 +148,9 @@ def _sft(args: argparse.Namespace) -> int:
     from rollout_server.tasks.base import open_task
 
     task = open_task(config, base_tokenizer(config))
-    target.mkdir(parents=True, exist_ok=True)
-    config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
     pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
     for report in train_sft(config, pairs, target):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
@@ -249,7 +251,6 @@ _SUMMARY_ROWS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("weight push, ms", "push_ms", "{:,.0f}"),
     ("generation paused by a push, ms", "pause_ms", "{:,.0f}"),
-    ("groups dropped, reward failed", "failed_groups", "{:,.0f}"),
     ("steps", "steps", "{:,.0f}"),
     ("seconds after the first step", "seconds", "{:,.1f}"),
 )

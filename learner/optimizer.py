@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from async_rl.config import LearnerConfig
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,23 @@ class OptimizerStep:
     grad_norm: float
     lr: float
     skipped: bool
+
+
+def check_finite(module: nn.Module, path: str) -> None:
+    """Check the weights that were loaded from `path`.
+
+    Raises:
+        ConfigError: a weight is NaN or infinite; the message names the tensor.
+    """
+    if name := non_finite(module):
+        raise ConfigError(
+            f"the weights in {path} are not finite: {name} holds NaN or infinity. Take an undamaged copy of the model"
+        )
+
+
+def non_finite(module: nn.Module) -> str:
+    """Return the name of a parameter that holds NaN or infinity, in this rank's shard if it is sharded, or ""."""
+    return next((name for name, p in module.named_parameters() if not _local(p.detach()).isfinite().all()), "")
 
 
 def lr_decay(done: int, steps: int, fraction: float) -> float:
@@ -65,8 +83,7 @@ class Optimizer:
         Raises:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
         squared = torch.nn.utils.get_total_norm(gradients).double().square() / self._copies
         totals = torch.stack([squared, loss.detach().double()])
         dist.all_reduce(totals)
@@ -96,6 +113,10 @@ class Optimizer:
         """Drop the gradients without a step."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def largest_weight(self) -> Tensor:
+        """Return the largest magnitude of the weights in this rank's shards, a scalar; NaN if one of them is NaN."""
+        return torch.nn.utils.get_total_norm([_local(p.detach()) for p in self._parameters], math.inf)
+
     def counts(self) -> dict[str, int]:
         """Return the counters of a checkpoint: steps taken, and steps skipped in a row."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
@@ -111,3 +132,7 @@ class Optimizer:
             state["exp_avg"] = torch.zeros_like(parameter.detach())
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
         return state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
-from async_rl.storage.model_folder import check_model_folder, load_tokenizer
+from async_rl.storage.model_folder import check_model_folder, load_tokenizer, writing
 from async_rl.telemetry.metrics import Metric
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
-from learner.optimizer import lr_decay
+from learner.optimizer import check_finite, lr_decay, non_finite
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Prompt tokens, and answer tokens with the final eos."""
@@ -60,7 +60,8 @@ def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[
         StepDone, with the SFT step as its version, every 20 steps and at the end.
 
     Raises:
-        ConfigError: there are no pairs.
+        ConfigError: there are no pairs, the weights of sft.base are not finite, or `out_dir` can't be written.
+        AsyncRLError: the trained weights are not finite.
     """
     if not pairs:
         raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
@@ -71,6 +72,7 @@ def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[
         model = AutoModelForCausalLM.from_pretrained(
             config.sft.base, dtype=torch.float32, attn_implementation=config.model.attn_implementation
         )
+    check_finite(model, config.sft.base)
     model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
@@ -95,8 +97,11 @@ def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[
             ))
         if is_last:
             break
-    model.save_pretrained(out_dir)
-    base_tokenizer(config).save_pretrained(out_dir)
+    if name := non_finite(model):
+        raise AsyncRLError(f"after fine-tuning the weights are not finite: {name} holds NaN or infinity. Lower sft.lr")
+    with writing(out_dir):
+        model.save_pretrained(out_dir)
+        base_tokenizer(config).save_pretrained(out_dir)
 
 
 def _lr_factor(done: int, steps: int) -> float:

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
+from async_rl.errors import AsyncRLError
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
-from learner.algorithms.diagnostics import MetricAccumulator, batch_metrics, explained_variance, token_metrics
+from learner.algorithms.diagnostics import MetricAccumulator, Totals, batch_metrics, explained_variance, token_metrics
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
 from learner.algorithms.token_advantages import batch_advantages
@@ -34,7 +35,7 @@ from learner.models.critic import load_critic
 from learner.models.policy import layout_of, load_policy, shard
 from learner.models.reference import Reference
 from learner.models.reward_model import RewardModel
-from learner.optimizer import Optimizer, OptimizerStep, lr_decay
+from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
 from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
 from learner.ranks import open_mesh
@@ -78,7 +79,8 @@ class Updater:
         """Train on `batch`, and return the metrics of all ranks together. Collective.
 
         Raises:
-            AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers.
+            AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers, or weights became
+                infinite or NaN.
         """
         algorithm = self.config.algorithm
         metrics: list[Metric] = []
@@ -110,10 +112,12 @@ class Updater:
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay))
             elif self.critic is None:
                 break
-        for optimizer in self.optimizers.values():
+        for name, optimizer in self.optimizers.items():
             optimizer.drop()  # gradients that no step has used
+            tally.add(**{f"{name}_weights": optimizer.largest_weight()})
 
         totals = tally.reduce()
+        self._check_weights(totals)
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, batch)
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
@@ -124,6 +128,16 @@ class Updater:
         if algorithm.early_stop_kl:
             metrics.append(Metric("policy/early_stops", float(is_stopped), "sum"))
         return metrics
+
+    def _check_weights(self, totals: Totals) -> None:
+        for name, optimizer in self.optimizers.items():
+            if not np.isfinite(totals[f"{name}_weights"]):
+                tensor = non_finite(optimizer.module) or "a tensor of another rank"
+                lr = "learner.lr" if name == "policy" else "critic.lr"
+                raise AsyncRLError(
+                    f"{name}: weights are not finite after the optimizer's steps: {tensor} holds NaN or infinity. "
+                    f"Lower {lr}, and resume from the newest checkpoint"
+                )
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
         """Return this rank's micro-batches of every minibatch, given the `advantages` [group][answer], [T] each."""

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from async_rl import pipeline
 from async_rl.cli import format_summary, main
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError
+from learner.models.policy import write_folder
+from tests.tiny_folder import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,6 +143,43 @@ def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
     assert main(["sft", str(config_file)]) == 2
     assert "will not be overwritten" in capsys.readouterr().err
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
+
+
+def test_sft_does_not_overwrite_what_training_or_export_made_of_its_model(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", str(config_file)]) == 0
+    trained, weights = tmp_path / "run" / "model", tmp_path / "model" / "model.safetensors"
+    write_folder(load_file(weights).items(), tmp_path / "model", trained)  # as training and export do
+    before = {file.name: file.read_bytes() for file in trained.iterdir()}
+    assert main(["sft", str(config_file), f"model.path={trained}"]) == 2
+    assert f"model.path {trained} exists and was not written by `async-rl sft`" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in trained.iterdir()} == before
+
+
+def test_sft_to_a_folder_that_it_can_not_write_ends_with_a_sentence(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["sft", str(config_file), f"model.path={tmp_path}/file/model"]) == 2
+    assert f"{tmp_path}/file/model can't be written: Not a directory. Name a folder" in capsys.readouterr().err
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    assert main(["sft", str(config_file)]) == 2
+    assert f"{tmp_path}/model can't be written: No space left on device. Name a folder" in capsys.readouterr().err
+
+
+def test_sft_from_a_truncated_base_names_the_file(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "base", seed=0)
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["sft", str(config_file), f"sft.base={tmp_path}/base"]) == 2
+    assert f"{weights} is not a whole safetensors file" in capsys.readouterr().err
 
 
 def test_sft_from_a_base_that_is_not_there_names_the_nearest(

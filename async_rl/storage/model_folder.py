@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ _ROLES: dict[str, tuple[str, ...]] = {
 """[key] endings of which the architecture's name must have one; the critic may have any architecture."""
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
+SFT_MARKER = "sft_config.yaml"
+"""The file that only a folder written by `async-rl sft` holds, which the next one may overwrite."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -87,6 +91,18 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
             "does not support: they must be output embeddings times last hidden state. Use e.g. a model of the Llama, "
             "Qwen, Mistral, Phi-3 or OLMo 2 family"
         )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a failed write inside the block into a ConfigError that names the `folder`, which the user has chosen."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{folder} can't be written: {reason}. Name a folder on a disk with room for it") from None
 
 
 def role_folders(config: Config) -> dict[str, str]:

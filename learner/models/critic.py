@@ -10,6 +10,7 @@ from transformers import AutoModelForTokenClassification
 
 from async_rl.config import Config
 from learner.models.policy import hidden_states
+from learner.optimizer import check_finite
 from learner.packing.microbatches import ForwardInputs
 
 
@@ -31,8 +32,9 @@ def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype
 
     A folder without a value head gets one of zeros, so that V = 0 at first.
     """
+    path = config.critic.path or config.model.path
     lm, loaded = AutoModelForTokenClassification.from_pretrained(
-        config.critic.path or config.model.path,
+        path,
         num_labels=1,
         dtype=torch.float32,
         attn_implementation=config.model.attn_implementation,
@@ -41,4 +43,6 @@ def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype
     if any(name.startswith("score.") for name in loaded["missing_keys"]):
         for parameter in lm.score.parameters():
             nn.init.zeros_(parameter)
-    return Critic(lm.to(device).eval(), compute_dtype)
+    lm.to(device).eval()
+    check_finite(lm, path)
+    return Critic(lm, compute_dtype)

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.model_folder import writing
 from learner.models.lora import merged_parameters
 from learner.models.policy import load_policy, partial_folder, write_folder
 
@@ -21,7 +22,7 @@ def export(source: str | Path, target: Path) -> Path:
     Weights get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
-        ConfigError: there is no checkpoint, or `target` holds something already or can't be created.
+        ConfigError: there is no checkpoint, or `target` holds something already or can't be written.
     """
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
@@ -29,14 +30,13 @@ def export(source: str | Path, target: Path) -> Path:
         checkpoint = find_checkpoint(source)
     except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
-    try:
+    with writing(target):
         partial_folder(target).mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
-    except OSError as error:
-        raise ConfigError(f"{target} can't be created: {error.strerror}. Name a folder that you can write") from None
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
-    write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
+    with writing(target):
+        write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
     return checkpoint

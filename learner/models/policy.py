@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
-from async_rl.storage.model_folder import check_trainable
+from async_rl.storage.model_folder import SFT_MARKER, check_trainable
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
 from learner.models.token_scores import score_tokens
+from learner.optimizer import check_finite
 from learner.packing.attention_mask import attention_mask, block_mask
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
@@ -72,7 +73,7 @@ def load_policy(
     The weights are float32 if they are trained, else of the compute type.
 
     Raises:
-        ConfigError: the learner does not support the model.
+        ConfigError: the learner does not support the model, or a weight is not finite.
     """
     check_trainable(config.path)
     lm = AutoModelForCausalLM.from_pretrained(
@@ -84,7 +85,9 @@ def load_policy(
         lm.requires_grad_(False)
     if config.lora.rank:
         add_adapters(lm, config.lora)
-    return Policy(lm.eval().to(device), compute_dtype)
+    lm.eval().to(device)
+    check_finite(lm, config.path)
+    return Policy(lm, compute_dtype)
 
 
 def shard(
@@ -151,14 +154,14 @@ def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> 
 def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
     """Write a Hugging Face folder: the tensors in the type of the folder `source`, and a copy of its other files.
 
-    `target` gets its name once it is complete.
+    `target` gets its name once it is complete. It has no SFT_MARKER, so that `async-rl sft` does not overwrite it.
     """
     partial = partial_folder(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+        if file.is_file() and not file.name.endswith((*_WEIGHT_FILES, SFT_MARKER)):
             shutil.copy(file, partial / file.name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -192,3 +192,24 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
 def test_kl_limits_that_could_not_act_are_refused(algorithm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AlgorithmConfig(**algorithm)
+
+
+def test_weights_that_are_not_finite_are_named_at_load(tmp_path: Path, tiny_model_path: Path, one_rank: None) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    with torch.no_grad():
+        lm.model.layers[0].self_attn.q_proj.weight[1, 2] = torch.nan
+    lm.save_pretrained(tmp_path / "model")
+    for network in ("policy", "critic"):
+        algorithm = AlgorithmConfig(advantage="gae" if network == "critic" else "grpo")
+        paths = {"policy": tiny_model_path, "critic": "", network: tmp_path / "model"}
+        critic = CriticConfig(path=str(paths["critic"]))
+        config = make_config(Path(paths["policy"]), algorithm=algorithm, critic=critic)
+        with pytest.raises(ConfigError, match=r"weights in .*model are not finite: model.layers.0.self_attn.q_proj.we"):
+            Updater(config, CPU)
+
+
+def test_a_step_that_leaves_weights_not_finite_ends_the_run(tiny_model_path: Path, one_rank: None) -> None:
+    config = make_config(tiny_model_path, learner=LearnerConfig(prompts_per_step=3, lr=3e38, weight_decay=100.0))
+    updater = Updater(config, CPU)
+    with pytest.raises(AsyncRLError, match=r"policy: weights are not finite after .*: lm\..* holds NaN .*Lower learn"):
+        updater.update(make_batch())

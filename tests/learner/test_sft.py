@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, SftConfig, TaskConfig
-from async_rl.errors import ConfigError
+from async_rl.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from learner.sft import _backward, _lr_factor, base_tokenizer, train_sft
 from tests.tiny_folder import save_tiny_model
@@ -110,3 +110,15 @@ def test_large_batches_are_split_by_the_learners_token_budget(tmp_path: Path) ->
     whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
     for a, b in zip(whole.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+
+
+def test_weights_that_are_not_finite_are_named_before_and_after_training(tmp_path: Path) -> None:
+    model = tiny_model("tiny-qwen2", 0)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 3] = torch.inf
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"weights in .*base are not finite: model.layers.1.mlp.up_proj.weight holds"):
+        next(train_sft(config_of(str(tmp_path / "base")), copy_pairs(), tmp_path / "out"))
+    with pytest.raises(AsyncRLError, match=r"after fine-tuning the weights are not finite: .*Lower sft.lr"):
+        list(train_sft(config_of(lr=1e20, steps=5), copy_pairs(), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

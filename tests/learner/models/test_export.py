@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.weights import safetensors_io
 from learner.models.export import export
 from tests.rollout_server.exported import TOKENS, train_and_export
 from tests.tiny_folder import save_tiny_model
@@ -43,7 +45,20 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={})
     write_training_state(checkpoint, state)
-    with pytest.raises(ConfigError, match=r"/proc/model can't be created: No such file or directory. Name a folder"):
+    with pytest.raises(ConfigError, match=r"/proc/model can't be written: No such file or directory. Name a folder"):
         export(tmp_path, Path("/proc/model"))
-    with pytest.raises(ConfigError, match=r"can't be created: Not a directory"):
+    with pytest.raises(ConfigError, match=r"can't be written: Not a directory"):
         export(tmp_path, tmp_path / "file" / "model")
+
+
+def test_a_disk_that_is_full_in_an_export_is_named(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    train_and_export(tmp_path / "model", tmp_path, rank=0)
+    monkeypatch.setattr(safetensors_io, "save_file", fail)
+    with pytest.raises(ConfigError, match=r"other can't be written: .*No space left on device .*Name a folder"):
+        export(tmp_path / "runs" / "run", tmp_path / "other")

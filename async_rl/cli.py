@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
-from benchmarks.commands import add_benchmarks
+from benchmarks.commands import add_benchmarks, describe_command
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -35,15 +36,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help begins with the description: a sentence, and an example."""
+
+    def format_help(self) -> str:
+        description, self.description = self.description, None
+        text = f"{description}\n\n{super().format_help()}"
+        self.description = description
+        return text
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Words of the form key=value may stand anywhere, also after options."""
-    parser = argparse.ArgumentParser(
+    """Parse the command line. CONFIG and words of the form key=value may stand anywhere, in any order."""
+    parser = _Parser(
         prog="async-rl",
-        description="Asynchronous RL post-training of language models with bounded staleness.",
+        description=describe_command(
+            "Asynchronous RL post-training of language models with bounded staleness.",
+            "async-rl train configs/quickstart.yaml",
+        ),
     )
     parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_commands(commands)
+    _add_file_commands(commands)
     add_benchmarks(commands, _add_config)
 
     args, rest = parser.parse_known_args(arguments)
@@ -51,56 +66,92 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if hasattr(args, "words"):
         words = [*args.words, *rest]
-        args.config = words.pop(0) if words and "=" not in words[0] else None
-        args.overrides = words
+        config = next((word for word in words if "=" not in word), None)
+        args.config = os.path.expanduser(config) if config else None
+        args.overrides = [word for word in words if word is not config]
         if args.needs_config and not args.config and not getattr(args, "resume", ""):
             parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{args.or_else}")
+    for name, value in vars(args).items():
+        if isinstance(value, Path):
+            setattr(args, name, value.expanduser())
     return args
 
 
 def _add_commands(commands: Any) -> None:
-    train = _add(commands, "train", _train, "train a model by RL")
+    train = _add(
+        commands, "train", _train, "train a model by RL", "train configs/quickstart.yaml staleness.max=2 run.steps=60"
+    )
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
-        "--resume", metavar="RUN_DIR", default="",
+        "--resume", metavar="RUN_DIR", default="", type=os.path.expanduser,
         help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
 
-    _add_config(_add(commands, "sft", _sft, "make model.path from sft.base by supervised fine-tuning"))
+    sft_help = "make model.path from sft.base by supervised fine-tuning"
+    _add_config(_add(commands, "sft", _sft, sft_help, "sft configs/quickstart.yaml sft.steps=100"))
 
-    prepare = _add(commands, "prepare", _prepare, "convert a data set's original files for task.path")
+    export = _add(
+        commands, "export", _export, "write a checkpoint as a Hugging Face folder",
+        "export runs/quickstart/checkpoints/step_50 my-model",
+    )
+    export.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=os.path.expanduser,
+        help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest",
+    )
+    export.add_argument("target", type=Path, metavar="OUT_DIR")
+
+    evaluate = _add(
+        commands, "eval", _eval, "measure the held-out accuracy of a model folder",
+        "eval runs/quickstart/model eval.samples=4",
+    )
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
+    _add_config(evaluate, is_needed=False)
+
+    status = _add(
+        commands, "status", _status, "show who waits on whom, in a run that goes on or has ended",
+        "status runs/quickstart",
+    )
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    doctor_help = "check this machine, and a config if one is given"
+    _add_config(_add(commands, "doctor", _doctor, doctor_help, "doctor configs/quickstart.yaml"), is_needed=False)
+
+
+def _add_file_commands(commands: Any) -> None:
+    """Add the commands that only convert or write files."""
+    prepare = _add(
+        commands, "prepare", _prepare, "convert a data set's original files for task.path",
+        "prepare gsm8k train.jsonl data/gsm8k_train.parquet",
+    )
     prepare.add_argument("dataset", choices=["gsm8k"])
     prepare.add_argument("source", type=Path, metavar="IN.jsonl")
     prepare.add_argument("target", type=Path, metavar="OUT.parquet")
 
-    config = _add(commands, "config", _config, "print the JSON schema of the configuration, for editors")
+    config = _add(
+        commands, "config", _config, "print the JSON schema of the configuration, for editors",
+        "config schema > configs/config.schema.json",
+    )
     config.add_argument("action", choices=["schema"])
 
-    keys = _add(commands, "keys", _keys, "make the keys that let the buffer leave loopback")
+    keys = _add(commands, "keys", _keys, "make the keys that let the buffer leave loopback", "keys new my-keys")
     keys.add_argument("action", choices=["new"])
     keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
 
-    export = _add(commands, "export", _export, "write a checkpoint as a Hugging Face folder")
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest")
-    export.add_argument("target", type=Path, metavar="OUT_DIR")
-
-    evaluate = _add(commands, "eval", _eval, "measure the held-out accuracy of a model folder")
-    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
-    _add_config(evaluate, is_needed=False)
-
-    trajectories = _add(commands, "export-trajectories", _export_trajectories, "write a run's journal as Parquet")
+    trajectories = _add(
+        commands, "export-trajectories", _export_trajectories, "write a run's journal as Parquet",
+        "export-trajectories runs/quickstart trajectories.parquet",
+    )
     trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
 
-    status = _add(commands, "status", _status, "show who waits on whom, in a run that goes on or has ended")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    _add_config(_add(commands, "doctor", _doctor, "check this machine, and a config if one is given"), is_needed=False)
-
-
-def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help)
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {example}")
+    )
     parser.set_defaults(run=run)
     return parser
 

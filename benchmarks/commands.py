@@ -11,6 +11,11 @@ AddConfig = Callable[[argparse.ArgumentParser], None]
 """Adds the arguments CONFIG and key=value to the parser of a command."""
 
 
+def describe_command(sentence: str, example: str) -> str:
+    """Return the description of a command, with which its --help begins."""
+    return f"{sentence}\n\nexample: {example}"
+
+
 def add_benchmarks(commands: Any, add_config: AddConfig) -> None:
     """Add the commands sweep, report and plan to an argument parser.
 
@@ -19,14 +24,24 @@ def add_benchmarks(commands: Any, add_config: AddConfig) -> None:
         add_config: adds the arguments CONFIG and key=value.
     """
     _add_sweep(commands, add_config)
-    report = commands.add_parser("report", help="table, plots and report.html of a sweep or a run")
+    sentence = "Make the table, the plots and the page report.html of a sweep or a run."
+    report = commands.add_parser(
+        "report", help="table, plots and report.html of a sweep or a run",
+        description=describe_command(sentence, "async-rl report runs/quickstart-sweep"),
+    )
     report.add_argument("folder", type=Path, metavar="RUN_DIR")
     report.set_defaults(run=_report)
     _add_plan(commands)
 
 
 def _add_sweep(commands: Any, add_config: AddConfig) -> None:
-    sweep = commands.add_parser("sweep", help="train at every combination of settings and seeds, and report")
+    sweep = commands.add_parser(
+        "sweep", help="train at every combination of settings and seeds, and report",
+        description=describe_command(
+            "Train at every combination of settings and seeds, and report what staleness buys and costs.",
+            "async-rl sweep configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
+        ),
+    )
     add_config(sweep)
     sweep.add_argument("--staleness", default="0,1,2,3,5,8,10", help="values of staleness.max (default: %(default)s)")
     sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
@@ -41,7 +56,13 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="predict utilisation at each staleness bound, and memory, before any run")
+    plan = commands.add_parser(
+        "plan", help="predict utilisation at each staleness bound, and memory, before any run",
+        description=describe_command(
+            "Predict utilisation at each staleness bound, and memory, before any run.",
+            "async-rl plan --train-s 10 --rollout-s 30 --sync-s 1 --group-s 8 --devices 8",
+        ),
+    )
     plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
     plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
     seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,12 +47,18 @@ def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: 
     )
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["sft", "-h"], ["config", "-h"]])
-def test_help_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(command)
-    assert caught.value.code == 0
-    assert "usage: async-rl" in capsys.readouterr().out
+def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*command: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main([*command, "--help"])
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
+    assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
+    for name in names:
+        begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "
+        assert re.match(begin, help_of(name)), help_of(name)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,21 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
     monkeypatch.setattr(pipeline, "dry_run", lambda config: seen.append(config) or "")
     assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
     assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
-    assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3), (7, 3)]
+    assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
+    assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 3
+
+
+def test_a_leading_tilde_in_an_argument_is_the_home_directory(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(config_file.parent))
+    monkeypatch.setattr(pipeline, "dry_run", lambda config: "read")
+    assert main(["train", "~/config.yaml", "--dry-run"]) == 0
+    assert main(["train", "--resume", "~/run"]) == 2
+    assert main(["status", "~/run"]) == 2
+    assert main(["keys", "new", "~/keys"]) == 0
+    output = capsys.readouterr()
+    assert "~" not in output.out + output.err and f"{config_file.parent}/keys" in output.out
 
 
 @pytest.mark.parametrize(

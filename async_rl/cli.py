@@ -302,6 +302,7 @@ _SUMMARY_ROWS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("weight push, ms", "push_ms", "{:,.0f}"),
     ("generation paused by a push, ms", "pause_ms", "{:,.0f}"),
+    ("groups dropped, reward failed", "failed_groups", "{:,.0f}"),
     ("steps", "steps", "{:,.0f}"),
     ("seconds after the first step", "seconds", "{:,.1f}"),
 )

@@ -35,7 +35,7 @@ from async_rl.driver.placement import explain, open_ray, reserve, resolve_placem
 from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ProcessKilledError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
@@ -59,6 +59,8 @@ def run(config: Config) -> dict[str, Any]:
         summary = _run(config, signals, cautions)
     if signals.requested:
         raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}")
+    if "ended" in summary and summary["steps"] == 0:
+        raise NothingToLearnError(f"the run has learned nothing, it ended without a step: {summary['ended']}")
     return summary
 
 

@@ -245,7 +245,7 @@ class Store:
             self.end_reason = (
                 f"{self._num_equal} rollout groups in a row had the same reward, {reward:g}, for every answer: "
                 f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
-                f"{self.state.version}. Choose a {'harder' if reward > 0 else 'easier'} one."
+                f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
             )
 
     def _choose(self, version: int) -> list[Row] | None:

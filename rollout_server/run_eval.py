@@ -67,6 +67,7 @@ class Evaluation:
             Metric("eval/version", version, "last"),
             *_version_metrics([completion.versions for completion in completions]),
             *_at_k_metrics([group for group, _ in groups], evaluation),
+            *_source_metrics([prompt.source for prompt in prompts], [group for group, _ in groups]),
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
@@ -106,6 +107,14 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
     yield Metric(f"eval/avg_at_{samples}", sum(correct) / (samples * len(correct)))
     for k in evaluation.pass_at:
         yield Metric(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct) / len(correct))
+
+
+def _source_metrics(sources: Sequence[str], rewards: Sequence[Sequence[float | None]]) -> Iterator[Metric]:
+    """Yield the share of right answers to the prompts of each source, if there are several sources."""
+    for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
+        found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
+        right = sum(reward is not None and reward >= CORRECT for reward in found)
+        yield Metric(f"eval/accuracy/{source}", right / len(found))
 
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:

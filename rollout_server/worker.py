@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 
 from async_rl.config import Config
-from async_rl.errors import RewardError, WaitTimeoutError
+from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 from async_rl.messages.reports import EvaluationDone, WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
-from async_rl.types import IntArray, Prompt, Rollout, RolloutGroup, Slot
+from async_rl.types import Prompt, Rollout, RolloutGroup, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.flat_rewards import FlatRewards
 from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.run_eval import Evaluation
@@ -36,6 +37,8 @@ from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
+FLAT_BATCHES = 2
+"""The servers warn when they have generated so many batches of groups in a row without a difference in reward."""
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
 _BASELINE_IDS = -(2**32)
@@ -64,6 +67,12 @@ class Worker:
         self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
+        self._failure_kinds: set[tuple[str, str]] = set()
+        """(type, place) of the errors that rewards have raised."""
+        self._notes: list[str] = []
+        """Lines for the console that were not reported yet."""
+        batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
+        self._flat = FlatRewards(max(2, round(batches)), self._text, task.has_answer)
         self._group_ended = asyncio.Event()
         self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
@@ -158,6 +167,8 @@ class Worker:
         except RewardError as error:
             await self._fail(slot, error)
             return
+        if not self._config.reward_model.path and (warning := self._flat.add(prompt, completions, rewards)):
+            self._notes.append(f"{self._name}: {warning}")
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, prompt_tokens=prompt.tokens,
@@ -193,12 +204,30 @@ class Worker:
                 f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
                 f"{self._config.rollout.engine} engine to answer group {request.group_id}"
             ) from None
-        calls = [partial(self._score, request.prompt, completion.tokens) for completion in completions]
-        with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
-            return completions, await self._threads.run(calls)
+        calls = [partial(self._score, request.prompt, completion) for completion in completions]
+        try:
+            with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
+                return completions, await self._threads.run(calls)
+        except RewardError as error:
+            self._note_failure(error)
+            raise
 
-    def _score(self, prompt: Prompt, tokens: IntArray) -> float:
-        return self._reward(prompt, self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def _score(self, prompt: Prompt, completion: Completion) -> float:
+        return self._reward(prompt, self._text(completion))
+
+    def _text(self, completion: Completion) -> str:
+        return str(self._tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+    def _note_failure(self, error: RewardError) -> None:
+        """Report the first error of each kind. Two errors are of one kind if they have type and place in common."""
+        cause = error.__cause__ or error
+        kind = (type(cause).__name__, raised_at(cause))
+        if kind not in self._failure_kinds:
+            self._failure_kinds.add(kind)
+            self._notes.append(
+                f"{self._name}: a reward failed: {error}. Its group is dropped; in an evaluation the answer counts as "
+                "wrong. Further errors of this kind are only counted (rollout/failed)"
+            )
 
     async def _fail(self, slot: Slot, error: RewardError) -> None:
         self._counts["failed"] += 1
@@ -223,8 +252,10 @@ class Worker:
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
             *self._stats.drain_groups(),
         ]
+        notes, self._notes = tuple(self._notes), []
         return WorkerReport(
-            metrics=tuple(metrics), spans=self._stats.drain_spans(), samples=occupancy + self._gpus.drain()
+            metrics=tuple(metrics), notes=notes, spans=self._stats.drain_spans(),
+            samples=occupancy + self._gpus.drain(),
         )
 
 

@@ -41,6 +41,8 @@ class RunLog:
         """The policy version of the last step that was logged."""
         self.ended = ""
         """The reason for which training ended before run.steps; empty if it did not."""
+        self._num_failed = 0
+        """The number of groups that were dropped because a reward failed."""
         self._best_values: dict[int, float] = {}
         """The value of eval/accuracy by policy version."""
         self._first_reward: float | None = None
@@ -100,6 +102,9 @@ class RunLog:
             case WorkerReport():
                 self._add_usage(report.spans, report.samples)
                 self._from_workers.extend(report.metrics)
+                self._num_failed += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
+                for text in report.notes:
+                    self.logger.note(text)
                 newest_s = max((span.end_s for span in report.spans), default=0.0)
                 self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
         self._close_steps()
@@ -216,6 +221,8 @@ class RunLog:
             "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
             "buffer": buffer_counters,
         }
+        if self._num_failed:
+            summary["failed_groups"] = self._num_failed
         if self.ended:
             summary["ended"] = self.ended
         if seconds > 0:

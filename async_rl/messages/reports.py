@@ -57,6 +57,8 @@ class WorkerReport:
     """The measurements of a rollout worker since its last report."""
 
     metrics: tuple[Metric, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Lines for the console, such as the first error of a reward."""
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
 

@@ -16,22 +16,31 @@ Rule = Callable[[str, Any], float]
 
 TAIL_CHARACTERS = 300
 """The number of last characters of the response in which the GSM8K rule looks for the answer."""
-_MARKED_NUMBER = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
+_MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
 
 
 def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
-    """Return 1 if the last `#### number` in the response's last 300 characters equals the answer, else 0.
+    """Return 1 if the last `#### number` in the response's last 300 characters is the answer, else 0.
 
-    Numbers are compared: thousands separators are ignored, and 42 equals 42.0.
-    Source: the answer format of GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+    As in verl, one space follows `####`, and texts are compared, without commas: neither 72. nor 72.0 nor 072 is 72.
+    Commas in the reference answer, with which verl finds no answer right, are ignored too.
+    Source: verl/utils/reward_score/gsm8k.py, for the format of Cobbe et al. 2021, arXiv 2110.14168.
 
     Args:
-        flexible: take the last number, whether it is marked by `####` or not.
+        flexible: take the last number, marked by `####` or not, and compare values: 72.0 is 72.
     """
-    found = (_NUMBER if flexible else _MARKED_NUMBER).findall(response[-TAIL_CHARACTERS:])
-    return float(bool(found) and _number(found[-1]) == _number(str(answer)))
+    found = find_number("gsm8k_flexible" if flexible else "gsm8k", response)
+    if flexible:
+        return float(found != "" and _number(found) == _number(str(answer)))
+    return float(found != "" and found.replace(",", "") == str(answer).replace(",", ""))
+
+
+def find_number(rule: str, response: str) -> str:
+    """Return the number that a rule of NUMBER_RULES compares with the reference answer, or an empty text."""
+    pattern = _MARKED_NUMBER if rule == "gsm8k" else _NUMBER
+    return next(reversed(pattern.findall(response[-TAIL_CHARACTERS:])), "")
 
 
 def math_verify(response: str, answer: Any) -> float:
@@ -45,10 +54,12 @@ RULES: dict[str, Rule] = {
     "math_verify": math_verify,
 }
 """The rules by their name in `task.reward`."""
+NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
+"""The rules of which the reference answer is one number."""
 
 
-def rule_for_source(source: str) -> Rule:
-    """Return the rule for rows of this `data_source` when task.reward is empty.
+def rule_for_source(source: str) -> str:
+    """Return the name of the rule for rows of this `data_source` when task.reward is empty.
 
     A source that ends in `gsm8k` gets gsm8k; one that contains math, aime, amc or olympiad gets math_verify.
 
@@ -56,13 +67,21 @@ def rule_for_source(source: str) -> Rule:
         ConfigError: the source is none of these. A guessed rule would train on a meaningless reward.
     """
     if source.lower().endswith("gsm8k"):
-        return gsm8k
+        return "gsm8k"
     if _MATH_SOURCE.search(source):
-        return math_verify
+        return "math_verify"
     raise ConfigError(
         f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, or "
         "to a function of yours: package.module:function"
     )
+
+
+def check_reference(rule: str, answer: Any, where: str) -> None:
+    """Raise ConfigError if the rule of this name can't compare responses with the reference answer of a row."""
+    if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
+        raise ConfigError(
+            f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"
+        )
 
 
 def _number(text: str) -> Decimal | None:

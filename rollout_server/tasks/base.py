@@ -18,6 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 from async_rl.types import IntArray, Prompt
 from rollout_server.question import Question
+from rollout_server.rewards.rules import NUMBER_RULES, find_number
 
 
 class Task(ABC):
@@ -56,6 +57,15 @@ class Task(ABC):
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
         """Return the reward of a response. It is used if task.reward is empty."""
+
+    def rule_of(self, question: Question) -> str:
+        """Return the name of the reward rule for answers to the question; empty: `verify` or a function scores them."""
+        return self._config.reward
+
+    def has_answer(self, prompt: Prompt, response: str) -> bool | None:
+        """Return whether the reward can read an answer from the response, or None if that is not known."""
+        rule = self.rule_of(prompt.reference)
+        return bool(find_number(rule, response)) if rule in NUMBER_RULES else None
 
     def prompt(self, index: int) -> Prompt:
         """Return training prompt `index`, from 0 without end.

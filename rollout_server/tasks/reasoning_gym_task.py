@@ -16,6 +16,7 @@ from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
@@ -58,6 +59,15 @@ class ReasoningGymTask(Task):
 
         An answer that the dataset can't read scores 0.
         """
+        return self._score(question, response) or 0.0
+
+    def has_answer(self, prompt: Prompt, response: str) -> bool | None:
+        if self._config.reward:
+            return super().has_answer(prompt, response)
+        return bool(response.strip()) and self._score(prompt.reference, response) is not None
+
+    def _score(self, question: Question, response: str) -> float | None:
+        """Return the dataset's score of a response, or None if the dataset can't read it."""
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
@@ -69,7 +79,7 @@ class ReasoningGymTask(Task):
             # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The answer
             # is wrong then. If the right answer raises too, the scorer is broken and the group fails.
             dataset.score_answer(answer=question.answer, entry=entry)
-            return 0.0
+            return None
 
     def _draw(self, position: int) -> Question:
         for draw in range(_MAX_DRAWS):
@@ -105,9 +115,10 @@ class ReasoningGymTask(Task):
 
     def _question(self, kind: int, draw: int, position: int) -> Question:
         item = self._dataset(kind, draw)[position]
+        dataset = item["metadata"]["source_dataset"] if self._parts else self._name
         return Question(
             messages=({"role": "user", "content": item["question"]},), answer=item["answer"],
-            extra=item["metadata"], source=self._config.name,
+            extra=item["metadata"], source=f"reasoning_gym/{dataset}",
         )
 
     def _create_dataset(self, kind: int, draw: int) -> Any:

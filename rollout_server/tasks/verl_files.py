@@ -15,7 +15,7 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.rules import rule_for_source
+from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 
 _NEEDED = ("data_source", "prompt", "reward_model")
@@ -35,9 +35,6 @@ class VerlFilesTask(Task):
             self._eval = self._read(Path(config.task.eval_path))
         elif config.eval.size:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
-        if not config.task.reward:
-            for source in {question.source for question in (*self._train, *self._eval)}:
-                rule_for_source(source)
 
     def train_question(self, position: int) -> Question:
         return self._train[position]
@@ -46,13 +43,18 @@ class VerlFilesTask(Task):
         return self._eval[: self._eval_size]
 
     def verify(self, question: Question, response: str) -> float:
-        return rule_for_source(question.source)(response, question.answer)
+        return RULES[self.rule_of(question)](response, question.answer)
+
+    def rule_of(self, question: Question) -> str:
+        return self._config.reward or rule_for_source(question.source)
 
     def _read(self, path: Path) -> list[Question]:
         found, columns = _rows(path)
         if media := [name for name in _MEDIA if name in columns]:
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
         rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(found)]
+        for i, question in enumerate(rows):
+            check_reference(self.rule_of(question), question.answer, f"{path}, row {i}")
         questions = [question for question in rows if self.is_short_enough(question)]
         if not questions:
             limit = self._config.max_prompt_tokens
@@ -132,8 +134,13 @@ def _question(row: dict[str, Any], where: str) -> Question:
         raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
     if not any(message["content"].strip() for message in messages):
         raise ConfigError(f"{where}: prompt must hold some text, got {str(messages)[:120]}. Leave out rows without any")
-    if not isinstance(answer, dict) or answer.get("ground_truth") is None:
+    if not isinstance(answer, dict) or "ground_truth" not in answer:
         raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(answer)[:120]}")
+    if answer["ground_truth"] is None:
+        raise ConfigError(
+            f"{where}: reward_model.ground_truth is null. Give the answer that the reward compares with, or leave the "
+            "row out"
+        )
     if not isinstance(extra, dict):
         kind = "text" if isinstance(extra, str) else type(extra).__name__
         raise ConfigError(

@@ -107,10 +107,19 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     assert not store.end_reason
     (slot,) = store.admit("rollout/0", 1, 0.0)
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=1.0), drop_equal=True)
-    assert "task is solved" in store.end_reason
+    assert "task is solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
     (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
     store.finish(slot.group_id, b"", make_outcome(equal_rewards=False, reward=0.5), drop_equal=True)
     assert not store.end_reason
+
+
+def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
+    store = Store(plain_rules(0, 1))
+    store.served(0)
+    for _ in range(EQUAL_BATCHES):
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=0.0), drop_equal=True)
+    assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")
 
 
 def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:

@@ -233,3 +233,13 @@ def test_a_clock_set_back_between_two_steps_costs_metrics_but_not_the_run(tmp_pa
         log.add("learner/0", learner_step(step, end_s - 2.0, end_s))
     log.close()
     assert ["utilisation/learner" in line for line in lines(tmp_path)] == [False, False, True]
+
+
+def test_notes_of_workers_are_shown_and_groups_whose_reward_failed_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = make_log(tmp_path)
+    log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 2, "sum"),), notes=("rollout/0: it failed",)))
+    log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 1, "sum"),)))
+    assert "rollout/0: it failed" in capsys.readouterr().out
+    assert log.summary({})["failed_groups"] == 3

@@ -10,7 +10,7 @@ import yaml
 from async_rl.cli import main
 from async_rl.config import EvalConfig
 from async_rl.telemetry.metrics import reduce_metrics
-from rollout_server.run_eval import _at_k_metrics, _version_metrics, pass_at_k
+from rollout_server.run_eval import _at_k_metrics, _source_metrics, _version_metrics, pass_at_k
 from tests.tiny_folder import save_tiny_model
 
 
@@ -28,6 +28,14 @@ def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
         {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
     )
     assert list(_at_k_metrics([[1.0]], EvalConfig())) == []
+
+
+def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
+    rewards = [[1.0, 0.2], [0.0, 1.0], [None, 1.0], [1.0, 1.0]]
+    assert reduce_metrics(_source_metrics(["gsm8k", "math", "math", "gsm8k"], rewards)) == {
+        "eval/accuracy/gsm8k": 0.75, "eval/accuracy/math": 0.5
+    }
+    assert list(_source_metrics(["gsm8k"] * 4, rewards)) == []
 
 
 def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
@@ -48,7 +56,9 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     assert main(["eval", str(tmp_path / "model"), "eval.size=4", "eval.samples=2"]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
-    assert {*lines, "eval/version"} == set(EvalConfig(samples=2).metrics)
+    assert {key.removeprefix("eval/") for key in lines} == {
+        "accuracy", "reward", "response_length", "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
+    }
     capsys.readouterr()
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2

@@ -90,6 +90,15 @@ def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix
         ({"prompt": "What?"}, "row 1: prompt must be a list of {role, content} messages, got What?"),
         ({"prompt": []}, "row 1: prompt must be"),
         ({"reward_model": {"style": "rule"}}, "row 1: reward_model must be"),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": None}},
+            r"row 1: reward_model\.ground_truth is null\. Give the answer that the reward compares with, or leave",
+        ),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": ["2", "two"]}},
+            r"row 1: reward_model\.ground_truth must be text or a number for the rule gsm8k, got \['2', 'two'\]",
+        ),
+        ({"prompt": [{"role": "user", "content": " \n"}]}, "row 1: prompt must hold some text"),
         ({"extra_info": '{"index": 1}'}, "row 1: extra_info must be a mapping, got text: '{\"index\": 1}'. Parse"),
         ({"extra_info": [1, 2]}, r"row 1: extra_info must be a mapping, got list: '\[1, 2\]'"),
         ({"data_source": "poems"}, "no reward rule belongs to data_source 'poems'"),
@@ -98,6 +107,12 @@ def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix
 def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(written(tmp_path / "rows.jsonl", [row_of(0), row_of(1, **changes)]))
+
+
+def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) -> None:
+    rows = [row_of(0, reward_model={"style": "rule", "ground_truth": ["1", "one"]})]
+    _, task = opened(written(tmp_path / "rows.jsonl", rows), reward="my_rewards:score")
+    assert task.prompt(0).reference.answer == ["1", "one"]
 
 
 @pytest.mark.parametrize(

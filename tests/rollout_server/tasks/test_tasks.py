@@ -106,7 +106,7 @@ def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_ow
     drawn = Counter(question.extra["source_dataset"] for question in questions)
     assert set(drawn) == {"gcd", "spell_backward"} and drawn["gcd"] > drawn["spell_backward"]
     assert {task.verify(question, question.answer) for question in questions} == {1.0}
-    assert {question.source for question in questions} == {"reasoning_gym/composite"}
+    assert {question.source for question in questions} == {"reasoning_gym/spell_backward", "reasoning_gym/gcd"}
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "number_sorting", "letter_counting", "gcd"])

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl import pipeline
+from async_rl.cli import main
+
+ENDED = "16 rollout groups in a row had the same reward, 0, for every answer. Choose an easier one."
+
+
+@pytest.mark.parametrize(("steps", "code"), [(0, 1), (3, 0)])
+def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
+    steps: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary: dict[str, Any] = {"steps": steps, "ended": ENDED}
+    monkeypatch.setattr(pipeline, "check_inputs", lambda config: None)
+    monkeypatch.setattr(pipeline, "open_run_dir", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "_run", lambda config, signals: summary)
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ntask: {name: reasoning_gym/chain_sum}\n")
+    assert main(["train", str(tmp_path / "config.yaml")]) == code
+    error = f"async-rl: error: the run has learned nothing, it ended without a step: {ENDED}\n"
+    assert capsys.readouterr().err == (error if code else "")

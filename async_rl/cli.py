@@ -144,6 +144,7 @@ def _add_file_commands(commands: Any) -> None:
     )
     trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
+    trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
 
 
 def _add(
@@ -229,9 +230,28 @@ def _config(args: argparse.Namespace) -> int:
 def _export_trajectories(args: argparse.Namespace) -> int:
     from buffer.journal.export import export_trajectories
 
-    rows = export_trajectories(args.run_dir, args.target)
+    rows = export_trajectories(args.run_dir, args.target, _add_texts(args.run_dir) if args.text else None)
     print(f"{rows} rollouts written to {args.target}")
     return 0
+
+
+def _add_texts(run_dir: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that adds prompt_text, answer_text and ground_truth to a row of export_trajectories."""
+    from async_rl.config.loading import load_config
+    from async_rl.storage.model_folder import load_tokenizer
+    from rollout_server.tasks.base import open_task
+
+    config = load_config(run_dir / "config.yaml")
+    tokenizer = load_tokenizer(config.model.path)
+    task = open_task(config, tokenizer)
+
+    def add(row: dict[str, Any]) -> None:
+        truth = task.prompt(row["prompt_index"]).reference.answer
+        row["ground_truth"] = truth if isinstance(truth, str) else json.dumps(truth, default=str)
+        for text, tokens in (("prompt_text", "prompt_tokens"), ("answer_text", "tokens")):
+            row[text] = tokenizer.decode(row[tokens]) if tokens in row else None
+
+    return add
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from itertools import groupby
 from operator import itemgetter
@@ -33,6 +33,8 @@ SCHEMA = pa.schema(
 )
 """The columns of the file. `staleness` is that of the last use. The arrays are null if the journal has removed the
 group's payload."""
+TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(), "ground_truth": pa.string()})
+"""The columns that `add_texts` fills."""
 
 _ROLLOUTS = """
 SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
@@ -44,12 +46,17 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 """
 
 
-def export_trajectories(run_dir: Path, target: Path) -> int:
+def export_trajectories(
+    run_dir: Path, target: Path, add_texts: Callable[[dict[str, Any]], None] | None = None
+) -> int:
     """Write every rollout that arrived, before a resume too, to a Parquet file, and return their number.
 
+    `add_texts` adds the columns of TEXT_SCHEMA to a row; without it the file does not have them.
     The run may still be going on. Raises ConfigError if it has no journal, if the journal is empty, or if the file
     can't be written; AsyncRLError if another version of this program wrote the journal.
     """
+    if target.suffix != ".parquet":
+        raise ConfigError(f"OUT.parquet must end with .parquet, got {target}: no other format is written")
     journal = run_dir / FILE_NAME
     if not journal.is_file():
         raise ConfigError(f"{journal} does not exist: not a run directory, or a run with buffer.journal=false")
@@ -63,9 +70,13 @@ def export_trajectories(run_dir: Path, target: Path) -> int:
                     f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever "
                     f"asked for. The logs in {run_dir / 'logs'} may say why; if the run is starting, try again later"
                 )
-            with pq.ParquetWriter(target, SCHEMA) as writer:
+            schema = pa.schema([*SCHEMA, *TEXT_SCHEMA]) if add_texts else SCHEMA
+            with pq.ParquetWriter(target, schema) as writer:
                 for chunk in _chunks(database, payload_folder(journal)):
-                    writer.write_batch(pa.RecordBatch.from_pylist(chunk, SCHEMA))
+                    if add_texts:
+                        for row in chunk:
+                            add_texts(row)
+                    writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema))
                     number += len(chunk)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None

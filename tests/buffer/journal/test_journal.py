@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_rl.cli import main
-from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfig, RunConfig
+from async_rl.config import BufferConfig, CheckpointConfig, Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.config.loading import dump_config
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
@@ -24,6 +25,8 @@ from buffer.frames import view
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.tasks.base import open_task
 from tests.buffer.factories import make_config, make_group, serving
 from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker
 from tests.buffer.test_refusals import ask
@@ -195,6 +198,39 @@ def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_pa
                 is_kept = batch.version >= 12 - 3
                 assert row["tokens"] == (rollout.tokens.tolist() if is_kept else None)
                 assert row["versions"] == (rollout.versions.tolist() if is_kept else None)
+
+
+def test_an_export_under_the_name_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = journalled(tmp_path)
+    trained(config, steps=2)
+    for name in ("out.csv", "out"):
+        assert main(["export-trajectories", str(config.run_dir), str(tmp_path / name)]) == 2
+        assert f"OUT.parquet must end with .parquet, got {tmp_path / name}" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+
+
+def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
+    config = journalled(tmp_path, keep_steps=3)
+    task_config = TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=256)
+    config = dataclasses.replace(config, model=ModelConfig(path=str(tmp_path / "model")), task=task_config)
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    trained(config)
+    (config.run_dir / "config.yaml").write_text(dump_config(config))
+    command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
+    assert main([*command, "--text"]) == 0
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert {row["tokens"] is None for row in rows} == {True, False}
+    task = open_task(config, tokenizer)
+    for row in rows:
+        is_kept = row["tokens"] is not None
+        assert row["prompt_text"] == (tokenizer.decode(row["prompt_tokens"]) if is_kept else None)
+        assert row["answer_text"] == (tokenizer.decode(row["tokens"]) if is_kept else None)
+        assert row["ground_truth"] == task.prompt(row["prompt_index"]).reference.answer
+    assert main(command) == 0
+    assert "answer_text" not in pq.read_table(tmp_path / "out.parquet").column_names
 
 
 def test_a_run_without_a_journal_says_so_when_asked_for_one(

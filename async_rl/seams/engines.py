@@ -90,6 +90,7 @@ ENGINES: dict[str, EngineEntry] = {
         max_tensor_parallel=0,
         attaches_to_url=True,
         packages=("sglang",),
+        refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
     ),
     "hf": EngineEntry(
         open="rollout_server.engines.hf.engine:HFEngine",

@@ -1,0 +1,33 @@
+"""Finds out whether SGLang can serve a model. It reads SGLang's files, because importing SGLang takes many seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from async_rl.config import Config
+
+_READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
+"""By architecture, a key of config.json that SGLang needs and that transformers 5 leaves out of the files it writes."""
+
+
+def why_refused(config: Config) -> str:
+    """Return why SGLang can't serve the model in model.path, as a part of a sentence, or "" if it may serve it."""
+    import transformers
+
+    sglang = importlib.util.find_spec("sglang")
+    model = transformers.AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    if sglang is None or not sglang.submodule_search_locations or not model.architectures:
+        return ""
+    name = model.architectures[0]
+    folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
+    entries = (file.read_text(encoding="utf-8").partition("\nEntryClass")[2] for file in folder.glob("*.py"))
+    if not any(re.search(rf"\b{name}\b", entry) for entry in entries):
+        substitute = getattr(transformers, name, None)  # which SGLang runs instead, if it can
+        if substitute is None or not substitute.is_backend_compatible():
+            return f"it has no implementation of {name}, and can't run that of transformers. Set rollout.engine: hf"
+    key = _READ_FROM_CONFIG.get(name, "")
+    if key and not hasattr(model, key):
+        return f"its {name} needs the key {key} in config.json. Add the key, or set rollout.engine: hf"
+    return ""

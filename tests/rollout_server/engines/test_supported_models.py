@@ -1,0 +1,60 @@
+"""The check before the start of whether SGLang can serve a model, which needs SGLang's files but does not import it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+
+def config_with(folder: Path, model_type: str, architecture: str) -> Config:
+    model = AutoConfig.for_model(model_type)
+    model.architectures = [architecture]
+    model.save_pretrained(folder)
+    return Config(model=ModelConfig(path=str(folder)), task=TaskConfig(name="reasoning_gym/chain_sum"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("qwen2", "Qwen2ForCausalLM"), ("smollm3", "SmolLM3ForCausalLM"), ("phi", "PhiForCausalLM")],
+)
+def test_a_model_that_sglang_or_its_substitute_runs_is_accepted(
+    tmp_path: Path, model_type: str, architecture: str
+) -> None:
+    config = config_with(tmp_path, model_type, architecture)
+    config.rollout.engine_entry.check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("bloom", "BloomForCausalLM", "it has no implementation of BloomForCausalLM, and can't run that of transf"),
+        ("falcon", "FalconForCausalLM", "it has no implementation of FalconForCausalLM"),
+        ("qwen2", "MyOwnForCausalLM", "it has no implementation of MyOwnForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM", "its Gemma2ForCausalLM needs the key hidden_act in config.json. Add the key"),
+    ],
+)
+def test_a_model_that_sglang_lacks_is_refused_with_a_sentence(
+    tmp_path: Path, model_type: str, architecture: str, reason: str
+) -> None:
+    config = config_with(tmp_path, model_type, architecture)
+    with pytest.raises(ConfigError, match=rf"rollout\.engine sglang can't serve {tmp_path}: {reason}"):
+        config.rollout.engine_entry.check_model(config)
+    hf = replace(config, rollout=RolloutConfig(engine="hf"))
+    hf.rollout.engine_entry.check_model(hf)
+
+
+def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "gemma2", "Gemma2ForCausalLM")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu_pytorch_tanh"}))
+    config.rollout.engine_entry.check_model(config)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -58,7 +59,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_commands(commands)
-    _add_file_commands(commands)
     add_benchmarks(commands, _add_config)
 
     args, rest = parser.parse_known_args(arguments)
@@ -78,9 +78,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_commands(commands: Any) -> None:
-    train = _add(
-        commands, "train", _train, "train a model by RL", "train configs/quickstart.yaml staleness.max=2 run.steps=60"
-    )
+    quickstart = "configs/quickstart.yaml"
+    add = partial(_add, commands)
+    train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
         "--resume", metavar="RUN_DIR", default="", type=os.path.expanduser,
@@ -88,71 +88,54 @@ def _add_commands(commands: Any) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
 
-    sft_help = "make model.path from sft.base by supervised fine-tuning"
-    _add_config(_add(commands, "sft", _sft, sft_help, "sft configs/quickstart.yaml sft.steps=100"))
+    sft = add("sft", _sft, "make model.path from sft.base by supervised fine-tuning", f"{quickstart} sft.steps=100")
+    _add_config(sft)
 
-    export = _add(
-        commands, "export", _export, "write a checkpoint as a Hugging Face folder",
-        "export runs/quickstart/checkpoints/step_50 my-model",
-    )
+    about = "convert a data set's original files for task.path"
+    prepare = add("prepare", _prepare, about, "gsm8k train.jsonl gsm8k_train.parquet")
+    prepare.add_argument("dataset", choices=["gsm8k"])
+    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
+    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
+
+    about = "print the JSON schema of the configuration, for editors"
+    add("config", _config, about, "schema > config.schema.json").add_argument("action", choices=["schema"])
+
+    keys = add("keys", _keys, "make the keys that let the buffer leave loopback", "new my-keys")
+    keys.add_argument("action", choices=["new"])
+    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
+
+    about = "write a checkpoint as a Hugging Face folder"
+    export = add("export", _export, about, "runs/quickstart/checkpoints/step_50 my-model")
     export.add_argument(
         "checkpoint", metavar="CHECKPOINT", type=os.path.expanduser,
         help="RUN_DIR/checkpoints/step_N, or RUN_DIR: the newest",
     )
     export.add_argument("target", type=Path, metavar="OUT_DIR")
 
-    evaluate = _add(
-        commands, "eval", _eval, "measure the held-out accuracy of a model folder",
-        "eval runs/quickstart/model eval.samples=4",
-    )
+    about = "measure the held-out accuracy of a model folder"
+    evaluate = add("eval", _eval, about, "runs/quickstart/model eval.samples=4")
     evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
     _add_config(evaluate, is_needed=False)
 
-    status = _add(
-        commands, "status", _status, "show who waits on whom, in a run that goes on or has ended",
-        "status runs/quickstart",
-    )
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-
-    doctor_help = "check this machine, and a config if one is given"
-    _add_config(_add(commands, "doctor", _doctor, doctor_help, "doctor configs/quickstart.yaml"), is_needed=False)
-
-
-def _add_file_commands(commands: Any) -> None:
-    """Add the commands that only convert or write files."""
-    prepare = _add(
-        commands, "prepare", _prepare, "convert a data set's original files for task.path",
-        "prepare gsm8k train.jsonl data/gsm8k_train.parquet",
-    )
-    prepare.add_argument("dataset", choices=["gsm8k"])
-    prepare.add_argument("source", type=Path, metavar="IN.jsonl")
-    prepare.add_argument("target", type=Path, metavar="OUT.parquet")
-
-    config = _add(
-        commands, "config", _config, "print the JSON schema of the configuration, for editors",
-        "config schema > configs/config.schema.json",
-    )
-    config.add_argument("action", choices=["schema"])
-
-    keys = _add(commands, "keys", _keys, "make the keys that let the buffer leave loopback", "keys new my-keys")
-    keys.add_argument("action", choices=["new"])
-    keys.add_argument("folder", type=Path, metavar="DIR", help="for network.keys; give it to every host of the run")
-
-    trajectories = _add(
-        commands, "export-trajectories", _export_trajectories, "write a run's journal as Parquet",
-        "export-trajectories runs/quickstart trajectories.parquet",
-    )
+    about = "write a run's journal as Parquet"
+    trajectories = add("export-trajectories", _export_trajectories, about, "runs/quickstart trajectories.parquet")
     trajectories.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
     trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
+
+    status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
+    _add_config(doctor, is_needed=False)
 
 
 def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help, description=describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {example}")
-    )
+    """Add a command; `example` is what a user types after its name."""
+    description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(run=run)
     return parser
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from async_rl.config import Config
@@ -20,7 +21,7 @@ from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.model_folder import check_model_folder, check_role_folder, load_tokenizer, role_folders
+from async_rl.storage.model_folder import ROLES, check_model_folder, check_role_folder, load_tokenizer
 
 if TYPE_CHECKING:
     from rollout_server.tasks.base import Task
@@ -59,7 +60,8 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     if not config.rollout.server_url:
         check_engine = config.rollout.engine_entry.check_model
         checks.append(PreflightCheck("rollout.engine", engine, lambda: check_engine(config), MODEL, everywhere=True))
-    for key, path in role_folders(config).items():
+    roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
+    for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
     checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
@@ -68,7 +70,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         checks += _checks_of_this_host(config)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
     settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
-    for key, path in {"model.path": model, **role_folders(config)}.items():
+    for key, path in {"model.path": model, **roles}.items():
         needs = MODEL if key == "model.path" else key
         checks.append(PreflightCheck(f"{key} loads", path, partial(check_loading, key, path, settings), needs))
     if config.rollout.top_p < 1:

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_rl.config import Config
 from async_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_ROLES: dict[str, tuple[str, ...]] = {
+ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
-"""[key] endings of which the architecture's name must have one; the critic may have any architecture."""
+"""[key] endings of which the architecture's name must have one, for the models besides the policy; (): any name."""
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 SFT_MARKER = "sft_config.yaml"
@@ -105,22 +104,13 @@ def writing(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} can't be written: {reason}. Name a folder on a disk with room for it") from None
 
 
-def role_folders(config: Config) -> dict[str, str]:
-    """Return those model folders of critic, reference and reward model that are set, by configuration key."""
-    paths = {
-        "critic.path": config.critic.path, "reference.path": config.reference.path,
-        "reward_model.path": config.reward_model.path,
-    }
-    return {key: path for key, path in paths.items() if path}
-
-
 def check_role_folder(key: str, path: str) -> None:
-    """Check that `path`, the value of `key`, holds a model of the kind that `key` needs; for keys of `role_folders`.
+    """Check that `path`, the value of `key`, holds a model of the kind that `key`, one of ROLES, needs.
 
     Raises:
         ConfigError: `path` holds another kind of model, or lacks files.
     """
-    _load_model_config(Path(path), key, _ROLES[key])
+    _load_model_config(Path(path), key, ROLES[key])
     weight_shapes(Path(path))
 
 

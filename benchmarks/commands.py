@@ -7,40 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-AddConfig = Callable[[argparse.ArgumentParser], None]
-"""Adds the arguments CONFIG and key=value to the parser of a command."""
-
-
 def describe_command(sentence: str, example: str) -> str:
     """Return the description of a command, with which its --help begins."""
     return f"{sentence}\n\nexample: {example}"
 
 
-def add_benchmarks(commands: Any, add_config: AddConfig) -> None:
-    """Add the commands sweep, report and plan to an argument parser.
+def add_benchmarks(commands: Any, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Add sweep, report and plan to the subparsers of argparse; `add_config` adds the arguments CONFIG and key=value.
 
-    Args:
-        commands: the subparsers object of argparse. The parser of each command sets `run`, which returns the exit code.
-        add_config: adds the arguments CONFIG and key=value.
+    The parser of each command sets `run`, which returns the exit code.
     """
     _add_sweep(commands, add_config)
-    sentence = "Make the table, the plots and the page report.html of a sweep or a run."
-    report = commands.add_parser(
-        "report", help="table, plots and report.html of a sweep or a run",
-        description=describe_command(sentence, "async-rl report runs/quickstart-sweep"),
-    )
+    sentence = "make table, plots and the page report.html of a sweep or a run"
+    report = _add(commands, "report", _report, sentence, "runs/quickstart-sweep")
     report.add_argument("folder", type=Path, metavar="RUN_DIR")
-    report.set_defaults(run=_report)
     _add_plan(commands)
 
 
-def _add_sweep(commands: Any, add_config: AddConfig) -> None:
-    sweep = commands.add_parser(
-        "sweep", help="train at every combination of settings and seeds, and report",
-        description=describe_command(
-            "Train at every combination of settings and seeds, and report what staleness buys and costs.",
-            "async-rl sweep configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
-        ),
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
+) -> argparse.ArgumentParser:
+    description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_sweep(commands: Any, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
+    sweep = _add(
+        commands, "sweep", _sweep, "train at every combination of settings and seeds, and report",
+        "configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
     add_config(sweep)
     sweep.add_argument("--staleness", default="0,1,2,3,5,8,10", help="values of staleness.max (default: %(default)s)")
@@ -52,16 +48,12 @@ def _add_sweep(commands: Any, add_config: AddConfig) -> None:
     sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
     sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
     sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
-    sweep.set_defaults(run=_sweep)
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan", help="predict utilisation at each staleness bound, and memory, before any run",
-        description=describe_command(
-            "Predict utilisation at each staleness bound, and memory, before any run.",
-            "async-rl plan --train-s 10 --rollout-s 30 --sync-s 1 --group-s 8 --devices 8",
-        ),
+    plan = _add(
+        commands, "plan", _plan, "predict utilisation at each staleness bound, and memory, before any run",
+        "--train-s 40 --rollout-s 60 --devices 8 --now 4,4",
     )
     plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
     plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
@@ -81,7 +73,6 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--method", choices=["ppo", "grpo"], default="grpo")
     plan.add_argument("--device-gb", type=float, default=80.0)
     plan.add_argument("--link-gbps", type=float, default=400.0)
-    plan.set_defaults(run=_plan)
 
 
 def _sweep(args: argparse.Namespace) -> int:

@@ -99,8 +99,6 @@ def answer(args: argparse.Namespace) -> str:
     workload = planned_workload(args)
     parts = []
     if workload is not None:
-        if args.rollout_s is not None:
-            parts.append(describe_overlap(args.rollout_s, workload.train_s))
         plan = make_plan(workload, numbers(args.staleness, "--staleness"))
         parts.append(describe_plan(plan))
         if args.devices is not None:
@@ -253,13 +251,3 @@ def describe_memory(parameters: float, method: str, device_gb: float, link_gbps:
         f"{8 * weights_gb / link_gbps:.3g} s.",
     ]
     return "\n".join(lines)
-
-
-def describe_overlap(rollout_s: float, train_s: float) -> str:
-    """Return text with the learner's utilisation and the speed-up if rollout and training overlap fully."""
-    together_s, longer_s = rollout_s + train_s, max(rollout_s, train_s)
-    return (
-        f"Rollout {rollout_s:.4g} s and learning {train_s:.4g} s a step: in turn the learner works "
-        f"{train_s / together_s:.0%} of the time, with full overlap {train_s / longer_s:.0%}, "
-        f"{together_s / longer_s:.2f} times the steps."
-    )

@@ -31,10 +31,8 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, pa
 
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
     version are gone. A group that never arrived is dropped as `failed`. Groups over the capacity under `rules`, which
-    may have changed since, are dropped as `late`.
-
-    Args:
-        past: [group id] the groups that arrived before the earlier run ended, even after the checkpoint.
+    may have changed since, are dropped as `late`. `past` has, by id, the groups that arrived before the earlier run
+    ended, even after the checkpoint.
     """
     rows = [
         Row(group_id=g, prompt_index=p, start_version=s, worker="", batch=b) for g, p, s, b in saved.buffer["live"]

@@ -42,10 +42,7 @@ class LearnerClient:
     """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
 
     Every method raises WaitTimeoutError if the buffer does not answer within timeouts.wire_s, and WireError if it
-    refuses the request.
-
-    Args:
-        keys: network.keys.
+    refuses the request. `keys` is network.keys.
     """
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -133,9 +130,7 @@ class LearnerClient:
 class WorkerClient:
     """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it at once.
 
-    Args:
-        worker: name of the worker, unique in the run; its slots are granted to this name.
-        keys: network.keys.
+    Slots are granted to the name `worker`, which is unique in the run. `keys` is network.keys.
     """
 
     def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -166,8 +161,7 @@ class WorkerClient:
     async def aborts(self, acknowledged: Sequence[int]) -> list[int]:
         """Wait until the buffer has dropped groups that this worker runs, and return their ids; none after LONG_POLL_S.
 
-        Args:
-            acknowledged: the result of the call before; ids are returned again until they are acknowledged.
+        Ids are returned again until they are `acknowledged`, which is the result of the call before.
         """
         reply = await self._call(
             next(self._ids), "aborts", "dropped groups", acknowledged=list(acknowledged), wait_s=LONG_POLL_S
@@ -178,8 +172,7 @@ class WorkerClient:
     async def put(self, group: RolloutGroup) -> bool:
         """Deliver a finished group. Returns False if it had arrived already, or was dropped.
 
-        Raises:
-            WireError: the buffer refused the group, and says why. The group's slot is still held: see `fail`.
+        If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])

@@ -64,9 +64,7 @@ class BufferServer:
     def serve(self, stop: threading.Event) -> None:
         """Answer messages, and return once `stop` is set.
 
-        Raises:
-            StalenessError: the staleness bound would have been violated; this is a bug.
-            AsyncRLError: the journal can't be written.
+        Raises AsyncRLError if the journal can't be written, and StalenessError if a group would be too old: a bug.
         """
         router = self._socket.router
         poller = zmq.Poller()
@@ -99,9 +97,7 @@ class BufferServer:
     def close(self) -> dict[str, float]:
         """Wait until `serve` returns, drop the groups that are left as `shutdown`, and return the last counters.
 
-        Raises:
-            StalenessError: groups are unaccounted for.
-            WaitTimeoutError: `serve` did not return within timeouts.shutdown_s; set its `stop` first.
+        Raises WaitTimeoutError if `serve` does not return within timeouts.shutdown_s: set its `stop` first.
         """
         if not self._serving.acquire(timeout=self._shutdown_s):
             raise WaitTimeoutError(

@@ -76,8 +76,7 @@ class GroupAccounting:
 class StoreState:
     """Holds live rows by state, and scalars. `restore` makes the same state from the results of `rows` and `scalars`.
 
-    Args:
-        record: called with every row that is new or changed, also with rows in a final state, which are not kept here.
+    `record` is called with every row that is new or changed, also with rows in a final state, which are not kept here.
     """
 
     def __init__(self, record: Callable[[Row], None] | None = None) -> None:

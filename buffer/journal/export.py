@@ -51,9 +51,8 @@ def export_trajectories(
 ) -> int:
     """Write every rollout that arrived, before a resume too, to a Parquet file, and return their number.
 
-    `add_texts` adds the columns of TEXT_SCHEMA to a row; without it the file does not have them.
-    The run may still be going on. Raises ConfigError if it has no journal, if the journal is empty, or if the file
-    can't be written; AsyncRLError if another version of this program wrote the journal.
+    The run may still be going on. `add_texts` fills the columns of TEXT_SCHEMA; without it the file does not have them.
+    Raises ConfigError if the journal is missing or empty, or if the file can't be written.
     """
     if target.suffix != ".parquet":
         raise ConfigError(f"OUT.parquet must end with .parquet, got {target}: no other format is written")

@@ -73,11 +73,8 @@ _IMPORT_PAST = (
 class Journal:
     """Keeps what `record` and `record_group` are given. All of it is in the file once `commit` has returned.
 
-    Args:
-        keep_steps: versions for which the payload of a trained or dropped group is kept; -1: for ever.
-
-    Raises:
-        AsyncRLError: in every method: the file can't be read or written. In the constructor: another schema version.
+    The payload of a trained or dropped group is kept for `keep_steps` versions; -1: for ever. Every method raises
+    AsyncRLError if the file can't be read or written, the constructor also if it has another schema version.
     """
 
     def __init__(self, file: Path, keep_steps: int) -> None:

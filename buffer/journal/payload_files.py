@@ -26,13 +26,9 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    """Appends payloads to the files of a folder and removes files that are not needed any more.
+    """Appends payloads to the files of a folder and removes files that hold none of the places in `kept` any more.
 
-    Args:
-        kept: the places that the journal holds; files without any of them are removed.
-
-    Raises:
-        OSError: in every method: the folder or a file can't be read or written.
+    Every method raises OSError if the folder or a file can't be read or written.
     """
 
     def __init__(self, folder: Path, kept: Iterable[Place]) -> None:

@@ -65,10 +65,7 @@ class Operations:
     """Applies the requests of one run's clients to its store.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
-    once, so that the first worker does not get all slots.
-
-    Args:
-        record_group: called with every group that is stored.
+    once, so that the first worker does not get all slots. `record_group` is called with every group that is stored.
     """
 
     def __init__(
@@ -193,11 +190,7 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. The puts of one worker that come between two calls of `answers` share a reply.
-
-        Args:
-            stored: False if the group had been stored before, or was dropped.
-        """
+        """Answer a `put`. The puts of one worker that come between two calls of `answers` share a reply."""
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
@@ -254,12 +247,9 @@ class Operations:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """Return the slots for each worker: one at a time goes to that with the fewest running, up to what it asked for.
+    """Return the slots of each worker: one at a time goes to that with the fewest running, up to what it has `asked`.
 
-    Args:
-        capacity: groups that may start now.
-        asked: [worker] the most groups that it can start.
-        running: [worker] the groups that it runs already.
+    `capacity` groups may start now. `running` has the number of groups that each worker runs already.
     """
     shares = dict.fromkeys(asked, 0)
     for _ in range(min(capacity, sum(asked.values()))):

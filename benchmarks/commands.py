@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+
 def describe_command(sentence: str, example: str) -> str:
     """Return the description of a command, with which its --help begins."""
     return f"{sentence}\n\nexample: {example}"

@@ -16,6 +16,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer, writing
+from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import Metric
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 from learner.optimizer import check_finite, lr_decay, non_finite
@@ -47,6 +48,7 @@ def base_tokenizer(config: Config) -> Any:
             f"folder. {f'Did you mean {nearest[0]}?' if nearest else from_hub}"
         )
     check_model_folder(base, key="sft.base")
+    load_without_weights("sft.base", base, config.model.attn_implementation)
     return load_tokenizer(base)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer
+from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import reduce_metrics
 from rollout_server.engines.base import open_engine
 from rollout_server.rewards.base import open_reward
@@ -22,6 +23,7 @@ _NO_BUFFER = "tcp://127.0.0.1:1"
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the `eval/` metrics of model.path on eval.size held-out prompts with eval.samples answers each."""
     check_model_folder(config.model.path, config.longest_tokens)
+    load_without_weights("model.path", config.model.path, config.model.attn_implementation)
     values = asyncio.run(_evaluate(config))
     if not values:
         raise ConfigError(

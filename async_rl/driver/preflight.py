@@ -13,7 +13,7 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from async_rl.config import Config
+from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
@@ -21,7 +21,7 @@ from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.model_folder import ROLES, check_model_folder, check_role_folder, load_tokenizer
+from async_rl.storage.model_folder import ROLES, check_model_folder, check_role_folder, check_trainable, load_tokenizer
 
 if TYPE_CHECKING:
     from rollout_server.tasks.base import Task
@@ -51,7 +51,6 @@ def check_inputs(config: Config) -> list[str]:
 
 def input_checks(config: Config) -> list[PreflightCheck]:
     """Return all checks that apply to `config`; each comes after the one that it `needs`."""
-    from learner.models.check_loading import check_loading
     from rollout_server.tasks.base import open_task
 
     model, engine, host = config.model.path, config.rollout.engine, config.network.host
@@ -72,7 +71,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
     for key, path in {"model.path": model, **roles}.items():
         needs = MODEL if key == "model.path" else key
-        checks.append(PreflightCheck(f"{key} loads", path, partial(check_loading, key, path, settings), needs))
+        checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings), needs))
     if config.rollout.top_p < 1:
         checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
     return [
@@ -102,6 +101,18 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     if placement.pin_cpus:
         checks.append(PreflightCheck("placement.pin_cpus", "true", lambda: _check_cores(config)))
     return checks
+
+
+def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
+    """Check that the learner can load the model in `path`, the value of `key`, and compute what it needs of it."""
+    from async_rl.storage.model_loading import load_without_weights
+    from learner.models.lora import add_adapters
+
+    if key in ("model.path", "reference.path"):
+        check_trainable(path, key)
+    model = load_without_weights(key, path, settings.attn_implementation)
+    if key == "model.path" and settings.lora.rank:
+        add_adapters(model, settings.lora)
 
 
 def _check_host(host: str) -> None:

@@ -1,4 +1,4 @@
-"""Models that the learner can't load or train are refused before anything starts."""
+"""Models that can't be loaded are refused before anything starts, without reading their weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from async_rl.config import LoraConfig, ModelConfig
+from async_rl.config import Config, LoraConfig, ModelConfig, SftConfig, TaskConfig
+from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
-from learner.models.check_loading import check_loading
+from async_rl.storage.model_loading import load_without_weights
+from learner.sft import base_tokenizer
+from rollout_server.eval_command import evaluate_model
 from tests.tiny_folder import save_tiny_model
 
 SIZES = {
@@ -28,8 +31,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(folder: Path, key: str = "model.path", **settings: Any) -> None:
-    check_loading(key, str(folder), ModelConfig(path=str(folder), **settings))
+def check(folder: Path, key: str = "model.path") -> None:
+    load_without_weights(key, str(folder), "sdpa")
+
+
+def check_learner(folder: Path, rank: int = 0) -> None:
+    """Make the check of the learner that a run makes before it starts."""
+    model = ModelConfig(path=str(folder), lora=LoraConfig(rank=rank))
+    config = Config(model=model, task=TaskConfig(name="reasoning_gym/chain_sum"))
+    next(each for each in input_checks(config) if each.what == "model.path loads").run()
 
 
 def saved(kind: str, folder: Path, head: Any = AutoModelForCausalLM, **settings: Any) -> Path:
@@ -47,7 +57,7 @@ def changed(good: Path, folder: Path, **changes: Any) -> Path:
 def test_a_good_model_may_be_policy_reference_and_critic(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for key in ("model.path", "reference.path", "critic.path"):
         check(good, key)
-    check(good, lora=LoraConfig(rank=2))
+    check_learner(good, rank=2)
     assert capfd.readouterr() == ("", "")  # no progress bars, no tables of weights
 
 
@@ -56,6 +66,17 @@ def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, 
     message = rf"model.path {folder}: 6 weights do not have the shape .*: model\.layers\.0\.mlp.down_proj.weight is \["
     with pytest.raises(ConfigError, match=message):
         check(folder)
+
+
+def test_eval_and_sft_refuse_such_weights_too(good: Path, tmp_path: Path) -> None:
+    folder = str(changed(good, tmp_path / "model", intermediate_size=7))
+    config = Config(
+        model=ModelConfig(path=folder), task=TaskConfig(name="reasoning_gym/chain_sum"), sft=SftConfig(base=folder)
+    )
+    with pytest.raises(ConfigError, match=r"model\.path .*: 6 weights do not have the shape"):
+        evaluate_model(config)
+    with pytest.raises(ConfigError, match=r"sft\.base .*: 6 weights do not have the shape"):
+        base_tokenizer(config)
 
 
 def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(good: Path, tmp_path: Path) -> None:
@@ -74,18 +95,18 @@ def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(
         ("phi", {}, "a model of type phi changes its logits by lm_head.bias"),
         ("gemma2", {"head_dim": 8}, "a model of type gemma2 changes its logits by final_logit_softcapping"),
         ("cohere", {}, "a model of type cohere changes its logits by logit_scale"),
-        ("bloom", {"n_head": 4}, "the learner can't load this model: BloomForCausalLM does not support"),
+        ("bloom", {"n_head": 4}, "this model can't be loaded: BloomForCausalLM does not support"),
     ],
 )
 def test_an_architecture_that_the_learner_does_not_support_is_refused(
     tmp_path: Path, kind: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(saved(kind, tmp_path / "model", **settings))
+        check_learner(saved(kind, tmp_path / "model", **settings))
 
 
 def test_adapters_for_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
     folder = saved("gpt2", tmp_path / "model", n_embd=32, n_layer=2, n_head=4, n_positions=128)
-    check(folder)
+    check_learner(folder)
     with pytest.raises(ConfigError, match=r"model\.lora\.rank must be 0 with GPT2LMHeadModel, got 4: the model has no"):
-        check(folder, lora=LoraConfig(rank=4))
+        check_learner(folder, rank=4)

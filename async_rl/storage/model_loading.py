@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that the learner can load and use the models of the run. No weights are read."""
+"""Loads models without their weights, to check before a run starts that they can be loaded with them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,28 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.utils import logging
 
-from async_rl.config import ModelConfig
 from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import check_trainable
-from learner.models.lora import add_adapters
 
 _HEADS: dict[str, Any] = {
-    "model.path": AutoModelForCausalLM, "reference.path": AutoModelForCausalLM,
     "critic.path": AutoModelForTokenClassification, "reward_model.path": AutoModelForSequenceClassification,
 }
 
 
-def check_loading(key: str, path: str, config: ModelConfig) -> None:
-    """Check that the learner can load the model in `path`, the value of `key`, and compute what it needs of it.
+def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
+    """Load the model in `path`, the value of `key`, but read only the names and shapes of its weights; returns it.
 
     Raises:
-        ConfigError: transformers can't build the model; its files lack weights or hold weights of another shape; the
-            learner can't compute its logprobs; or its layers can't have the adapters of `config`.
+        ConfigError: transformers can't build the model, or its files lack weights or hold weights of another shape.
     """
-    if _HEADS[key] is AutoModelForCausalLM:
-        check_trainable(path, key)
     with _quiet():
         try:
-            lm, loaded = _HEADS[key].from_pretrained(
-                path, device_map="meta", attn_implementation=config.attn_implementation, output_loading_info=True,
+            lm, loaded = _HEADS.get(key, AutoModelForCausalLM).from_pretrained(
+                path, device_map="meta", attn_implementation=attn_implementation, output_loading_info=True,
                 ignore_mismatched_sizes=True, local_files_only=True,
             )
         except Exception as error:  # transformers raises errors of many types
             reason = textwrap.shorten(str(error), 250)
-            raise ConfigError(f"{key} {path}: the learner can't load this model: {reason}") from None
+            raise ConfigError(f"{key} {path}: this model can't be loaded: {reason}") from None
     if mismatched := sorted(loaded["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ConfigError(
@@ -51,8 +44,7 @@ def check_loading(key: str, path: str, config: ModelConfig) -> None:
             f"{key} {path}: the weight files lack {len(missing)} weights of the model that config.json describes: "
             f"{', '.join(missing[:3])}. Take config.json and weights of one model"
         )
-    if key == "model.path" and config.lora.rank:
-        add_adapters(lm, config.lora)
+    return lm
 
 
 @contextmanager

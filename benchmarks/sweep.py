@@ -113,10 +113,8 @@ def run_sweep(sweep: Sweep, run_cell: Callable[[Sweep, Cell], str] | None = None
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
-    known = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
-    check_comparable([*known.items(), *planned])
-    finished = {cell.name: record.seconds for cell in cells if (record := read_record(cell.folder))}
-    progress = Progress(cells, finished)
+    check_comparable([*finished_cells(sweep.folder, (axis.name for axis in sweep.axes)).items(), *planned])
+    progress = Progress(cells, {cell.name: done.seconds for cell in cells if (done := read_record(cell.folder))})
     machine = describe_machine()
     _write_plan(sweep, machine)
     with StopSignals():

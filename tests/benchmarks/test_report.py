@@ -156,6 +156,7 @@ def test_a_single_run_makes_a_report_too(sweep: Path, printed: str) -> None:
     assert (run / "report.html").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_only_setting_of_a_report_is_not_declared_the_best(sweep: Path, printed: str) -> None:
     run = sorted((sweep / "cells").iterdir())[0]
     text = write_report(run)

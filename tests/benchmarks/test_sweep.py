@@ -210,6 +210,7 @@ def test_the_command_reports_what_is_finished_and_remembers_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("benchmarks.sweep.run_in_process", Trainer())
+    monkeypatch.setattr("benchmarks.report.draw_all", lambda *_: [])
     config = str(base_yaml(tmp_path))
     options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
     assert main(["sweep", config, *options]) == 0

@@ -67,8 +67,9 @@ def _call_custom(function: Callable[..., float], prompt: Prompt, response: str) 
 
 def _load_function(name: str) -> Callable[..., float]:
     function = import_object(name, _KEY)
-    if not callable(function):
-        raise ConfigError(f"{_KEY} {name!r} is not a function but {type(function).__name__}")
+    if not callable(function) or inspect.isclass(function):
+        kind = "a class" if inspect.isclass(function) else type(function).__name__
+        raise ConfigError(f"{_KEY} {name!r} is not a function but {kind}")
     if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
         raise ConfigError(
             f"{_KEY} {name!r} must be a `def`, got an `async def`. It runs in a thread of its own and may block there"

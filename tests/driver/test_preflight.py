@@ -110,6 +110,7 @@ class SilentTask(Task):
         ("def reward(a, b, c, d, e): ...", "got reward(a, b, c, d, e): missing a required argument: 'e'"),
         ("def reward(*, prompt, response, answer, extra): ...", "too many positional arguments"),
         ("async def reward(prompt, response, answer, extra): ...", "must be a `def`, got an `async def`"),
+        ("class reward:\n    def __init__(self, a, b, c, d): ...", "is not a function but a class"),
         ("def reward(a, b, c, d, e=1): ...", ""),
         ("reward = lambda *a: 1.0", ""),
         ("class Judge:\n    def __call__(self, a, b, c, d): ...\nreward = Judge()", ""),

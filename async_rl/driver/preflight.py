@@ -106,12 +106,13 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
     """Check that the learner can load the model in `path`, the value of `key`, and compute what it needs of it."""
     from async_rl.storage.model_loading import load_without_weights
-    from learner.models.lora import add_adapters
 
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     model = load_without_weights(key, path, settings.attn_implementation)
     if key == "model.path" and settings.lora.rank:
+        from learner.models.lora import add_adapters
+
         add_adapters(model, settings.lora)
 
 

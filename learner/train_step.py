@@ -14,7 +14,7 @@ A loss is a sum over trained tokens, divided by what the minibatch holds on all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,7 +104,8 @@ class Updater:
             if is_skipped:
                 break
             if algorithm.early_stop_kl and trains_policy:
-                is_stopped = self._kl_proximal_learner(minibatch, logprobs) > algorithm.early_stop_kl
+                proximal = [micro.proximal for micro in minibatch.micro_batches]
+                is_stopped = self._mean_kl([minibatch], proximal, logprobs) > algorithm.early_stop_kl
                 trains_policy = not is_stopped
             if self.critic is not None:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
@@ -211,28 +212,22 @@ class Updater:
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else logprobs
-        behaviour = (micro.response.behaviour for micro in micro_batches)
-        return self._mean_kl(micro_batches, behaviour, proximal, sum(m.num_tokens for m in minibatches))
-
-    def _kl_proximal_learner(self, minibatch: MiniBatch, logprobs: Sequence[Tensor]) -> float:
-        """Return KL(proximal || learner) of a minibatch after the steps so far (k3, nats a token). Collective."""
-        proximal = [micro.proximal for micro in minibatch.micro_batches]
-        return self._mean_kl(minibatch.micro_batches, proximal, logprobs, minibatch.num_tokens)
+        return self._mean_kl(minibatches, [micro.response.behaviour for micro in micro_batches], proximal)
 
     def _mean_kl(
-        self, micro_batches: Iterable[MicroBatch], p: Iterable[Tensor | None], q: Iterable[Tensor | None],
-        num_tokens: int,
+        self, minibatches: Sequence[MiniBatch], p: Sequence[Tensor | None], q: Sequence[Tensor | None]
     ) -> float:
-        """Return KL(p || q) over all ranks, from the logprobs [N] of each micro-batch. Collective.
+        """Return KL(p || q) of all ranks (k3, nats a token), from the logprobs [N] of each micro-batch. Collective.
 
         NaN exceeds no limit: the optimizer then skips the step.
         """
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro, of_p, of_q in zip(micro_batches, p, q, strict=True):
             assert of_p is not None and of_q is not None
             total += torch.where(micro.response.trained, kl_k3(of_p, of_q), 0.0).double().sum()
         dist.all_reduce(total)
-        return float(total) / num_tokens
+        return float(total) / sum(minibatch.num_tokens for minibatch in minibatches)
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:

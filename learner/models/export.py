@@ -13,7 +13,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.model_folder import writing
 from learner.models.lora import merged_parameters
-from learner.models.policy import load_policy, partial_folder, write_folder
+from learner.models.policy import load_policy, write_folder
 
 
 def export(source: str | Path, target: Path) -> Path:
@@ -31,7 +31,7 @@ def export(source: str | Path, target: Path) -> Path:
     except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     with writing(target):
-        partial_folder(target).mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
+        target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
     config = load_config(run_dir_of(checkpoint) / "config.yaml")
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}

@@ -156,7 +156,7 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
 
     `target` gets its name once it is complete. It has no SFT_MARKER, so that `async-rl sft` does not overwrite it.
     """
-    partial = partial_folder(target)
+    partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
@@ -165,11 +165,6 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
             shutil.copy(file, partial / file.name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-
-
-def partial_folder(target: Path) -> Path:
-    """Return the folder that `write_folder` fills and then renames to `target`."""
-    return target.with_name(target.name + ".partial")
 
 
 def _stored_dtype(source: Path) -> torch.dtype:

@@ -151,19 +151,23 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
 
 
 def _train(args: argparse.Namespace) -> int:
-    from async_rl.config.loading import load_config
-    from async_rl.pipeline import dry_run, run
+    from async_rl.driver.signals import StopSignals
 
-    if args.resume:
-        from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+    with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
+        from async_rl.config.loading import load_config
+        from async_rl.pipeline import dry_run, run
 
-        args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
-        args.overrides = [f"run.resume={args.resume}", *args.overrides]
-    config = load_config(args.config, args.overrides)
-    if args.dry_run:
-        print(dry_run(config), end="")
-    else:
-        print(format_summary(run(config)), end="")
+        if args.resume:
+            from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+
+            args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
+            args.overrides = [f"run.resume={args.resume}", *args.overrides]
+        config = load_config(args.config, args.overrides)
+        signals.check()
+        text = dry_run(config) if args.dry_run else format_summary(run(config, signals))
+        if args.dry_run:
+            signals.check()
+    print(text, end="")
     return 0
 
 

@@ -36,16 +36,18 @@ from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessKilledError, WaitTimeoutError
+from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
+from async_rl.telemetry.status import NORMAL_END
 
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
     from async_rl.driver.supervisor import ReviveBuffer
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config, signals: StopSignals | None = None) -> dict[str, Any]:
     """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
 
     After Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
@@ -54,11 +56,17 @@ def run(config: Config) -> dict[str, Any]:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when the processes have been stopped; says how to resume.
     """
-    cautions = check_inputs(config)
-    with StopSignals() as signals, open_run_dir(config) as config, full_disk_named(config.run_dir):
-        summary = _run(config, signals, cautions)
-    if signals.requested:
-        raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}")
+    if signals is None:
+        with StopSignals() as signals:
+            return run(config, signals)
+    with signals.deferred():
+        cautions = check_inputs(config)
+        signals.check()
+        with open_run_dir(config) as config, full_disk_named(config.run_dir):
+            summary = _run(config, signals, cautions)
+            if signals.requested:
+                has_checkpoint = bool(list_checkpoints(config.run_dir))
+                raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}" * has_checkpoint)
     if "ended" in summary and summary["steps"] == 0:
         raise NothingToLearnError(f"the run has learned nothing, it ended without a step: {summary['ended']}")
     return summary
@@ -68,16 +76,17 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[
     run_dir = config.run_dir
     with contextlib.closing(RunLog(config)) as log, open_ray(config):
         signals.install()
+        signals.check()
         log.logger.note(f"run directory: {run_dir}")
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.driver.actor_group import ActorGroup
         from async_rl.driver.supervisor import Supervisor
 
-        reservation = reserve(config)
+        reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
         config = resolve_placement(config, reservation)
-        processes = ActorGroup(run_dir, reservation)
+        processes = ActorGroup(run_dir, reservation, signals)
         supervisor = Supervisor(config, processes, log)
         try:
             buffer_address = _start(config, processes, log)
@@ -89,7 +98,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[
             if not signals.requested:
                 _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, log, revive_buffer)
-            supervisor.watchdog.write_status("ended normally")
+            supervisor.watchdog.write_status(NORMAL_END)
         except BaseException as error:
             supervisor.give_up(error)
             raise

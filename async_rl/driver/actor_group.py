@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from async_rl.config import Limit
 from async_rl.driver.placement import Reservation
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.telemetry.status import Status, write_status
 
@@ -29,8 +30,9 @@ STATUS_INTERVAL_S = 5.0
 class ActorGroup:
     """The actors of a run by name. The error of a call that fails names the process and shows the end of its log."""
 
-    def __init__(self, run_dir: Path, reservation: Reservation) -> None:
+    def __init__(self, run_dir: Path, reservation: Reservation, signals: StopSignals) -> None:
         self.run_dir = run_dir
+        self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
 
@@ -55,8 +57,18 @@ class ActorGroup:
         """Wait for one call to each process; returns the results by name. The first call that fails raises its error.
 
         After `limit`, WaitTimeoutError names the processes that have not answered. `async-rl status` shows the wait.
+        A stop signal ends the wait by KeyboardInterrupt.
         """
-        return asyncio.run(self._gather(calls, limit, what))
+        return asyncio.run(self._interruptible(self._gather(calls, limit, what)))
+
+    async def _interruptible(self, waiting: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        task, loop = asyncio.create_task(waiting), asyncio.get_running_loop()
+        with self.signals.deferred(lambda: loop.call_soon_threadsafe(task.cancel)):
+            self.signals.check()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
 
     async def _gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
         pending = {asyncio.create_task(self._result(name, call)): name for name, call in calls.items()}

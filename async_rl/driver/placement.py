@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,11 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.seams import choose_transport
+
+RESERVE_INTERVAL_S = 0.5
 
 
 class NoClusterError(ConfigError):
@@ -52,7 +56,7 @@ class Reservation:
         return "; ".join(f"{a}: {compact(list(b.gpus_of))}" for a, b in zip(self.addresses, self.bundles, strict=True))
 
 
-def reserve(config: Config) -> Reservation:
+def reserve(config: Config, signals: StopSignals) -> Reservation:
     """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation."""
     import ray
     from ray.util import placement_group, placement_group_table
@@ -61,7 +65,11 @@ def reserve(config: Config) -> Reservation:
     wanted = host_demands(config, sum(host.gpus for host in hosts))
     parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
     group = placement_group(resources, strategy=strategy)
-    if not group.wait(config.timeouts.join_s):
+    deadline_s = time.monotonic() + config.timeouts.join_s
+    while not group.wait(RESERVE_INTERVAL_S):
+        signals.check()
+        if time.monotonic() < deadline_s:
+            continue
         free = ", ".join(f"{v:g} {k}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU"))
         raise WaitTimeoutError(
             f"the driver waited {config.timeouts.join_s:.0f} s (timeouts.join_s) for Ray to set aside "

@@ -13,6 +13,7 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
+from async_rl.storage.run_dir import write_config
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_timeline import plot_timeline
@@ -31,7 +32,7 @@ class RunLog:
 
     def __init__(self, config: Config) -> None:
         self.run_dir = config.run_dir
-        self._checkpoint = config.checkpoint
+        self._config = config
         self.logger = MetricsLogger(config, config.run_dir)
         self._trace = ChromeTrace(self.run_dir / "timeline.json", time.time())
         self.evals: list[tuple[int, Values]] = []
@@ -79,7 +80,7 @@ class RunLog:
             self.evals[1:] = [(version, values)]
 
     def _prune(self) -> None:
-        prune(self.run_dir, self._checkpoint, self._best_values)
+        prune(self.run_dir, self._config.checkpoint, self._best_values)
 
     def add(self, process: str, report: Report) -> None:
         """Take in a report of `process`, and log the steps that are complete with it."""
@@ -164,6 +165,8 @@ class RunLog:
         self._last_reward = values.get("reward/mean")
         self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
         self.version = report.version
+        if is_first:
+            write_config(self._config)
         self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values)

@@ -11,12 +11,15 @@ from typing import Any
 class StopSignals:
     """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread.
 
-    Within `deferred` the first signal only sets `requested`. The second one raises and sets `at_once`; later signals
-    are ignored, so that they do not cut the clean-up short.
+    Within `deferred` the first signal only sets `requested`, because Python loses an exception that a signal raises in
+    a destructor, a callback or an import lock. The second one raises and sets `at_once`; later signals are ignored, so
+    that they do not cut the clean-up short.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.is_heeded = False
+        """Whether training has ended for the request, or without one: `check` does not raise any more."""
         self._count = 0
         self._on_request: Callable[[], object] | None = None
 
@@ -43,11 +46,16 @@ class StopSignals:
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Within the body, the first signal calls `on_request` in the main thread and does not raise."""
-        self._on_request = on_request
+        before, self._on_request = self._on_request, on_request
         try:
             yield
         finally:
-            self._on_request = None
+            self._on_request = before
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come during start-up."""
+        if self.requested and not self.is_heeded:
+            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: Any) -> None:
         self._count += 1

@@ -74,6 +74,8 @@ class Supervisor:
             asyncio.run(self._train(signals))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        finally:
+            signals.is_heeded = True
 
     async def _train(self, signals: StopSignals) -> None:
         names = list(self._processes.actors)
@@ -86,6 +88,7 @@ class Supervisor:
             self.watchdog.begin(name)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
+            signals.check()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 endless = [self._keep_buffer(), *map(self._keep_server, servers), self._watch(), self._end_on(stop)]

@@ -2,7 +2,7 @@
 
     run_dir/checkpoints/step_40/    a folder has such a name only once it is complete
         *.distcp, .metadata         torch.distributed.checkpoint: weights, optimizer moments, random states
-        training_state.json         `TrainingState`: everything else that learner and buffer resume from
+        training_state.json         `TrainingState`, which is the rest of what a run resumes from, and the files' sizes
 
 learner/checkpointing.py writes and reads the tensors.
 """
@@ -76,6 +76,7 @@ def find_checkpoint(path: str | Path) -> Path:
     """
     folder = Path(os.path.abspath(path))
     if _is_complete(folder):
+        _check_whole(folder)
         return folder
     found = list_checkpoints(folder)
     if not found:
@@ -84,7 +85,36 @@ def find_checkpoint(path: str | Path) -> Path:
             f"run.resume must be a run directory with a checkpoint, or one of its checkpoints, got {folder}. "
             f"{why if folder.is_dir() else 'There is no such folder'}"
         )
+    _check_whole(found[max(found)])
     return found[max(found)]
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise ConfigError if a file of the checkpoint is damaged, with the newest older checkpoint that is whole."""
+    if not (damage := _damage(folder)):
+        return
+    others = [other for other in reversed(list_checkpoints(run_dir_of(folder)).values()) if not _damage(other)]
+    advice = f"Go on from the newest whole one: async-rl train --resume {others[0]}" if others else (
+        "No other checkpoint of the run is whole: start a new run"
+    )
+    raise ConfigError(f"the checkpoint {folder} is damaged: {damage}. {advice}")
+
+
+def _damage(folder: Path) -> str:
+    """Return which file of the checkpoint is missing or cut short, compared with the sizes at its writing; "": none."""
+    try:
+        sizes = json.loads((folder / STATE_FILE).read_text()).get("file_bytes", {})
+    except FileNotFoundError:  # of format 1
+        return ""
+    except ValueError as error:
+        return f"{STATE_FILE} is not valid JSON ({error})"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes in place of {size}"
+    return ""
 
 
 def run_dir_of(checkpoint: Path) -> Path:
@@ -92,7 +122,10 @@ def run_dir_of(checkpoint: Path) -> Path:
 
 
 def write_training_state(folder: Path, state: TrainingState) -> None:
-    (folder / STATE_FILE).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(state)}) + "\n")
+    """Write the state, and the sizes of the folder's other files, which must be complete."""
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    fields = {"format": FORMAT, "file_bytes": sizes, **dataclasses.asdict(state)}
+    (folder / STATE_FILE).write_text(json.dumps(fields) + "\n")
 
 
 def read_training_state(folder: Path) -> TrainingState:
@@ -108,6 +141,7 @@ def read_training_state(folder: Path) -> TrainingState:
             f"{folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
             "Resume with that version, or start a new run with model.path at the result of its `async-rl export`"
         )
+    fields.pop("file_bytes", None)
     return TrainingState(**fields)
 
 

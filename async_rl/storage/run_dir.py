@@ -1,4 +1,8 @@
-"""Creates and locks the directory of a new run, and prepares the directory of a run that is resumed."""
+"""Creates and locks the directory of a new run, and prepares the directory of a run that is resumed.
+
+A resume that trains no step changes nothing: `open_run_dir` sets the files of the earlier run aside, and puts them back
+unless a step was logged. After a kill, the next resume puts them back.
+"""
 
 from __future__ import annotations
 
@@ -14,53 +18,75 @@ from async_rl.config import Config
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
+    FOLDER,
     find_checkpoint,
     lineage_of,
+    list_checkpoints,
     read_training_state,
     rename_later,
     run_dir_of,
 )
 
 _LOCK_FILE = ".lock"
+_MARKER = ".resuming"
+"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
 
 
 @contextlib.contextmanager
 def open_run_dir(config: Config) -> Iterator[Config]:
     """Create the directory of a run, or take that of run.resume; lock it and yield the config with its path.
 
-    A new directory is removed if the run fails before its first step, unless its logs may explain the failure better
-    than the error does.
+    If no step is logged, a resumed run gets its files back. A new directory is then removed if the run was interrupted,
+    or failed with an error that needs no logs to explain it.
 
     Raises:
         ConfigError: run.resume names no checkpoint, or its run has no step left or is locked by another process.
     """
-    if not config.run.resume:
-        run_dir = new_run_dir(config)
-        run = dataclasses.replace(config.run, name=run_dir.name)
-        saved = None
-    else:
-        checkpoint = find_checkpoint(config.run.resume)
-        saved, run_dir = read_training_state(checkpoint), run_dir_of(checkpoint)
-        if saved.version >= config.run.steps:
-            raise ConfigError(
-                f"run.steps must be above {saved.version}, the version of {checkpoint}, got {config.run.steps}. "
-                f"Set run.steps={2 * saved.version} to train on"
-            )
-        run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
-    config = dataclasses.replace(config, run=run)
+    if config.run.resume:
+        with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
+            yield resumed
+        return
+    run_dir = new_run_dir(config)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
     with _locked(run_dir):
-        if saved is not None:
-            _prepare_resume(config, saved.version)
         try:
-            restartable = dataclasses.replace(config, run=dataclasses.replace(run, resume=""))
-            partial = run_dir / "config.yaml.partial"
-            partial.write_text(dump_config(restartable))
-            partial.replace(run_dir / "config.yaml")
+            write_config(config)
             yield config
         except BaseException as error:
-            if saved is None and not _explains_failure(run_dir, error):
+            tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
+            if tells_all and not _has_step(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def _resumed(config: Config) -> Iterator[Config]:
+    """Set the files after the checkpoint aside, and put them back at the end of the body if no step was logged."""
+    run_dir = run_dir_of(find_checkpoint(config.run.resume))
+    undo_resume(run_dir)  # of a resume that was killed before its first step
+    checkpoint = find_checkpoint(config.run.resume)
+    version = read_training_state(checkpoint).version
+    if version >= config.run.steps:
+        raise ConfigError(
+            f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
+            f"Set run.steps={2 * version} to train on"
+        )
+    run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
+    config = dataclasses.replace(config, run=run)
+    try:
+        _prepare_resume(config, version)
+        yield config
+    finally:
+        undo_resume(run_dir)
+
+
+def write_config(config: Config) -> None:
+    """Write the run's config.yaml. A resumed run calls this after its first step, which makes the resume final."""
+    run_dir = config.run_dir
+    (run_dir / _MARKER).unlink(missing_ok=True)
+    partial = run_dir / "config.yaml.partial"
+    partial.write_text(dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))))
+    partial.replace(run_dir / "config.yaml")
 
 
 def new_run_dir(config: Config) -> Path:
@@ -85,11 +111,15 @@ def new_run_dir(config: Config) -> Path:
     raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
 
 
-def _explains_failure(run_dir: Path, error: BaseException) -> bool:
-    """Whether run_dir holds metrics or logs that explain the failure better than `error`."""
+def _has_step(run_dir: Path) -> bool:
+    """Whether a trained step is in metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
-    is_measured = metrics.is_file() and metrics.stat().st_size > 0
-    return is_measured or ((run_dir / "logs").exists() and not isinstance(error, ConfigError))
+    return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in _whole_lines(metrics))
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """Return the lines of a file without the last one if a crash has cut it short."""
+    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 @contextlib.contextmanager
@@ -116,24 +146,57 @@ def _prepare_resume(config: Config, version: int) -> None:
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
+    (run_dir / _MARKER).write_text(f"{suffix} {version}")
     rename_later(Path(config.run.resume), version, lineage)
-    for file in run_dir.glob("trajectories.sqlite*"):  # the journal and its payload files
-        file.rename(run_dir / file.name.replace("trajectories", f"trajectories.{suffix}"))
+    for file in _files_in_use(run_dir):
+        stem, _, rest = file.name.partition(".")
+        file.rename(run_dir / f"{stem}.{suffix}.{rest}")
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        lines = metrics.read_text().splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):  # cut short by a crash
-            lines.pop()
+        lines = _whole_lines(metrics)
         kept = [line for line in lines if json.loads(line)["step"] <= version]
         if discarded := [line for line in lines if json.loads(line)["step"] > version]:
             (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(discarded))
-        partial = run_dir / "metrics.jsonl.partial"
-        partial.write_text("".join(kept))
-        partial.replace(metrics)
-    # A new config.lineage_N.yaml ends the lineage. It comes last, so that after a crash before it the next resume does
-    # all this again. config.yaml is copied and not renamed, because the next resume reads it.
+        _replace(metrics, kept)
+    # A new config.lineage_N.yaml ends the lineage. It comes last, as the sign for `undo_resume` that all is renamed.
     old_config = run_dir / "config.yaml"
     old_config.touch()
     partial = run_dir / "config.yaml.partial"
     shutil.copy(old_config, partial)
     partial.rename(run_dir / f"config.{suffix}.yaml")
+
+
+def undo_resume(run_dir: Path) -> None:
+    """Put back what a resume has set aside, and remove its journal, if it ended before its first step."""
+    marker = run_dir / _MARKER
+    if not marker.exists():
+        return
+    suffix, version = marker.read_text().split()
+    if max(list_checkpoints(run_dir), default=0) > int(version):  # killed between a checkpoint and the log of its step
+        marker.unlink()
+        return
+    if (run_dir / f"config.{suffix}.yaml").exists():
+        for file in _files_in_use(run_dir):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        (run_dir / f"config.{suffix}.yaml").unlink()
+    for file in [*run_dir.glob(f"*.{suffix}.*"), *run_dir.glob(f"{FOLDER}/*.{suffix}")]:
+        if file.name != f"metrics.{suffix}.jsonl":
+            file.rename(file.with_name(file.name.replace(f".{suffix}", "")))
+    metrics, discarded = run_dir / "metrics.jsonl", run_dir / f"metrics.{suffix}.jsonl"
+    if discarded.exists():
+        kept = _whole_lines(metrics)
+        _replace(metrics, [*kept, *(line for line in _whole_lines(discarded) if line not in kept)])
+        discarded.unlink()
+    marker.unlink()
+
+
+def _files_in_use(run_dir: Path) -> list[Path]:
+    """Return the files that a resumed run begins anew: the journal with its payload files, the trace and its plot."""
+    found = [*run_dir.glob("trajectories.*"), *run_dir.glob("timeline.*")]
+    return [file for file in found if ".lineage_" not in file.name]
+
+
+def _replace(file: Path, lines: list[str]) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text("".join(lines))
+    partial.replace(file)

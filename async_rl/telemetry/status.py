@@ -14,6 +14,7 @@ from pathlib import Path
 
 from async_rl.errors import ConfigError
 
+NORMAL_END = "ended normally"
 STALE_S = 30.0
 """A running driver writes the status more often than this."""
 
@@ -52,7 +53,7 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
 
 
 def format_status(run_dir: Path) -> str:
-    """Return the status of a run as a table with one line for each process.
+    """Return the status of a run as text: while it runs, a table with one line for each process.
 
     Raises:
         ConfigError: the folder has no status.json that can be read.
@@ -66,8 +67,12 @@ def format_status(run_dir: Path) -> str:
     now_s = time.time()
     age_s = now_s - saved["time_s"]
     text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
-    if saved["note"] == "running" and age_s > STALE_S:
-        text += "The driver has stopped writing its status: it was killed, or hangs.\n"
+    if saved["note"] == NORMAL_END:
+        return text
+    if saved["note"] != "running":
+        text += "The processes before that end:\n"
+    elif age_s > STALE_S:
+        text += "The driver has stopped writing its status: it was killed, or hangs. The processes before that:\n"
     rows = [("process", "host", "does", "waits on", "for", "at most")]
     for status in (Status(**entry) for entry in saved["processes"]):
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"

@@ -176,7 +176,7 @@ class FakeRun:
         for name in ("learner-0", "learner-1", "rollout-0"):
             (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         self.log = RunLog(self.config)
-        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()))
+        self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()), StopSignals())
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
         for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
             for index in range(count):

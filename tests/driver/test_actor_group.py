@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +17,7 @@ from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import BufferActor
 from async_rl.driver.placement import Reservation
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -32,7 +37,7 @@ pytestmark = pytest.mark.e2e
 def group(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorGroup]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r").mkdir()
-    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()))
+    processes = ActorGroup(tmp_path / "r", cast(Reservation, FakeReservation()), StopSignals())
     yield processes
     processes.stop(1.0)
 
@@ -102,6 +107,25 @@ def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ActorGroup) -> 
     with pytest.raises(ConfigError) as caught:
         call(group, "rollout/0", Failing, ConfigError("a.key must be 1, got 2"))
     assert str(caught.value) == "a.key must be 1, got 2"
+
+
+class Slow:
+    def __init__(self, folder: str) -> None: ...
+
+    def start(self) -> None:
+        time.sleep(60)
+
+    def stop(self) -> None: ...
+
+
+def test_a_stop_signal_ends_a_wait_of_start_up(group: ActorGroup) -> None:
+    with StopSignals() as signals, signals.deferred():
+        group.signals = signals
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            call(group, "rollout/0", Slow)
+        with pytest.raises(KeyboardInterrupt):  # a signal that came between two waits
+            call(group, "rollout/1", Slow)
 
 
 class Stillborn:

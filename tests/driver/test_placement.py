@@ -26,6 +26,7 @@ from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
 from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, resolve_placement
 from async_rl.driver.resources import Host, HostDemand, assign, host_demands
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
@@ -121,7 +122,7 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
 
     ray.init(address="local", include_dashboard=False, num_cpus=4, num_gpus=2, log_to_driver=False)
     try:
-        reservation = reserve(TWO_PAIRS)
+        reservation = reserve(TWO_PAIRS, StopSignals())
         where: Any = ray.remote(Where)
         names = [f"{kind}/{index}" for kind in ("rollout", "learner") for index in range(2)]
         actors = {name: where.options(**reservation.options(name)).remote() for name in names}

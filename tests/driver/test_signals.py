@@ -42,3 +42,25 @@ def test_handlers_put_in_meanwhile_are_replaced_and_the_first_ones_come_back() -
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_deferred_signal_is_found_by_the_next_check() -> None:
+    with StopSignals() as interrupts, interrupts.deferred():
+        interrupts.check()
+        with interrupts.deferred(list):
+            send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        interrupts.is_heeded = True
+        interrupts.check()
+
+
+def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
+    class Destroyed:
+        def __del__(self) -> None:
+            send(signal.SIGINT)
+
+    with StopSignals() as interrupts, interrupts.deferred():
+        Destroyed()  # Python would print an exception that is raised in its destructor, and drop it
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()

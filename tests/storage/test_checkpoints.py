@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,40 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     file.rename(file.with_name("cut.json"))  # as format 1 called it
     with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got 1: another version of async-rl"):
         read_training_state(find_checkpoint(tmp_path))
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "told"),
+    [
+        (cut_short, "__0_0.distcp", r"__0_0\.distcp has 500 bytes in place of 1000"),
+        (Path.unlink, ".metadata", r"\.metadata is missing"),
+        (cut_short, "training_state.json", r"training_state\.json is not valid JSON \(.+\)"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
+    tmp_path: Path, damage: Callable[[Path], None], name: str, told: str
+) -> None:
+    for version in (1, 2, 3, 4):
+        folder = checkpoint_folder(tmp_path, version)
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+        (folder / ".metadata").write_bytes(bytes(10))
+        write_training_state(folder, make_cut(version))
+    damage(checkpoint_folder(tmp_path, 4) / name)
+    cut_short(checkpoint_folder(tmp_path, 3) / "__0_0.distcp")
+    advice = "Go on from the newest whole one: async-rl train --resume"
+    for asked in (tmp_path, checkpoint_folder(tmp_path, 4)):
+        with pytest.raises(ConfigError, match=rf"step_4 is damaged: {told}\. {advice} .*/checkpoints/step_2$"):
+            find_checkpoint(asked)
+    assert find_checkpoint(checkpoint_folder(tmp_path, 2)) == checkpoint_folder(tmp_path, 2)
+    cut_short(checkpoint_folder(tmp_path, 2) / ".metadata")
+    cut_short(checkpoint_folder(tmp_path, 1) / ".metadata")
+    with pytest.raises(ConfigError, match="No other checkpoint of the run is whole: start a new run"):
+        find_checkpoint(tmp_path)
 
 
 def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import open_run_dir
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
+from async_rl.storage.run_dir import open_run_dir, write_config
 
 
 @pytest.fixture
@@ -29,6 +30,11 @@ def log(run_dir: Path) -> None:
     (run_dir / "logs" / "rollout-0.log").write_text("it rains\n")
 
 
+def evaluation(run_dir: Path) -> None:
+    log(run_dir)
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.1}\n')
+
+
 def step(run_dir: Path) -> None:
     log(run_dir)
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -39,6 +45,7 @@ def step(run_dir: Path) -> None:
     [
         (empty_metrics, ConfigError("no room"), False), (empty_metrics, WaitTimeoutError("no host"), False),
         (empty_metrics, KeyboardInterrupt(), False), (log, ConfigError("the port is taken"), False),
+        (log, KeyboardInterrupt(), False), (evaluation, KeyboardInterrupt(), False), (step, KeyboardInterrupt(), True),
         (log, WaitTimeoutError("the server did not start"), True), (step, ConfigError("late"), True),
     ],
 )
@@ -61,3 +68,75 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")
     assert (folder / "training_state.json").is_file()
+
+
+@pytest.fixture
+def stopped(config: Config, tmp_path: Path) -> Config:
+    """A resume from step 1 of a run that has gone on to step 2, with all the files of a run."""
+    run_dir = tmp_path / "run"
+    for version in (1, 2):
+        folder = checkpoint_folder(run_dir, version)
+        folder.mkdir(parents=True)
+        state = TrainingState(
+            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={}
+        )
+        write_training_state(folder, state)
+    (run_dir / "trajectories.sqlite-payloads").mkdir()
+    for name in ("trajectories.sqlite", "trajectories.sqlite-wal", "trajectories.sqlite-payloads/0", "timeline.json"):
+        (run_dir / name).write_text(f"{name} of the first run")
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (run_dir / "config.yaml").write_text(f"run: {{name: run, dir: {tmp_path}}}\n")
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(checkpoint_folder(run_dir, 1))))
+
+
+def files(run_dir: Path) -> dict[str, str]:
+    found = (file for file in run_dir.rglob("*") if file.is_file() and file.name != ".lock")
+    return {str(file.relative_to(run_dir)): file.read_text() for file in found}
+
+
+def begin_anew(run_dir: Path) -> None:
+    """Write what the processes of a resumed run write before their first step."""
+    (run_dir / "trajectories.sqlite-payloads").mkdir()
+    for name in ("trajectories.sqlite", "trajectories.sqlite-shm", "trajectories.sqlite-payloads/7", "timeline.json"):
+        (run_dir / name).write_text("of the resumed run")
+
+
+@pytest.mark.parametrize("error", [ConfigError("other shapes"), WaitTimeoutError("no start"), KeyboardInterrupt()])
+def test_a_resume_that_fails_before_its_first_step_changes_no_file(
+    stopped: Config, tmp_path: Path, error: BaseException
+) -> None:
+    before = files(tmp_path / "run")
+    for write in (lambda _: None, begin_anew):
+        with pytest.raises(type(error)), open_run_dir(stopped) as opened:
+            write(opened.run_dir)
+            raise error
+        assert files(tmp_path / "run") == before
+
+
+def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(stopped: Config, tmp_path: Path) -> None:
+    before = files(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+        begin_anew(opened.run_dir)
+        shutil.copytree(opened.run_dir, tmp_path / "killed" / "run")
+        raise KeyboardInterrupt
+    newest = dataclasses.replace(stopped.run, resume=str(tmp_path / "killed" / "run"))
+    with pytest.raises(KeyboardInterrupt), open_run_dir(dataclasses.replace(stopped, run=newest)) as again:
+        assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
+        raise KeyboardInterrupt
+    assert files(tmp_path / "killed" / "run") == before
+
+
+def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    before = files(run_dir)
+    with pytest.raises(WaitTimeoutError), open_run_dir(stopped) as opened:
+        begin_anew(run_dir)
+        assert files(run_dir)["config.yaml"] == before["config.yaml"]
+        write_config(opened)
+        raise WaitTimeoutError("later")
+    after = files(run_dir)
+    for name in ("trajectories{}.sqlite", "trajectories{}.sqlite-payloads/0", "timeline{}.json", "config{}.yaml"):
+        assert after[name.format(".lineage_0")] == before[name.format("")]
+    assert (after["metrics.jsonl"], after["metrics.lineage_0.jsonl"]) == ('{"step": 1}\n', '{"step": 2}\n')
+    assert after["timeline.json"] == "of the resumed run" and "staleness" in after["config.yaml"]
+    assert list(list_checkpoints(run_dir)) == [1] and (run_dir / "checkpoints" / "step_2.lineage_0").is_dir()

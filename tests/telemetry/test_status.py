@@ -35,6 +35,16 @@ def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
     assert "has stopped writing" not in format_status(tmp_path)
 
 
+def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: Path) -> None:
+    status = Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", since_s=time.time())
+    write_status(tmp_path, [status], "ended normally")
+    assert format_status(tmp_path) == f"{tmp_path}, 0 s ago: ended normally\n"
+    write_status(tmp_path, [status], "ended: learner/0 died")
+    lines = format_status(tmp_path).splitlines()
+    assert lines[:2] == [f"{tmp_path}, 0 s ago: ended: learner/0 died", "The processes before that end:"]
+    assert lines[3].startswith("learner/0")
+
+
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"status\.json"):
         format_status(tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.storage.log_tail import split_tails
 from benchmarks.commands import add_benchmarks, describe_command
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
@@ -28,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except AsyncRLError as error:
-        print(f"async-rl: error: {error}", file=sys.stderr)
+        tails, cause = split_tails(str(error))
+        if tails:
+            print(tails, file=sys.stderr)
+        print(f"async-rl: error: {cause}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
     except KeyboardInterrupt as interrupt:
         print("async-rl: interrupted, every process of the run has ended", file=sys.stderr)

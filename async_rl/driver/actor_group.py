@@ -20,9 +20,9 @@ from async_rl.config import Limit
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.storage.log_tail import log_tail
 from async_rl.telemetry.status import Status, write_status
 
-LOG_TAIL_LINES = 15
 DUMP_TIMEOUT_S = 2.0
 STATUS_INTERVAL_S = 5.0
 
@@ -177,8 +177,7 @@ class ActorGroup:
         for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
             if str(file) in message:
                 continue
-            lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()][-LOG_TAIL_LINES:]
-            text += f"\nlast lines of {file}:\n" + "\n".join("    " + line for line in lines or ["(it is empty)"])
+            text += f"\n{log_tail(file)}"
         return text
 
     def kill(self, name: str) -> None:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.errors import ProcessDiedError
+from async_rl.storage.log_tail import TAIL_LINES, log_tail, split_tails
+
+IMPORTS = """\
+/venv/lib/python3.11/site-packages/sglang/srt/layers/quantization/awq/awq.py:53: UserWarning: Only CUDA supports AWQ.
+  warnings.warn(f"Only CUDA supports AWQ.")
+[2026-11-22 06:15:10] Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'
+"""
+
+
+def test_a_tail_leaves_out_warnings_of_imports(tmp_path: Path) -> None:
+    log = tmp_path / "sglang-rollout-0.log"
+    log.write_text("of an earlier server\n" + IMPORTS + "RuntimeError: no memory\n" + IMPORTS * TAIL_LINES)
+    assert log_tail(log, len("of an earlier server\n")) == f"last lines of {log}:\n    RuntimeError: no memory"
+    log.write_text("".join(f"{number}\n" for number in range(100)))
+    assert log_tail(log).splitlines()[1:] == [f"    {number}" for number in range(100 - TAIL_LINES, 100)]
+    log.write_text("")
+    assert log_tail(log).endswith("(it is empty)")
+
+
+def test_the_cause_of_a_failure_is_printed_after_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "rollout/0 died. Lower x.\nlast lines of a.log:\n    one\n    two\nraised in h\nlast lines of b.log:\n    3"
+
+    def fail(run_dir: Path) -> str:
+        raise ProcessDiedError(message)
+
+    monkeypatch.setattr("async_rl.telemetry.status.format_status", fail)
+    assert main(["status", str(tmp_path)]) == 1
+    tails = "last lines of a.log:\n    one\n    two\nlast lines of b.log:\n    3\n"
+    assert capsys.readouterr().err == f"{tails}async-rl: error: rollout/0 died. Lower x.\nraised in h\n"
+    assert split_tails("a.key must be 1, got 2\n    indented") == ("", "a.key must be 1, got 2\n    indented")

@@ -159,7 +159,8 @@ def _outcome(
     return Outcome(
         kind=kind, after_s=round(after_s, 1), exit_code=code, recovered_s=round(recovered_s, 1),
         ended_s=round(ended_s, 1), error=error.partition("\n")[0],
-        names_all=bool(re.match(r"learner/\d+ on \S+ died.*\nlast lines of \S+learner-\d+\.log:\n +\S", error)),
+        names_all=bool(re.match(r"learner/\d+ on \S+ died", error))
+        and bool(re.search(r"\nlast lines of \S+learner-\d+\.log:\n +\S", text)),
         counts_add_up=_add_up(summary.get("buffer", {})),
         staleness_max=max((s["staleness/max"] for s in steps if "staleness/max" in s), default=0.0), orphans=orphans,
     )

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from async_rl import pipeline
 from async_rl.cli import format_summary, main
 from async_rl.config import Config
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from learner.models.policy import write_folder
 from tests.tiny_folder import save_tiny_model
@@ -129,7 +130,7 @@ def test_the_end_of_a_run_has_its_exit_code(
     error: BaseException, code: int, message: str,
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def run(config: Config) -> None:
+    def run(config: Config, signals: StopSignals) -> None:
         raise error
 
     monkeypatch.setattr(pipeline, "run", run)
@@ -138,7 +139,7 @@ def test_the_end_of_a_run_has_its_exit_code(
 
 
 def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "run", lambda config: 1 / 0)
+    monkeypatch.setattr(pipeline, "run", lambda config, signals: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file)])
 

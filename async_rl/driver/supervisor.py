@@ -66,8 +66,6 @@ class Supervisor:
 
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
         """Supervise processes that are started and connected, until every rank has finished and every step is logged.
-
-        If the run can't go on, the error of the process that caused it is raised.
         """
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
         try:
@@ -211,7 +209,6 @@ class Supervisor:
         raise ProcessDiedError(f"buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
 
     async def _watch(self) -> None:
-        """Ask the watchdog again and again which processes hang, and declare them lost."""
         while True:
             for name, error in await self.watchdog.look():
                 if name == "buffer":

@@ -28,13 +28,12 @@ def test_a_tail_leaves_out_warnings_of_imports(tmp_path: Path) -> None:
 def test_the_cause_of_a_failure_is_printed_after_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = "rollout/0 died. Lower x.\nlast lines of a.log:\n    one\n    two\nraised in h\nlast lines of b.log:\n    3"
+    a, b = "last lines of a.log:\n    one\n    two", "last lines of b.log:\n    3"
 
     def fail(run_dir: Path) -> str:
-        raise ProcessDiedError(message)
+        raise ProcessDiedError(f"rollout/0 died. Lower x.\n{a}\nraised in h\n{b}")
 
     monkeypatch.setattr("async_rl.telemetry.status.format_status", fail)
     assert main(["status", str(tmp_path)]) == 1
-    tails = "last lines of a.log:\n    one\n    two\nlast lines of b.log:\n    3\n"
-    assert capsys.readouterr().err == f"{tails}async-rl: error: rollout/0 died. Lower x.\nraised in h\n"
+    assert capsys.readouterr().err == f"{a}\n{b}\nasync-rl: error: rollout/0 died. Lower x.\nraised in h\n"
     assert split_tails("a.key must be 1, got 2\n    indented") == ("", "a.key must be 1, got 2\n    indented")

@@ -27,10 +27,11 @@ import psutil
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
+from async_rl.storage.log_tail import log_tail
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
+from rollout_server.engines.sglang.left_behind import FOLDER_PREFIX, sweep
 
-LOG_TAIL_LINES = 20
 _START_ATTEMPTS = 3
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
@@ -143,6 +144,7 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start the server and return when it answers at `url`. If another process takes its port, try another one."""
+        await asyncio.to_thread(sweep)
         for attempt in range(1, _START_ATTEMPTS + 1):
             port, identity = free_port(self._config.network.host), f"async-rl-{uuid.uuid4().hex}"
             self.url = f"http://{self._config.network.host}:{port}"
@@ -162,13 +164,8 @@ class ServerProcess:
         """Raise ProcessDiedError if the server has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ProcessDiedError(
-                f"{self.name} ended by itself ({how}). {_hint(self._log())}\nlast lines of {self.log_file}:\n"
-                + self.log_tail()
-            )
-
-    def log_tail(self) -> str:
-        return "\n".join("    " + line for line in self._log().splitlines()[-LOG_TAIL_LINES:])
+            tail = log_tail(self.log_file, self._log_start_bytes)
+            raise ProcessDiedError(f"{self.name} ended by itself ({how}). {_hint(self._log())}\n{tail}")
 
     async def aclose(self) -> None:
         """Kill the server and its children, and remove their files. An orderly end would only take 5 s longer."""
@@ -181,7 +178,7 @@ class ServerProcess:
 
     def _spawn(self, flags: Flags) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="async-rl-sglang-")  # for SGLang's sockets, which it does not remove
+        self._scratch = tempfile.mkdtemp(prefix=FOLDER_PREFIX)  # for SGLang's sockets, which it does not remove
         with self.log_file.open("ab") as log:
             self._log_start_bytes = log.tell()
             return subprocess.Popen(
@@ -202,7 +199,7 @@ class ServerProcess:
         except TimeoutError:
             raise WaitTimeoutError(
                 f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
-                f"last lines of {self.log_file}:\n{self.log_tail()}"
+                + log_tail(self.log_file, self._log_start_bytes)
             ) from None
 
     def _log(self) -> str:

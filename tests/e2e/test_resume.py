@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
 from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from benchmarks.marked_command import MarkedCommand, wait_until
+from learner.models.tiny_model import character_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -25,6 +27,14 @@ def records(run_dir: Path) -> dict[int, dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return {r["step"]: r for r in map(json.loads, lines) if "policy/loss" in r}
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """The run's files but for its logs, status, lock, and the journal's write-ahead log, which SQLite takes in."""
+    found = [file for file in run_dir.rglob("*") if file.is_file() and "logs" not in file.parts]
+    journal = [str(file) for file in found if file.name == "trajectories.sqlite"]
+    others = {file for file in found if not file.name.startswith(("status.json", ".lock", "trajectories.sqlite"))}
+    return {str(file): file.read_bytes() for file in others} | dict.fromkeys(journal, b"")
 
 
 def options(tmp_path: Path, name: str, steps: int, *more: str) -> list[str]:
@@ -105,6 +115,14 @@ def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     next(p for p in command.processes() if "LearnerActor" in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
     assert command.wait(60) == 1
     version = max(list_checkpoints(run_dir))
+    before = contents(run_dir)
+    other = Qwen2Config.from_pretrained(smoke_yaml.parent / "model", intermediate_size=192)
+    Qwen2ForCausalLM(other).save_pretrained(tmp_path / "other")
+    character_tokenizer().save_pretrained(tmp_path / "other")
+    refused = start("train", "--resume", str(run_dir), f"model.path={tmp_path / 'other'}", f"run.steps={version + 2}")
+    assert refused.wait(120) == 2
+    assert "can't be loaded into the networks of this configuration" in refused.log.read_text()
+    assert contents(run_dir) == before
     again = start("train", "--resume", str(run_dir), f"run.steps={version + 2}")
     assert again.wait(120) == 0, again.log.read_text()[-2000:]
     assert list(records(run_dir)) == list(range(1, version + 3))

@@ -161,6 +161,7 @@ def _train(args: argparse.Namespace) -> int:
         from async_rl.config.loading import load_config
         from async_rl.pipeline import dry_run, run
 
+        signals.check()
         if args.resume:
             from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
+
+STOPPING = b"interrupted: ending as soon as this stage is done. Again to end at once\n"
 
 
 class StopSignals:
@@ -44,8 +47,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def deferred(self, on_request: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Within the body, the first signal calls `on_request` in the main thread and does not raise."""
+    def deferred(self, on_request: Callable[[], object] = lambda: os.write(2, STOPPING)) -> Iterator[None]:
+        """Within the body, the first signal calls `on_request`, by default to print STOPPING, and does not raise."""
         before, self._on_request = self._on_request, on_request
         try:
             yield

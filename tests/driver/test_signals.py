@@ -44,7 +44,12 @@ def test_handlers_put_in_meanwhile_are_replaced_and_the_first_ones_come_back() -
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_deferred_signal_is_found_by_the_next_check() -> None:
+def test_a_deferred_signal_is_found_by_the_next_check(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignals() as interrupts, interrupts.deferred():
+        send(signal.SIGINT)
+        assert "ending as soon as this stage is done. Again to end at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
     with StopSignals() as interrupts, interrupts.deferred():
         interrupts.check()
         with interrupts.deferred(list):

@@ -115,7 +115,9 @@ class Optimizer:
 
     def largest_weight(self) -> Tensor:
         """Return the largest magnitude of the weights in this rank's shards, a scalar; NaN if one of them is NaN."""
-        return torch.nn.utils.get_total_norm([_local(p.detach()) for p in self._parameters], math.inf)
+        weights = [_local(p.detach()) for p in self._parameters]
+        norm = torch.nn.utils.get_total_norm([shard for shard in weights if shard.numel()], math.inf)
+        return norm.to(weights[0].device)  # a rank whose shards are all empty gets a zero in CPU memory
 
     def counts(self) -> dict[str, int]:
         """Return the counters of a checkpoint: steps taken, and steps skipped in a row."""

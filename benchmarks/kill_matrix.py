@@ -77,7 +77,10 @@ class Outcome:
 
 
 def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
-    """Start a run, kill one of its processes, wait until the run ends, and return the outcome.
+    """Start a run, kill one of its processes, see whether it recovers or can be resumed, and return the outcome.
+
+    A run survives the loss of a rollout server, a worker or the buffer. After the loss of the learner or the driver it
+    must end with one error and go on after a resume.
 
     Raises:
         WaitTimeoutError: the run does not start, or neither goes on nor ends.

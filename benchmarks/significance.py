@@ -64,9 +64,10 @@ def _p(value: float) -> str:
 
 
 def corrections_compared(rows: Sequence[Row]) -> list[Table]:
-    """Return tables that compare each correction with none, at each exact staleness above 0 and on average over them.
+    """Return tables that compare each correction with none in runs with staleness.mode=exact.
 
-    There is one table for the improvement per 100 steps and one for the mean reward, and none without such rows. Holm's
+    They compare at each staleness.max above 0 and on average over these. There is one table for the improvement per 100
+    steps and one for the mean reward; there is none if the rows hold no such runs. Holm's
     correction is applied to all averages of a table together, and to all its single comparisons together.
     """
     pairs: dict[str, list[tuple[Row, Row]]] = {}

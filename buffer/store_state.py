@@ -1,4 +1,7 @@
-"""Holds the state of the store, which is live rows, scalars and counts of how groups ended; saves and restores it."""
+"""Holds what the buffer's store knows: a row for each group that still runs or may still be trained, and counts.
+
+`rows` and `scalars` return it as plain values, from which `restore` makes it again.
+"""
 
 from __future__ import annotations
 

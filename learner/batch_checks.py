@@ -99,7 +99,10 @@ class TrainedGroupLedger:
                     edges.insert(place, edge)
 
     def ranges(self) -> list[list[list[int]]]:
-        """Return, by use, the sorted ranges [first, last] of the ids that were used more than `use` times."""
+        """Return a list of one entry for each k = 0, 1, ..., max_uses - 1.
+
+        Entry k has the sorted ranges [first, last] of the ids of the groups that were trained on more than k times.
+        """
         return [
             [[first, end - 1] for first, end in zip(edges[::2], edges[1::2], strict=True)] for edges in self._edges
         ]

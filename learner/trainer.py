@@ -50,7 +50,7 @@ class Learner:
         listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
 
     Raises:
-        ConfigError: the model can't be trained here.
+        ConfigError: the policy, critic, reference or reward model can't be loaded, or model.lora does not fit it.
     """
 
     def __init__(

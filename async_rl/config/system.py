@@ -62,7 +62,7 @@ class WeightSyncConfig:
 
 @section("placement.learner")
 class LearnerPlacement:
-    """Where the learner's ranks are."""
+    """How many ranks the learner has, on how many nodes, and whether each has a GPU."""
 
     nodes: PositiveInt = 1
     """Nodes that hold learner ranks."""
@@ -86,7 +86,7 @@ class LearnerPlacement:
 
 @section("placement.rollout")
 class RolloutPlacement:
-    """Where the rollout servers are."""
+    """How many rollout servers there are, on how many nodes, and with how many GPUs each."""
 
     nodes: NonNegativeInt = 0
     """Nodes reserved for rollout servers. 0: they share the learner's nodes."""

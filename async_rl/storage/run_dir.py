@@ -112,7 +112,7 @@ def new_run_dir(config: Config) -> Path:
 
 
 def _has_step(run_dir: Path) -> bool:
-    """Whether a trained step is in metrics.jsonl."""
+    """Return whether metrics.jsonl holds a trained step; a run that ended without one leaves nothing behind."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in _whole_lines(metrics))
 

@@ -99,7 +99,10 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Prepare to send to every server of `servers`. Rank 0 waits for all of them, at most `timeouts.join_s`."""
+        """Prepare the next push to every server of `servers`; does nothing if they are connected already.
+
+        Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.join_s`.
+        """
 
     @abstractmethod
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:

@@ -136,8 +136,9 @@ class Receiver:
         self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
         device: torch.device | None = None,
     ) -> list[tuple[str, Tensor]]:
-        """Wait for one bucket; returns its tensors by name. KeyError: the group was never joined. RuntimeError: the
-        sender is lost.
+        """Wait for one bucket and return (name, tensor) for each of its tensors.
+
+        KeyError: the group was never joined. RuntimeError: the sender is lost.
         """
         data = self._buffer(bucket_num_bytes(dtypes, shapes), device)
         dist.broadcast(data, group=self.groups[group_name], group_src=0)

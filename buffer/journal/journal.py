@@ -143,7 +143,7 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Keep a row for each rollout of a group that arrived."""
+        """Add a row of reward, length and versions for each rollout of a group; `commit` writes the rows to disk."""
         ends = list(itertools.accumulate(group.lengths))
         oldest = group.versions[[0, *ends[:-1]]].tolist()
         newest = group.versions[[end - 1 for end in ends]].tolist()

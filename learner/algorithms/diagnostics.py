@@ -106,9 +106,9 @@ def tally_policy(
     tally: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
     advantages: Tensor, clipped: Tensor,
 ) -> None:
-    """Tally how far the learner has moved since step start, and where the loss was clipped, by sign of advantage.
+    """Tally entropy, how far the learner has moved since step start, and clipping by the sign of the advantage.
 
-    All tensors are [N].
+    All tensors are [N], one entry for each response token of the micro-batch; only trained tokens count.
     """
     positive, negative = advantages > 0, advantages < 0
     tally.add_by_staleness(

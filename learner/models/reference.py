@@ -1,4 +1,7 @@
-"""The reference model: a frozen model. A KL term keeps the policy close to it."""
+"""The reference model, to which a KL term keeps the policy close.
+
+It is the frozen model of `reference.path` or, if that is empty, the model that the policy started from.
+"""
 
 from __future__ import annotations
 

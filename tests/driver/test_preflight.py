@@ -34,6 +34,7 @@ from async_rl.config import (
 )
 from async_rl.config.loading import load_config
 from async_rl.driver.preflight import check_inputs
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.pipeline import dry_run, run
 from rollout_server.question import Question
@@ -248,7 +249,7 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
 def test_a_narrowed_sampling_distribution_is_a_caution_of_train_and_dry_run(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(config: Config) -> None:
+    def refuse(config: Config, signals: StopSignals) -> None:
         raise ConfigError("no further")
 
     monkeypatch.setattr(pipeline, "open_ray", contextlib.nullcontext)

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,8 @@ class Worker:
         """(type, place) of the errors that rewards have raised."""
         self._notes: list[str] = []
         """Lines for the console that were not reported yet."""
+        self._report_now = asyncio.Event()
+        """Set for notes, which must not come after the end of a run that they explain."""
         batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
         self._flat = FlatRewards(max(2, round(batches)), self._text, task.has_answer)
         self._group_ended = asyncio.Event()
@@ -86,9 +89,12 @@ class Worker:
             AsyncRLError: the engine or the buffer does not answer.
         """
         self._admitting = asyncio.create_task(self._admit())
+        self._admitting.add_done_callback(lambda _: self._report_now.set())
         try:
             while not self._is_stopped:
-                await asyncio.wait((self._admitting,), timeout=REPORT_INTERVAL_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._report_now.wait(), REPORT_INTERVAL_S)
+                self._report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
                 yield await self._report()
@@ -169,6 +175,7 @@ class Worker:
             return
         if not self._config.reward_model.path and (warning := self._flat.add(prompt, completions, rewards)):
             self._notes.append(f"{self._name}: {warning}")
+            self._report_now.set()
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, prompt_tokens=prompt.tokens,

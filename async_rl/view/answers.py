@@ -1,0 +1,70 @@
+"""Makes one answer ready for the page: its tokens with their texts, versions, logprobs and masks, as JSON columns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from async_rl.types import Rollout, RolloutGroup
+from async_rl.view.token_texts import TokenTexts
+
+PREVIEW_CHARS = 400
+
+
+def answer_columns(group: RolloutGroup, number: int, texts: TokenTexts, trained_at: int | None) -> dict[str, Any]:
+    """Return the tokens of one answer as columns.
+
+    Args:
+        trained_at: version of the learner that trained on the group last; None: nobody did, staleness is not known.
+    """
+    rollout = group.rollouts[number]
+    ids = rollout.tokens.tolist()
+    versions = rollout.versions.tolist()
+    return {
+        "ids": ids,
+        "pieces": texts.pieces(ids),
+        "versions": versions,
+        "logprobs": [round(value, 5) for value in rollout.logprobs.tolist()],
+        "mask": [int(value) for value in rollout.mask.tolist()],
+        "old_kv": [int(value) for value in group.old_kv(rollout).tolist()],
+        "trained_at": trained_at,
+        "text": texts.decode(ids),
+        "prompt_ids": group.prompt_tokens.tolist(),
+        "prompt_text": texts.decode(group.prompt_tokens.tolist()),
+    }
+
+
+def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, Any]:
+    """Return what the list of siblings shows of one answer."""
+    rollout = group.rollouts[number]
+    text = texts.decode(rollout.tokens[:PREVIEW_CHARS].tolist())
+    return {
+        "number": number,
+        "reward": rollout.reward,
+        "tokens": len(rollout.tokens),
+        "finish_reason": rollout.finish_reason,
+        "versions": version_shares(rollout),
+        "turns": turns(rollout),
+        "masked": int((~rollout.mask).sum()),
+        "mean_logprob": mean_logprob(rollout),
+        "preview": text[:PREVIEW_CHARS] if text is not None else " ".join(map(str, rollout.tokens[:40].tolist())),
+    }
+
+
+def version_shares(rollout: Rollout) -> list[tuple[int, float]]:
+    """Return (version, share of the tokens) for each version that sampled a token of the answer, oldest first."""
+    versions, counts = np.unique(rollout.versions, return_counts=True)
+    return [(int(version), int(count) / len(rollout.versions)) for version, count in zip(versions, counts, strict=True)]
+
+
+def turns(rollout: Rollout) -> int:
+    """Return the number of turns: stretches of sampled tokens with others, e.g. a tool's result, between them."""
+    mask = rollout.mask.astype(np.int8)
+    return int(mask[0]) + int((np.diff(mask) == 1).sum())
+
+
+def mean_logprob(rollout: Rollout) -> float:
+    """Return the mean behaviour logprob of the sampled tokens; nan without any."""
+    return float(rollout.logprobs[rollout.mask].mean()) if rollout.mask.any() else math.nan

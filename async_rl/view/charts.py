@@ -1,0 +1,85 @@
+"""The charts of the pages: which metrics stand in which chart, and in which unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart over the steps."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    """The key of each metric and its name in the legend."""
+    unit: str = ""
+    """`%` for shares; else it is written behind the values."""
+    note: str = ""
+
+    def json(self) -> dict[str, object]:
+        return {"title": self.title, "keys": self.keys, "unit": self.unit}
+
+
+OVERVIEW_CHARTS = (
+    Chart(
+        "Reward and held-out accuracy", (("reward/mean", "reward, mean"), ("eval/accuracy", "held-out accuracy")),
+        note="Reward of the answers in the batch; accuracy on held-out prompts.",
+    ),
+    Chart(
+        "Staleness", (("staleness/mean", "mean"), ("staleness/max", "max"), ("staleness/in_queue", "in queue")),
+        "versions", "Versions between the oldest token of a rollout and the learner that trains on it.",
+    ),
+    Chart(
+        "Utilisation", (("utilisation/learner", "learner"), ("utilisation/rollout", "rollout"),
+                        ("occupancy/rollout", "occupied slots")),
+        "%", "Share of the step that a pool does useful work.",
+    ),
+    Chart(
+        "Effective sample size", (("offpolicy/ess", "ESS / tokens"), ("offpolicy/ess_truncated", "after truncation")),
+        "%", "1 is on-policy; below 30 % the data is too stale.",
+    ),
+    Chart(
+        "KL divergence", (("offpolicy/kl_behaviour_proximal_k3", "behaviour → proximal"),
+                          ("offpolicy/kl_proximal_learner_k3", "proximal → learner")),
+        "nats a token", "How far the policy moved since it sampled, and within the step (k3).",
+    ),
+    Chart(
+        "Throughput", (("throughput/trained_tokens_per_s", "trained tokens"),), "tokens/s",
+        "Response tokens trained on, per second.",
+    ),
+    Chart(
+        "Time of a step", (("time/step_s", "whole step"), ("time/wait_data_s", "waits for a batch"),
+                           ("time/train_s", "update"), ("time/sync_s", "push")),
+        "s", "What the learner's step is made of.",
+    ),
+    Chart(
+        "Length of answers", (("response/length_mean", "mean"), ("response/length_max", "max")), "tokens",
+        "Response tokens of the answers in the batch.",
+    ),
+    Chart("Entropy", (("policy/entropy", "entropy"),), "nats a token", "Entropy of the policy that is trained."),
+)  # fmt: skip
+
+_BY_STALENESS = (
+    ("reward", "Reward by staleness", ""), ("ess", "ESS by staleness", "%"),
+    ("kl_behaviour_proximal_k3", "KL behaviour → proximal by staleness", "nats a token"),
+    ("response_length", "Length of answers by staleness", "tokens"),
+)  # fmt: skip
+
+
+def staleness_buckets(keys: Iterable[str]) -> list[int]:
+    """Return the staleness values that occur in the metrics `staleness/rollouts_N`."""
+    found = (key.removeprefix("staleness/rollouts_") for key in keys if key.startswith("staleness/rollouts_"))
+    return sorted(int(text) for text in found if text.isdecimal())
+
+
+def staleness_charts(keys: Iterable[str]) -> list[Chart]:
+    """Return a chart for each value that is measured by staleness, with a line for each bucket that occurs."""
+    keys = set(keys)
+    charts = []
+    for name, title, unit in _BY_STALENESS:
+        buckets = [n for n in staleness_buckets(keys) if f"by_staleness/{n}/{name}" in keys]
+        lines = tuple((f"by_staleness/{n}/{name}", f"staleness {n}") for n in buckets)
+        if lines:
+            charts.append(Chart(title, lines, unit))
+    return charts

@@ -1,0 +1,141 @@
+"""Follows a run's metrics.jsonl: each call reads only the lines that were added, and half-written lines are left."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_POINTS = 1500
+"""A series with more points is thinned before it is sent to the browser."""
+BLOCK_BYTES = 8 * 2**20
+STEPS_FOR_PACE = 20
+
+
+@dataclass(slots=True)
+class Column:
+    """One metric: its values in the order of the file, each with its step."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def by_step(self, after: float = -1.0) -> dict[float, float]:
+        """Return the values of the steps above `after`; of two values of one step the later one counts."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return {step: value for step, value in pairs if step > after and not math.isnan(value)}
+
+
+class MetricsFile:
+    """The metrics of one run by key. Safe to use from many threads.
+
+    A resume replaces the file. It is then read again from its start, and `generation` counts up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._inode = -1
+        self._offset = 0
+        self._columns: dict[str, Column] = {}
+        self.generation = 0
+        self.broken_lines = 0
+        """The number of complete lines that are not a JSON object with a step."""
+
+    def refresh(self) -> MetricsFile:
+        """Read the lines that were added since the last call; returns this object."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    self._begin_again_if_replaced(file)
+                    file.seek(self._offset)
+                    rest = b""
+                    while block := file.read(BLOCK_BYTES):
+                        *lines, rest = (rest + block).split(b"\n")
+                        for line in lines:
+                            self._offset += len(line) + 1
+                            self._add(line)
+            except OSError:
+                return self  # not written yet, or just being replaced: the next call finds it
+        return self
+
+    def _begin_again_if_replaced(self, file: Any) -> None:
+        found = os.fstat(file.fileno())
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self.generation += self._inode >= 0
+            self._inode, self._offset, self._columns, self.broken_lines = found.st_ino, 0, {}, 0
+
+    def _add(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            record = json.loads(line)
+            step = float(record["step"])
+        except (ValueError, TypeError, KeyError):
+            self.broken_lines += 1
+            return
+        for key, value in record.items():
+            if key == "step" or isinstance(value, str | list | dict):
+                continue
+            column = self._columns.setdefault(key, Column())
+            column.steps.append(step)
+            column.values.append(math.nan if value is None else float(value))
+
+    @property
+    def keys(self) -> list[str]:
+        with self._lock:
+            return sorted(self._columns)
+
+    def values(self, key: str, after: float = -1.0) -> dict[float, float]:
+        """Return the values of one metric by step; empty if it was never measured."""
+        with self._lock:
+            column = self._columns.get(key)
+            return dict(sorted(column.by_step(after).items())) if column else {}
+
+    def last(self, key: str) -> float | None:
+        """Return the value of the metric at its last step; None if it was never measured."""
+        with self._lock:
+            column = self._columns.get(key)
+            if not column:
+                return None
+            return next((value for value in reversed(column.values) if not math.isnan(value)), None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged; 0 before the first one."""
+        with self._lock:
+            column = self._columns.get("time/elapsed_s")
+            return int(max(column.steps)) if column and column.steps else 0
+
+    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, list[float]]]:
+        """Return [key] the columns `step` and `value` of the steps above `after`, thinned to MAX_POINTS points."""
+        found = {}
+        for key in keys:
+            pairs = thinned(list(self.values(key, after).items()))
+            found[key] = {"step": [step for step, _ in pairs], "value": [value for _, value in pairs]}
+        return found
+
+    def seconds_a_step(self) -> float | None:
+        """Return the median duration of the last steps, pauses between steps included; None if there are too few."""
+        elapsed_s = list(self.values("time/elapsed_s").values())[-STEPS_FOR_PACE - 1 :]
+        gaps_s = [after - before for before, after in zip(elapsed_s, elapsed_s[1:], strict=False)]
+        return statistics.median(gaps_s) if gaps_s else None
+
+
+def thinned(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return at most MAX_POINTS of the pairs at equal distances, the last one included.
+
+    A point stands for the mean of the values since the point before it.
+    """
+    stride = math.ceil(len(pairs) / MAX_POINTS)
+    if stride <= 1:
+        return pairs
+    ends = range(len(pairs), 0, -stride)
+    parts = [pairs[max(0, end - stride) : end] for end in ends][::-1]
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]

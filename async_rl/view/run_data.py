@@ -1,0 +1,131 @@
+"""The data of a run's pages, as JSON: series of metrics, lanes, answers and the stream of changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.view.answers import answer_columns
+from async_rl.view.charts import staleness_buckets
+from async_rl.view.live import event_stream
+from async_rl.view.pages import json_finite, run_of
+from async_rl.view.prediction import predict
+from async_rl.view.run_files import RunFiles
+
+MAX_KEYS = 60
+MAX_STEPS_SHOWN = 200
+MAX_HISTOGRAM_STEPS = 200
+
+
+class NotKeptError(AsyncRLError):
+    """The tokens that a page asks for are not in the run directory any more."""
+
+
+def _json(value: Any) -> Response:
+    return Response(json_finite(value), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def series(request: Request) -> Response:
+    """Return the series of the metrics named in `key`, after the step `after`, and all keys that there are."""
+    metrics = run_of(request).files.metrics.refresh()
+    keys = request.query_params.getlist("key")[:MAX_KEYS]
+    after = _number(request, "after", -1.0)
+    return _json(
+        {
+            "generation": metrics.generation, "last_step": metrics.last_step, "keys": metrics.keys,
+            "series": metrics.series(keys, after),
+        }
+    )  # fmt: skip
+
+
+def window(request: Request) -> Response:
+    """Return the lanes over the steps from `from` to `to`."""
+    run = run_of(request).files
+    first, last = int(_number(request, "from", 1)), int(_number(request, "to", 10))
+    if not 1 <= first <= last:
+        raise ConfigError(f"from and to must be steps, from 1 on and in this order, got from={first}, to={last}")
+    number_of_first = first_step_of_timeline(run)
+    found = run.timeline.refresh().window(first, min(last, first + MAX_STEPS_SHOWN - 1), number_of_first)
+    if found is None:
+        ends_s = run.timeline.step_ends_s()
+        known = (
+            f"it has the steps {number_of_first} to {number_of_first + len(ends_s) - 1}" if ends_s else "it is empty"
+        )
+        raise ConfigError(f"{run.folder / 'timeline.json'} has nothing of the steps {first} to {last}: {known} so far.")
+    return _json(asdict(found))
+
+
+def first_step_of_timeline(run: RunFiles) -> int:
+    """Return the number of the first step in timeline.json, which each resume begins anew."""
+    since_s = run.metrics.refresh().values("time/since_first_step_s")
+    return int(max((step for step, value in since_s.items() if value == 0.0), default=1))
+
+
+def prediction(request: Request) -> Response:
+    """Return measured and predicted utilisation, or null where the simulator does not cover the run."""
+    found = predict(run_of(request).files)
+    if found is None or found.predicted is None:
+        return _json(None)
+    return _json(
+        {
+            "learner": [found.learner, found.predicted.utilisation], "rollout": [found.rollout, found.predicted.rollout],
+            "staleness": [found.staleness_mean, found.predicted.mean_staleness], "bound": found.bound,
+        }
+    )  # fmt: skip
+
+
+def histogram(request: Request) -> Response:
+    """Return the number of trained rollouts by step and staleness; long runs in stretches of steps."""
+    metrics = run_of(request).files.metrics.refresh()
+    buckets = staleness_buckets(metrics.keys)
+    counts = {bucket: metrics.values(f"staleness/rollouts_{bucket}") for bucket in buckets}
+    steps = sorted({step for of_bucket in counts.values() for step in of_bucket})
+    stride = max(1, math.ceil(len(steps) / MAX_HISTOGRAM_STEPS))
+    parts = [steps[at : at + stride] for at in range(0, len(steps), stride)]
+    shares = {
+        str(bucket): [sum(of_bucket.get(step, 0.0) for step in part) for part in parts]
+        for bucket, of_bucket in counts.items()
+    }
+    return _json({"first": [part[0] for part in parts], "last": [part[-1] for part in parts], "rollouts": shares})
+
+
+def answer(request: Request) -> Response:
+    """Return the tokens of one answer."""
+    run = run_of(request)
+    group_id, number = request.path_params["group_id"], request.path_params["number"]
+    row, payload = run.files.journal.group(group_id), run.files.journal.payload(group_id)
+    if row is None or payload is None or number >= len(payload.rollouts):
+        raise NotKeptError(f"The tokens of answer {number} of group {group_id} are not kept in this run directory.")
+    trained_at = row["steps"][-1] - 1 if row["steps"] else None
+    return _json(answer_columns(payload, number, run.texts, trained_at))
+
+
+async def events(request: Request) -> Response:
+    return event_stream(request, run_of(request).files.revision)
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    text = request.query_params.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} must be a number, got {text!r}")
+    return value
+
+
+ROUTES = [
+    Route("/data/series", series),
+    Route("/data/window", window),
+    Route("/data/prediction", prediction),
+    Route("/data/histogram", histogram),
+    Route("/data/answers/{group_id:int}/{number:int}", answer),
+    Route("/events", events),
+]

@@ -1,0 +1,176 @@
+"""Reads the small files of a run: its configuration, its status and its summary. Nothing in the folder is changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_rl.config.loading import dump_config, load_config
+from async_rl.config.yaml_text import read_yaml
+from async_rl.errors import ConfigError
+from async_rl.telemetry.status import STALE_S
+from async_rl.view.journal_reader import JournalReader
+from async_rl.view.metrics_file import MetricsFile
+from async_rl.view.timeline_file import TimelineFile
+from buffer.journal.journal import FILE_NAME
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE_NAME)
+"""A folder with at least one of these is the directory of a run, also if a crash or a copy left the others out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run as its files tell it."""
+
+    name: str
+    """`running`, `ended`, `stopped writing` or `unknown`."""
+    text: str
+    """One sentence for the user."""
+    processes: list[dict[str, Any]]
+    """The activity of each process, with the keys of telemetry.status.Status and `waited_s`."""
+
+
+class RunFiles:
+    """The directory of one run, which may go on, have ended, have crashed, or be a copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics = MetricsFile(folder / "metrics.jsonl")
+        self.journal = JournalReader(folder / FILE_NAME)
+        self.timeline = TimelineFile(folder / "timeline.json")
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration as the run wrote it; empty if it is missing or can't be read."""
+        try:
+            found, _ = read_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json; empty until the run has ended."""
+        return read_json(self.folder / "summary.json")
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key of the configuration, or `default` where it is missing."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that the run is to make; None if its configuration can't be read."""
+        steps = self.setting("run.steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def state(self) -> RunState:
+        saved = read_json(self.folder / "status.json")
+        if not isinstance(saved.get("time_s"), int | float):
+            return RunState("unknown", "The run has no status.json that can be read.", [])
+        note, age_s = str(saved.get("note", "")), time.time() - saved["time_s"]
+        processes = [_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict)]
+        if note != "running":
+            return RunState("ended", f"The run has ended: {note}.", processes)
+        if age_s <= STALE_S:
+            return RunState("running", "The run goes on.", processes)
+        text = (
+            f"The run's driver wrote its status {_duration(age_s)} ago and not since: it was killed, it hangs, or this "
+            "is a copy of a run that went on."
+        )
+        return RunState("stopped writing", text, processes)
+
+    @property
+    def time_left_s(self) -> float | None:
+        """The time until the last step at the pace of the last steps; None if it does not go on, or is not known."""
+        pace_s = self.metrics.seconds_a_step()
+        if self.steps is None or pace_s is None or self.state.name != "running":
+            return None
+        return max(0, self.steps - self.metrics.last_step) * pace_s
+
+    @cached_property
+    def changed_settings(self) -> list[tuple[str, Any, Any]]:
+        """The settings that differ from the defaults, as (key, value, default); `...` is no default at all."""
+        return changed_settings(self.config)
+
+    def revision(self) -> dict[str, str]:
+        """Return a text for each live file, which differs after each change of the file."""
+        names = {"metrics": "metrics.jsonl", "status": "status.json", "timeline": "timeline.json"}
+        files = {key: [self.folder / name] for key, name in names.items()}
+        files["journal"] = [self.folder / FILE_NAME, self.folder / f"{FILE_NAME}-wal"]
+        return {key: "/".join(map(_stamp, paths)) for key, paths in files.items()}
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing, half written, or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the settings of a configuration that differ from the defaults of its preset, as (key, value, default).
+
+    `...` stands for a missing default: the key is required, or another version of this program wrote it.
+    """
+    algorithm = config.get("algorithm")
+    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+    fixed = ["model.path=none", "task.name=reasoning_gym/none"]
+    try:
+        text = dump_config(load_config(None, [*fixed, *([f"algorithm.preset={preset}"] if preset else [])]))
+    except ConfigError:
+        text = dump_config(load_config(None, fixed))
+    defaults = dict(leaves(read_yaml(text)[0]))
+    required = {"model.path", "task.name"}
+    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in leaves(config)]
+    return [(key, value, default) for key, value, default in found if value != default]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of nested mappings by dotted key."""
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        found += leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
+    return found
+
+
+def _with_wait(entry: dict[str, Any]) -> dict[str, Any]:
+    told_s, since_s = entry.get("told_s"), entry.get("since_s")
+    is_known = isinstance(told_s, int | float) and isinstance(since_s, int | float)
+    return entry | {"waited_s": max(0.0, told_s - since_s) if is_known else 0.0}  # type: ignore[operator]
+
+
+def _duration(seconds: float) -> str:
+    for unit, length_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return "-"
+    return f"{found.st_ino}.{found.st_size}.{found.st_mtime_ns}"

@@ -1,0 +1,190 @@
+"""The pages of a run: overview, overlap, rollouts with one group, and staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from async_rl.errors import ConfigError
+from async_rl.telemetry.plot_timeline import STATE_COLORS
+from async_rl.view.answers import sibling
+from async_rl.view.charts import OVERVIEW_CHARTS, staleness_charts
+from async_rl.view.journal_reader import ORDERS, JournalError
+from async_rl.view.library import OpenRun
+from async_rl.view.pages import page, run_of, run_page
+from async_rl.view.run_files import RunFiles
+from async_rl.view.text_index import Found
+from buffer.store_rows import DROP_REASONS
+
+INTEGER_FILTERS = ("step", "staleness_min", "staleness_max", "tokens_min", "tokens_max", "prompt")
+NUMBER_FILTERS = ("reward_min", "reward_max")
+TEXT_FILTERS = ("state", "drop_reason", "worker")
+ORDER_TITLES = {
+    "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward", "reward_low": "lowest reward",
+    "longest": "longest answers", "stalest": "most stale",
+}  # fmt: skip
+assert ORDER_TITLES.keys() == ORDERS.keys()
+STEPS_SHOWN = 10
+COLORINGS = {
+    "version": "policy version",
+    "logprob": "behaviour logprob",
+    "mask": "mask",
+}
+
+
+def overview(request: Request) -> Response:
+    run = run_of(request).files
+    hidden = {"run.name", "run.dir"}  # they say where the run is, and every run sets them
+    settings = [row for row in run.changed_settings if row[0] not in hidden]
+    facts = {"charts": OVERVIEW_CHARTS, "settings": settings, "none_at_all": ..., **_live_facts(run)}
+    return run_page(request, "overview.html", "overview", facts)
+
+
+def overview_live(request: Request) -> Response:
+    """Return the part of the overview that changes while the run goes on, without its charts."""
+    run = run_of(request).files
+    return run_page(request, "overview_live.html", "overview", _live_facts(run))
+
+
+def header(request: Request) -> Response:
+    return run_page(request, "run_header.html", "", {})
+
+
+def _live_facts(run: RunFiles) -> dict[str, Any]:
+    metrics = run.metrics.refresh()
+    alarms = []
+    for key in metrics.keys:
+        if key.startswith(("alarm/", "guard/")):
+            values = metrics.values(key)
+            broken = [step for step, value in values.items() if value > 0]
+            is_on = bool(values) and list(values.values())[-1] > 0
+            alarms.append({"name": key.partition("/")[2], "is_on": is_on, "broken": broken})
+    return {
+        "last": metrics.last, "alarms": alarms, "time_left_s": run.time_left_s, "summary": run.summary,
+        "pace_s": metrics.seconds_a_step(), "broken_lines": metrics.broken_lines,
+    }  # fmt: skip
+
+
+def overlap(request: Request) -> Response:
+    run = run_of(request).files
+    last_step = run.metrics.refresh().last_step
+    first = max(2, last_step - STEPS_SHOWN)
+    window = request.query_params
+    facts = {
+        "first": window.get("from", first), "last": window.get("to", max(first, last_step - 1)),
+        "follows": "from" not in window, "colors": STATE_COLORS,
+    }  # fmt: skip
+    return run_page(request, "overlap.html", "overlap", facts)
+
+
+def staleness(request: Request) -> Response:
+    run = run_of(request).files
+    metrics = run.metrics.refresh()
+    rows = []
+    for name, title in (("trained", "trained on"), *((f"dropped_{r}", f"dropped: {r}") for r in DROP_REASONS)):
+        number = metrics.last(f"buffer/{name}")
+        means = {key: metrics.last(f"buffer/{name}/{key}") for key in ("response_tokens", "reward", "duration_s")}
+        if number:
+            rows.append({"title": title, "number": number, **means})
+    facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows}
+    return run_page(request, "staleness.html", "staleness", facts)
+
+
+def rollouts(request: Request) -> Response:
+    """Return the list of groups, or a page that says why there is none."""
+    run = run_of(request)
+    query = {key: value.strip() for key, value in request.query_params.items() if value.strip()}
+    facts: dict[str, Any] = {
+        "query": query, "orders": ORDER_TITLES, "problem": "", "rows": [], "prompts": {}, "has_more": False, "choices": {},
+        "snippets": {}, "note": "", "page": 0, "next": "", "previous": "", "searches": True,
+    }  # fmt: skip
+    try:
+        facts |= _found_groups(run, query)
+    except JournalError as error:
+        facts["problem"] = str(error)
+    return run_page(request, "rollouts.html", "rollouts", facts)
+
+
+def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
+    filters = read_filters(query)
+    order = query.get("order", "newest")
+    if order not in ORDERS:
+        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    number = _integer("page", query.get("page", "0"))
+    found: Found | None = None
+    index = run.index
+    if "text" in query:
+        found = index.search(query["text"])
+    listed = run.files.journal.groups(filters, order, number, found.group_ids if found else None)
+    tokens = run.files.journal.prompts([row["group_id"] for row in listed.rows])
+    prompts = {group_id: run.texts.decode(ids) for group_id, ids in tokens.items()}
+    turn = {key: value for key, value in query.items() if key != "page"}
+    return {
+        "rows": listed.rows, "prompts": prompts, "has_more": listed.has_more, "choices": run.files.journal.choices(), "page": number,
+        "snippets": found.snippets if found else {}, "note": found.note if found else index.missing,
+        "searches": not index.missing, "next": urlencode({**turn, "page": number + 1}),
+        "previous": urlencode({**turn, "page": number - 1}),
+    }  # fmt: skip
+
+
+def read_filters(query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the filters in the query of an address, with their values as numbers where they are numbers.
+
+    Raises:
+        ConfigError: a value is not a number.
+    """
+    filters: dict[str, Any] = {key: _integer(key, query[key]) for key in INTEGER_FILTERS if key in query}
+    for key in NUMBER_FILTERS:
+        if key in query:
+            try:
+                filters[key] = float(query[key])
+            except ValueError:
+                filters[key] = math.nan
+            if not math.isfinite(filters[key]):
+                raise ConfigError(f"{key} must be a number, got {query[key]!r}")
+    return filters | {key: query[key] for key in TEXT_FILTERS if key in query}
+
+
+def _integer(key: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise ConfigError(f"{key} must be a whole number, at least 0, got {text!r}")
+    return int(text)
+
+
+def group(request: Request) -> Response:
+    """Return the page of one group: its siblings side by side, and one answer token by token."""
+    run = run_of(request)
+    group_id = request.path_params["group_id"]
+    row = run.files.journal.group(group_id)
+    if row is None:
+        facts = {"text": f"The journal has no group {group_id}.", "run": None}
+        return page(request, "error.html", facts, 404)
+    payload = run.files.journal.payload(group_id)
+    siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rollouts))] if payload else []
+    answer = _integer("answer", request.query_params.get("answer", "0"))
+    color = request.query_params.get("color", "version")
+    facts = {
+        "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rollouts"]) - 1)),
+        "coloring": color if color in COLORINGS else "version", "colorings": COLORINGS,
+        "prompt": run.texts.decode(payload.prompt_tokens.tolist()) if payload else None,
+        "prompt_ids": payload.prompt_tokens.tolist() if payload else [], "missing": run.texts.missing,
+        "kept_steps": run.files.setting("buffer.journal_keep_steps"),
+    }  # fmt: skip
+    return run_page(request, "group.html", "rollouts", facts)
+
+
+ROUTES = [
+    Route("/overview", overview),
+    Route("/overview/live", overview_live),
+    Route("/header", header),
+    Route("/overlap", overlap),
+    Route("/staleness", staleness),
+    Route("/rollouts", rollouts),
+    Route("/rollouts/{group_id:int}", group),
+]

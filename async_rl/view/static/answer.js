@@ -1,0 +1,153 @@
+// One answer token by token: coloured by version, behaviour logprob or mask; turns of others are folded.
+import { base, element, getJson } from "./page.js";
+
+const panel = document.getElementById("answer");
+const MASKED_FOLD = 8; // shorter stretches of tokens that the model did not sample stay open
+let shown = null;
+let chosen = 0;
+
+const setting = (name) => document.querySelector(`input[name=${name}]:checked`).value;
+
+function tokenClass(at, coloring) {
+  if (coloring === "version") return `v${(shown.versions[at] - Number(panel.dataset.startVersion)) % 8}`;
+  if (coloring === "mask") return shown.mask[at] ? "m1" : "m0";
+  if (!shown.mask[at]) return "m0";
+  const probability = Math.exp(shown.logprobs[at]);
+  return `p${[0.99, 0.9, 0.7, 0.5, 0.25, 0.1, 0.01].filter((limit) => probability < limit).length}`;
+}
+
+function legend(coloring) {
+  const entry = (name, text) => element("li", {}, element("span", { className: `swatch ${name}` }), text);
+  if (coloring === "version") {
+    const start = Number(panel.dataset.startVersion);
+    return [...new Set(shown.versions)].map((version) => {
+      const age = shown.trained_at === null ? "" : `, staleness ${shown.trained_at - version}`;
+      return entry(`v${(version - start) % 8}`, `version ${version}${age}`);
+    });
+  }
+  if (coloring === "mask") return [entry("m1", "trained on"), entry("m0", "masked: not sampled by the model, or too old")];
+  return ["above 99 %", "90 %", "70 %", "50 %", "25 %", "10 %", "1 %", "below 1 %"]
+    .map((text, level) => entry(`p${level}`, text));
+}
+
+function piece(at) {
+  const text = shown.pieces ? shown.pieces[at] : String(shown.ids[at]);
+  return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t") || "·";
+}
+
+function tokenSpans(from, to, coloring) {
+  const spans = document.createDocumentFragment();
+  for (let at = from; at < to; at++) {
+    const span = element("span", { className: `t ${tokenClass(at, coloring)}`, textContent: piece(at) });
+    span.dataset.at = at;
+    spans.append(span, ...(shown.pieces ? [] : [" "]));
+  }
+  return spans;
+}
+
+/** The stretches of tokens with one mask: a turn of the model, or what a tool or the user said. */
+function stretches() {
+  const found = [];
+  let start = 0;
+  for (let at = 1; at <= shown.ids.length; at++) {
+    if (at < shown.ids.length && shown.mask[at] === shown.mask[start]) continue;
+    found.push([start, at]);
+    start = at;
+  }
+  return found;
+}
+
+function draw() {
+  const coloring = setting("color"), form = setting("form"), place = document.getElementById("tokens");
+  place.className = `tokens ${form}`;
+  document.getElementById("token-legend").replaceChildren(...(form === "tokens" ? legend(coloring) : []));
+  if (form === "text") return place.replaceChildren(shown.text ?? "There is no tokenizer here, so there is no text.");
+  if (form === "ids") return place.replaceChildren(shown.ids.join(" "));
+  place.replaceChildren(...stretches().map(([from, to]) => {
+    const spans = tokenSpans(from, to, coloring);
+    if (shown.mask[from] || to - from < MASKED_FOLD) return spans;
+    const what = `${to - from} tokens that are not trained on`;
+    return element("details", { className: "fold" }, element("summary", { textContent: what }), spans);
+  }));
+  facts(0, false);
+}
+
+function facts(at, isChosen = true) {
+  chosen = at;
+  document.querySelector(".t.chosen")?.classList.remove("chosen");
+  if (!isChosen) return;
+  const span = document.querySelector(`.t[data-at="${at}"]`);
+  span?.classList.add("chosen");
+  span?.scrollIntoView({ block: "nearest" });
+  const staleness = shown.trained_at === null ? "not trained on" : `staleness ${shown.trained_at - shown.versions[at]}`;
+  const parts = [`token ${at}`, `id ${shown.ids[at]}`, shown.pieces ? JSON.stringify(shown.pieces[at]) : "",
+    `version ${shown.versions[at]}`, staleness, `logprob ${shown.logprobs[at].toFixed(4)}`,
+    `probability ${(100 * Math.exp(shown.logprobs[at])).toFixed(2)} %`, shown.mask[at] ? "" : "masked",
+    shown.old_kv[at] ? "sampled on KV of older weights" : ""];
+  document.getElementById("token-facts").textContent = parts.filter(Boolean).join("  ·  ");
+}
+
+async function load(number) {
+  const problem = document.getElementById("answer-problem");
+  problem.hidden = true;
+  try {
+    shown = await getJson(`${base}/data/answers/${panel.dataset.group}/${number}`);
+  } catch (error) {
+    problem.textContent = error.message;
+    problem.hidden = false;
+    return;
+  }
+  document.getElementById("answer-number").textContent = number;
+  panel.setAttribute("aria-labelledby", `tab-${number}`);
+  draw();
+  document.body.dataset.ready = String(number);
+}
+
+function choose(tab, isFocused) {
+  for (const other of document.querySelectorAll(".sibling")) {
+    other.setAttribute("aria-selected", String(other === tab));
+    other.tabIndex = other === tab ? 0 : -1;
+  }
+  if (isFocused) tab.focus();
+  remember();
+  return load(tab.dataset.answer);
+}
+
+function remember() {
+  const tab = document.querySelector(".sibling[aria-selected=true]");
+  history.replaceState(null, "", `?answer=${tab.dataset.answer}&color=${setting("color")}`);
+}
+
+function setUp() {
+  const tabs = [...document.querySelectorAll(".sibling")];
+  tabs.forEach((tab, at) => {
+    tab.addEventListener("click", () => choose(tab, false));
+    tab.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (move) choose(tabs[(at + move + tabs.length) % tabs.length], true);
+    });
+  });
+  for (const input of document.querySelectorAll("input[name=color], input[name=form]")) {
+    input.addEventListener("change", () => { remember(); draw(); });
+  }
+  const place = document.getElementById("tokens");
+  place.addEventListener("mouseover", (event) => event.target.dataset.at && facts(Number(event.target.dataset.at)));
+  place.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    facts(Math.min(Math.max(0, chosen + move), shown.ids.length - 1));
+  });
+  return load(document.querySelector(".sibling[aria-selected=true]").dataset.answer);
+}
+
+document.getElementById("copy").addEventListener("click", async () => {
+  const sign = document.getElementById("copied");
+  try {
+    await navigator.clipboard.writeText(location.href);
+    sign.textContent = "Copied. It works for everyone who shows this run directory on the same port.";
+  } catch {
+    sign.textContent = location.href; // the browser refuses the clipboard outside of localhost and https
+  }
+});
+if (panel) setUp();

@@ -1,0 +1,227 @@
+// Line charts over the steps, drawn by Bokeh, with one cursor for all of them and a smoothing that is set once.
+import { base, color, element, getJson, onChange, onTheme } from "./page.js";
+
+const charts = [];
+let smoothing = 0.6;
+let lastStep = -1;
+let generation = 0;
+
+export function formatted(value, unit) {
+  if (value === undefined || value === null || Number.isNaN(value)) return "–";
+  if (unit === "%") return `${(100 * value).toFixed(1)} %`;
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size > 0 && size < 0.001) return value.toExponential(1);
+  return value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+}
+
+/** Exponential moving average, without the bias of its start. */
+export function smoothed(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (Number.isNaN(value)) return value;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+/** Give a Bokeh figure this page's colours and no frame. */
+export function dress(figure, unit) {
+  const muted = color("muted"), grid = color("grid");
+  figure.background_fill_alpha = 0;
+  figure.border_fill_alpha = 0;
+  figure.outline_line_alpha = 0;
+  for (const axis of [...figure.below, ...figure.left]) {
+    if (axis.axis_line_color === undefined) continue;
+    Object.assign(axis, {
+      axis_line_color: null, major_tick_line_color: null, minor_tick_line_color: null,
+      major_label_text_color: muted, major_label_text_font_size: "11px", axis_label_text_color: muted,
+      axis_label_text_font_style: "normal", axis_label_text_font_size: "11px",
+    });
+  }
+  for (const line of figure.center) {
+    if (line.grid_line_color === undefined) continue;
+    Object.assign(line, { grid_line_color: line.dimension === 0 ? null : grid });
+  }
+  if (unit === "%") figure.left[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0%" });
+  else figure.left[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[000]a" });
+}
+
+export function newFigure(options = {}) {
+  return Bokeh.Plotting.figure({
+    height: 190, sizing_mode: "stretch_width", tools: [], toolbar_location: null, min_border: 2, ...options,
+  });
+}
+
+export const seriesColor = (index) => color(`series-${index % 8}`);
+
+class LineChart {
+  constructor(card, spec) {
+    this.card = card;
+    this.spec = spec;
+    this.lines = spec.keys.map(([key, name]) => ({ key, name, step: [], value: [] }));
+    this.readout = card.querySelector(".readout");
+    card.addEventListener("keydown", (event) => this.moveByKey(event));
+  }
+
+  draw() {
+    const plot = this.card.querySelector(".plot");
+    plot.replaceChildren();
+    const figure = newFigure();
+    dress(figure, this.spec.unit);
+    figure.x_range.range_padding = 0.01;
+    const measured = this.lines.filter((line) => line.step.length);
+    this.lines.forEach((line, index) => {
+      line.color = seriesColor(index);
+      line.source = new Bokeh.ColumnDataSource({ data: this.columns(line) });
+      const [x, raw, smooth] = ["step", "value", "smooth"].map((field) => ({ field }));
+      figure.line(x, raw, { source: line.source, line_color: line.color, line_alpha: 0.22, line_width: 1 });
+      figure.line(x, smooth, { source: line.source, line_color: line.color, line_width: 1.8 });
+      if (line.step.length < 40) {
+        figure.scatter(x, smooth, { source: line.source, size: 4, fill_color: line.color, line_color: null });
+      }
+    });
+    this.span = new Bokeh.Span({ dimension: "height", line_color: color("muted"), line_width: 1, visible: false });
+    figure.add_layout(this.span);
+    figure.on_event("mousemove", (event) => moveCursor(Math.round(event.x)));
+    figure.on_event("mouseleave", () => moveCursor(null));
+    this.figure = figure;
+    this.read(null);
+    this.card.classList.toggle("empty", !measured.length);
+    return Bokeh.Plotting.show(figure, plot);
+  }
+
+  columns(line) {
+    return { step: line.step, value: line.value, smooth: smoothed(line.value, smoothing) };
+  }
+
+  add(series) {
+    let grew = false;
+    for (const line of this.lines) {
+      const found = series[line.key];
+      if (!found || !found.step.length) continue;
+      grew = true;
+      line.step = line.step.concat(found.step);
+      line.value = line.value.concat(found.value.map((value) => value ?? NaN));
+    }
+    if (grew && this.figure) this.refresh();
+  }
+
+  clear() {
+    for (const line of this.lines) { line.step = []; line.value = []; }
+  }
+
+  refresh() {
+    for (const line of this.lines) line.source.data = this.columns(line);
+    this.card.classList.toggle("empty", !this.lines.some((line) => line.step.length));
+    this.read(null);
+  }
+
+  /** Write each line's value at a step, or at its last one, into the legend. */
+  read(step) {
+    this.readout.replaceChildren(...this.lines.filter((line) => line.step.length).map((line) => {
+      const at = step === null ? line.step.length - 1 : nearest(line.step, step);
+      const value = step !== null && line.step[at] !== step && this.lines.length && line.step.length > 40
+        && Math.abs(line.step[at] - step) > 3 ? undefined : line.value[at];
+      const swatch = element("span", { className: "swatch" });
+      swatch.style.background = line.color;
+      return element("span", { className: "entry" }, swatch, `${line.name} `,
+        element("b", { textContent: formatted(value, this.spec.unit) }));
+    }));
+    if (!this.readout.childElementCount) this.readout.textContent = "not measured";
+  }
+
+  moveByKey(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    moveCursor(Math.max(0, (cursor ?? lastStep) + move));
+  }
+}
+
+/** Index of the step that is nearest to `step`, in an ascending list. */
+function nearest(steps, step) {
+  let low = 0, high = steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1; else high = middle;
+  }
+  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
+}
+
+let cursor = null;
+let isDrawing = false;
+
+function moveCursor(step) {
+  cursor = step === null ? null : Math.min(step, lastStep);
+  if (isDrawing) return;
+  isDrawing = true;
+  requestAnimationFrame(() => {
+    isDrawing = false;
+    const sign = document.getElementById("cursor-step");
+    if (sign) sign.textContent = cursor === null ? "Point at a chart to read all of them at one step." : `step ${cursor}`;
+    for (const chart of charts) {
+      chart.span.visible = cursor !== null;
+      if (cursor !== null) chart.span.location = cursor;
+      chart.read(cursor);
+    }
+  });
+}
+
+function wanted() {
+  return [...new Set(charts.flatMap((chart) => chart.spec.keys.map(([key]) => key)))];
+}
+
+async function load(keys, after) {
+  const query = keys.map((key) => `key=${encodeURIComponent(key)}`).join("&");
+  return getJson(`${base}/data/series?after=${after}&${query}`);
+}
+
+/** Draw a chart in every card with data-chart, and keep them up to date. Calls `more` with each answer. */
+export async function drawCharts(more = () => {}) {
+  for (const card of document.querySelectorAll("[data-chart]")) {
+    charts.push(new LineChart(card, JSON.parse(card.dataset.chart)));
+  }
+  await reload(more);
+  setUpSmoothing();
+  onTheme(() => charts.forEach((chart) => chart.draw()));
+  onChange(async (changed) => {
+    if (!changed.has("metrics")) return;
+    const found = await load(wanted(), lastStep);
+    if (found.generation !== generation) return reload(more); // a resume replaced the file
+    lastStep = Math.max(lastStep, found.last_step);
+    charts.forEach((chart) => chart.add(found.series));
+    more(found);
+  });
+}
+
+async function reload(more) {
+  const found = await load(wanted(), -1);
+  ({ generation } = found);
+  lastStep = found.last_step;
+  for (const chart of charts) {
+    chart.clear();
+    chart.add(found.series);
+    await chart.draw();
+  }
+  more(found);
+  document.body.dataset.ready = "1";
+}
+
+export async function addChart(card, spec) {
+  const chart = new LineChart(card, spec);
+  chart.add((await load(spec.keys.map(([key]) => key), -1)).series);
+  charts.push(chart);
+  return chart.draw();
+}
+
+function setUpSmoothing() {
+  const slider = document.getElementById("smoothing");
+  if (!slider) return;
+  slider.addEventListener("input", () => {
+    smoothing = Number(slider.value);
+    document.getElementById("smoothing-value").textContent = smoothing.toFixed(2);
+    charts.forEach((chart) => chart.refresh());
+  });
+}

@@ -1,0 +1,74 @@
+// What every page does: switches the theme, and follows the run's changes by server-sent events.
+const main = document.getElementById("main");
+export const base = main.dataset.base || "";
+
+export async function getJson(path) {
+  const response = await fetch(path);
+  const found = await response.json();
+  if (!response.ok) throw new Error(found.error);
+  return found;
+}
+
+export function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+export function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const listeners = [];
+
+/** Call `listener` with a set of the files that changed: metrics, status, journal, timeline, or cells of a sweep. */
+export function onChange(listener) {
+  listeners.push(listener);
+}
+
+export function onTheme(listener) {
+  document.addEventListener("theme-changed", listener);
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try { localStorage.setItem("async-rl-theme", theme); } catch { /* storage may be off */ }
+  document.dispatchEvent(new Event("theme-changed"));
+});
+
+async function replaceParts(changed) {
+  for (const part of document.querySelectorAll("[data-live]")) {
+    if (!part.dataset.on.split(" ").some((kind) => changed.has(kind))) continue;
+    const response = await fetch(part.dataset.live);
+    if (response.ok) part.innerHTML = await response.text(); // made by our templates, which escape all text
+  }
+  document.dispatchEvent(new Event("parts-replaced"));
+}
+
+function follow() {
+  if (!main.dataset.events) return;
+  const sign = document.getElementById("live");
+  const events = new EventSource(main.dataset.events);
+  let isFirst = true;
+  let working = Promise.resolve();
+  const say = (text, state) => {
+    sign.hidden = false;
+    sign.textContent = text;
+    sign.className = `live ${state}`;
+  };
+  events.addEventListener("open", () => say("live", "on"));
+  events.addEventListener("error", () => say("not connected", "off"));
+  events.addEventListener("change", (event) => {
+    if (isFirst) { // names every file, and the page has just been loaded
+      isFirst = false;
+      return;
+    }
+    const changed = new Set(JSON.parse(event.data));
+    working = working.then(() => Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]))
+      .catch((error) => say(`not updated: ${error.message}`, "off"));
+  });
+  addEventListener("pagehide", () => events.close());
+}
+
+follow();

@@ -1,0 +1,193 @@
+"""Reads the folder of a sweep: its cells, finished or not, and every metric of the finished ones by setting."""
+
+from __future__ import annotations
+
+import csv
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError
+from async_rl.view.run_files import RunFiles, is_run, read_json
+from benchmarks.cells import SEED, STALENESS
+from benchmarks.report import LEARNING, TRADE_OFF
+from benchmarks.results import Run, read_runs, rows_of
+from benchmarks.statistics import estimate
+
+TITLES = {key: title for key, (title, _) in {**TRADE_OFF, **LEARNING}.items()}
+WALL_CLOCK = "wall_clock"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep as the page lists it."""
+
+    name: str
+    labels: dict[str, str]
+    state: str
+    """`finished`, `running`, `stopped` or `waiting`."""
+    progress: str
+    values: dict[str, float]
+    """The values of the report; empty until the cell is finished."""
+    has_run: bool
+    """Whether its run directory is here, so that there is a page for it."""
+
+
+class SweepFiles:
+    """The folder of one sweep. Safe to use from many threads.
+
+    Without its runs, as sweeps are committed, the tables in runs.csv are shown.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problem = ""
+        """One sentence if the finished cells can't be read together; else empty."""
+        self._lock = threading.Lock()
+        self._stamp: Any = None
+        self._runs: list[Run] = []
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The content of sweep.json; empty if there is none."""
+        return read_json(self.folder / "sweep.json")
+
+    def revision(self) -> dict[str, str]:
+        """Return a text that differs once a cell has begun or finished."""
+        files = sorted((self.folder / "cells").glob("*/cell.json"))
+        running = sorted(path.name for path in (self.folder / "cells").glob("*"))
+        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{len(running)}"}
+
+    def runs(self) -> list[Run]:
+        """Return the finished cells; none if there is none yet, or `problem` keeps them from being compared."""
+        with self._lock:
+            stamp = self.revision()
+            if stamp != self._stamp:
+                self._stamp, self._runs, self.problem = stamp, [], ""
+                try:
+                    if any((self.folder / "cells").glob("*/cell.json")):
+                        self._runs = read_runs(self.folder)
+                except (AsyncRLError, OSError, ValueError, KeyError, TypeError) as error:
+                    self.problem = f"The finished cells can't be compared: {error}"
+            return self._runs
+
+    def cells(self) -> list[Cell]:
+        """Return every cell: the finished ones with their values, those that run, and those that have to wait."""
+        runs = {run.folder.name: run for run in self.runs()}
+        wall_clock = _wall_clock(self._runs)
+        found = []
+        for folder in sorted((self.folder / "cells").glob("*")):
+            if run := runs.get(folder.name):
+                values = _finite(run.values() | {WALL_CLOCK: wall_clock.get(folder.name, math.nan)})
+                found.append(Cell(folder.name, run.labels, "finished", f"{len(run.steps)} steps", values, True))
+            elif is_run(folder):
+                found.append(_unfinished(folder))
+        found = found or self._committed()
+        waiting = self._planned() - len(found)
+        names = sorted(found, key=lambda cell: [_sort_key(cell.labels.get(axis, "")) for axis in self.axes(found)])
+        if waiting > 0 and runs:
+            names.append(Cell(f"{waiting} more", {}, "waiting", "", {}, False))
+        return names
+
+    def axes(self, cells: Iterable[Cell]) -> list[str]:
+        """Return the names of the axes, staleness first and the seed last."""
+        names = dict.fromkeys([*self.plan.get("axes", {}), *(axis for cell in cells for axis in cell.labels)])
+        return sorted(names, key=lambda axis: (axis == SEED, axis != STALENESS, axis))
+
+    def metric_keys(self) -> list[str]:
+        """Return the keys of all metrics that a finished cell measured in its steps."""
+        keys = {key for run in self.runs() for step in run.steps[-1:] for key in step}
+        return sorted(keys - {"step"})
+
+    def _planned(self) -> int:
+        axes = self.plan.get("axes", {})
+        return math.prod(len(levels) for levels in axes.values()) if isinstance(axes, dict) and axes else 0
+
+    def _committed(self) -> list[Cell]:
+        """Return the rows of runs.csv, which a report writes; they have no run directories."""
+        try:
+            with (self.folder / "runs.csv").open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error):
+            return []
+        cells = []
+        for row in rows:
+            labels = {key: str(value) for key, value in row.items() if key not in TITLES}
+            values = _finite({key: _number(value) for key, value in row.items() if key in TITLES})
+            name = ".".join(f"{key}-{value}" for key, value in labels.items())
+            cells.append(Cell(name, labels, "finished", "", values, False))
+        return cells
+
+    def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
+        """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
+
+        A point is the mean over the seeds with its standard error. A metric is a value of the report, or the key of a
+        metric, which counts as its mean over the steps after the first.
+        """
+        cells = [cell for cell in self.cells() if cell.state == "finished"]
+        runs = {run.folder.name: run for run in self.runs()}
+        lines: dict[str, dict[str, list[float]]] = {}
+        for cell in cells:
+            value = cell.values.get(metric, math.nan)
+            if metric not in TITLES and cell.name in runs:
+                value = runs[cell.name].mean(metric)
+            if math.isnan(value) or axis not in cell.labels:
+                continue
+            others = [f"{key} {label}" for key, label in cell.labels.items() if key not in (axis, SEED)]
+            lines.setdefault(", ".join(others), {}).setdefault(cell.labels[axis], []).append(value)
+        found = []
+        for name, by_label in sorted(lines.items()):
+            labels = sorted(by_label, key=_sort_key)
+            estimates = [estimate(by_label[label]) for label in labels]
+            errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
+            found.append(
+                {
+                    "name": name, "labels": labels, "mean": [e.mean for e in estimates], "error": errors,
+                    "seeds": [len(by_label[label]) for label in labels],
+                }
+            )  # fmt: skip
+        return found
+
+
+def is_sweep(folder: Path) -> bool:
+    return (folder / "sweep.json").is_file() or (folder / "cells").is_dir()
+
+
+def _unfinished(folder: Path) -> Cell:
+    run = RunFiles(folder)
+    steps = run.steps
+    progress = f"step {run.metrics.refresh().last_step}" + (f" of {steps}" if steps else "")
+    labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.setting("staleness.max", ""))}
+    state = "running" if run.state.name == "running" else "stopped"
+    return Cell(folder.name, labels, state, progress, {}, True)
+
+
+def _wall_clock(runs: list[Run]) -> dict[str, float]:
+    return {
+        run.folder.name: value
+        for row in (rows_of(runs) if runs else [])
+        for run, value in zip(row.runs, row.values[WALL_CLOCK], strict=True)
+    }
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return math.nan
+
+
+def _sort_key(label: str) -> tuple[float, str]:
+    number = _number(label)
+    return (math.inf if math.isnan(number) else number, label)

@@ -1,0 +1,78 @@
+"""The page of a sweep: its cells as they arrive, any metric over any axis, and cells side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from async_rl.errors import AsyncRLError
+from async_rl.view.live import event_stream
+from async_rl.view.pages import json_finite, library_of, page
+from async_rl.view.sweep_files import TITLES, SweepFiles
+from benchmarks.cells import SEED
+from benchmarks.report import LEARNING, TRADE_OFF
+
+SHOWN = ("per_100_steps", "learner", "per_minute")
+"""The three charts of the trade-off: what a step teaches, how busy the learner is, what a minute brings."""
+COLUMNS = ("accuracy_end", "per_100_steps", "learner", "rollout", "ess", "staleness_mean", "steps_per_minute")
+FORMS = {key: form for key, (_, form) in {**TRADE_OFF, **LEARNING}.items()}
+MAX_COMPARED = 6
+COMPARED_KEYS = ("reward/mean", "eval/accuracy", "staleness/mean", "utilisation/learner", "offpolicy/ess")
+
+
+class NoSweepError(AsyncRLError):
+    """The page of a sweep is asked for, but the server shows a single run."""
+
+
+def _sweep(request: Request) -> SweepFiles:
+    found = library_of(request).sweep
+    if found is None:
+        raise NoSweepError(f"{library_of(request).folder} is a single run and not a sweep.")
+    return found
+
+
+def sweep(request: Request) -> Response:
+    return page(request, "sweep.html", _facts(request))
+
+
+def cells(request: Request) -> Response:
+    """Return the table of cells, which changes as cells arrive."""
+    return page(request, "sweep_cells.html", _facts(request))
+
+
+def _facts(request: Request) -> dict[str, Any]:
+    found = _sweep(request)
+    listed = found.cells()
+    measured = {key for cell in listed for key in cell.values}
+    axes = found.axes(listed)
+    metrics = [(key, title) for key, title in TITLES.items() if key in measured]
+    return {
+        "run": None, "cells": listed, "axes": axes, "plot_axes": [a for a in axes if a != SEED] or axes,
+        "metrics": metrics, "keys": found.metric_keys(), "columns": [c for c in COLUMNS if c in measured],
+        "titles": TITLES, "forms": FORMS, "shown": [key for key in SHOWN if key in measured], "plan": found.plan,
+        "problem": found.problem, "compared": request.query_params.getlist("cell")[:MAX_COMPARED],
+        "compared_keys": COMPARED_KEYS, "finished": sum(cell.state == "finished" for cell in listed),
+    }  # fmt: skip
+
+
+def points(request: Request) -> Response:
+    """Return the lines of a plot of `metric` over `axis`."""
+    metric, axis = request.query_params.get("metric", ""), request.query_params.get("axis", "")
+    lines = _sweep(request).points(metric, axis)
+    found = {"lines": lines, "title": TITLES.get(metric, metric), "axis": axis}
+    return Response(json_finite(found), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def events(request: Request) -> Response:
+    return event_stream(request, _sweep(request).revision)
+
+
+ROUTES = [
+    Route("/sweep", sweep),
+    Route("/sweep/cells", cells),
+    Route("/sweep/data/points", points),
+    Route("/sweep/events", events),
+]

@@ -1,0 +1,134 @@
+"""Full-text search over prompts and answers: a thread decodes the run's tokens into an index outside the run directory.
+
+The index is an FTS5 table in a temporary file, which ends with the server. It holds the newest groups first.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+
+from async_rl.errors import AsyncRLError
+from async_rl.view.journal_reader import JournalReader
+from async_rl.view.token_texts import TokenTexts
+
+GROUPS_A_ROUND = 64
+MAX_CHARS = 200_000_000
+"""The index takes in no further group once it holds this much text."""
+IDLE_S = 1.0
+"""The time between two looks for new groups, once all are in the index."""
+PAUSE_S = 0.005
+MAX_HITS = 2000
+LEAST_CHARS = 3
+"""The shortest text that an index of three-letter parts can find."""
+JOIN_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search."""
+
+    group_ids: list[int]
+    """The groups with the text, the newest first, at most MAX_HITS."""
+    snippets: dict[int, str]
+    note: str
+    """One sentence about groups that are not searched, or why nothing can be searched; else empty."""
+
+
+class TextIndex:
+    """The texts of one run by group. `start` begins the work; `close` ends it and removes the index."""
+
+    def __init__(self, journal: JournalReader, texts: TokenTexts) -> None:
+        self._journal = journal
+        self._texts = texts
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._seen: set[int] = set()
+        self._chars = 0
+        self._waiting = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="async-rl-view-")
+        self._db = sqlite3.connect(f"{self._folder.name}/texts.sqlite", check_same_thread=False)
+        self.missing = texts.missing
+        """One sentence that says why there is no search; else empty."""
+        try:
+            self._db.execute("CREATE VIRTUAL TABLE texts USING fts5(text, tokenize='trigram')")
+        except sqlite3.OperationalError as error:
+            self.missing = f"The text can't be searched: this Python's SQLite has no FTS5 ({error})."
+
+    def start(self) -> None:
+        """Begin to index, unless that has begun or can't be done."""
+        with self._lock:
+            if self._thread is None and not self.missing:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="view-text-index")
+                self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread:
+            self._thread.join(JOIN_LIMIT_S)
+        with self._lock:
+            self._db.close()
+        self._folder.cleanup()
+
+    def search(self, text: str) -> Found:
+        """Return the groups whose prompt or answers contain `text`, whatever its case."""
+        if self.missing:
+            return Found([], {}, self.missing)
+        if len(text) < LEAST_CHARS:
+            return Found([], {}, f"A text to search for needs at least {LEAST_CHARS} characters, got {len(text)}.")
+        phrase = '"' + text.replace('"', '""') + '"'
+        query = (
+            "SELECT rowid, snippet(texts, 0, char(1), char(2), ' … ', 24) FROM texts WHERE texts MATCH ? "
+            "ORDER BY rowid DESC LIMIT ?"
+        )
+        with self._lock:
+            rows = self._db.execute(query, (phrase, MAX_HITS)).fetchall()
+            done, waiting, is_full = len(self._seen), self._waiting, self._chars >= MAX_CHARS
+        note = ""
+        if is_full:
+            note = f"Searched are the newest {done:,} groups: the index is full."
+        elif waiting:
+            note = f"{done:,} groups are searched so far, {waiting:,} still have to be read; search again in a moment."
+        return Found([row[0] for row in rows], {row[0]: row[1] for row in rows}, note)
+
+    def _work(self) -> None:
+        """Index the groups whose tokens are kept, until `close`. A journal that can't be read now is read later."""
+        while not self._closing.is_set():
+            is_idle = True
+            with suppress(AsyncRLError, sqlite3.Error, OSError):
+                is_idle = not self._index_some()
+            self._closing.wait(IDLE_S if is_idle else PAUSE_S)
+
+    def _index_some(self) -> bool:
+        """Index up to GROUPS_A_ROUND groups; returns whether there was any."""
+        rows = self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")
+        missing = [row["group_id"] for row in rows if row["group_id"] not in self._seen]
+        if not missing or self._chars >= MAX_CHARS:
+            self._waiting = 0
+            return False
+        for group_id in missing[:GROUPS_A_ROUND]:
+            if self._closing.is_set():
+                return False
+            text = ""
+            with suppress(AsyncRLError):  # one group of another version does not end the search for the others
+                text = self._text(group_id)
+            with self._lock:
+                if text:
+                    self._db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (group_id, text))
+                self._seen.add(group_id)
+                self._chars += len(text)
+        with self._lock:
+            self._db.commit()
+        self._waiting = len(missing) - len(missing[:GROUPS_A_ROUND])
+        return True
+
+    def _text(self, group_id: int) -> str:
+        group = self._journal.payload(group_id)
+        if group is None:
+            return ""
+        parts = [group.prompt_tokens, *(rollout.tokens for rollout in group.rollouts)]
+        return "\n".join(self._texts.decode(part.tolist()) or "" for part in parts)

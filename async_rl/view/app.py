@@ -45,7 +45,7 @@ def make_app(library: Library, is_loopback: bool = True) -> Starlette:
             so that no page of another site can read this one.
     """
     run_routes: list[BaseRoute] = [*run_pages.ROUTES, *run_data.ROUTES]
-    middleware = [Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=1000)]
+    middleware = [Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)]
     if is_loopback:
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES))
     app = Starlette(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -124,7 +125,7 @@ class MetricsFile:
     def seconds_a_step(self) -> float | None:
         """Return the median duration of the last steps, pauses between steps included; None if there are too few."""
         elapsed_s = list(self.values("time/elapsed_s").values())[-STEPS_FOR_PACE - 1 :]
-        gaps_s = [after - before for before, after in zip(elapsed_s, elapsed_s[1:], strict=False)]
+        gaps_s = [after - before for before, after in itertools.pairwise(elapsed_s)]
         return statistics.median(gaps_s) if gaps_s else None
 
 

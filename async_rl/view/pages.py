@@ -17,6 +17,7 @@ from async_rl.view.library import Library, OpenRun
 
 FOLDER = Path(__file__).parent
 STATIC = FOLDER / "static"
+MISSING = "\N{EN DASH}"
 TABS = (
     ("overview", "Overview"), ("overlap", "Overlap"), ("rollouts", "Rollouts"), ("staleness", "Staleness"),
 )  # fmt: skip
@@ -55,19 +56,18 @@ def run_page(request: Request, template: str, tab: str, facts: dict[str, Any]) -
 def number(value: Any, form: str = "{:.3g}") -> str:
     """Return a value as text, with an en dash for one that is missing or not finite."""
     if not isinstance(value, int | float) or not math.isfinite(value):
-        return "–"
+        return MISSING
     return form.format(value)
 
 
 def duration(seconds: float | None) -> str:
     """Return a duration in its largest unit and the one below, e.g. `1 h 12 min`."""
     if seconds is None:
-        return "–"
+        return MISSING
     whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+    parts = [(whole // 3600, "h"), (whole % 3600 // 60, "min"), (whole % 60, "s")]
+    first = next((i for i, (amount, _) in enumerate(parts) if amount), 2)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount or first == 2)
 
 
 def marked(text: str) -> Markup:

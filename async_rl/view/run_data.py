@@ -74,7 +74,8 @@ def prediction(request: Request) -> Response:
         return _json(None)
     return _json(
         {
-            "learner": [found.learner, found.predicted.utilisation], "rollout": [found.rollout, found.predicted.rollout],
+            "learner": [found.learner, found.predicted.utilisation],
+            "rollout": [found.rollout, found.predicted.rollout],
             "staleness": [found.staleness_mean, found.predicted.mean_staleness], "bound": found.bound,
         }
     )  # fmt: skip

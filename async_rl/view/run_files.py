@@ -85,7 +85,8 @@ class RunFiles:
         note, age_s = str(saved.get("note", "")), time.time() - saved["time_s"]
         processes = [_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict)]
         if note != "running":
-            return RunState("ended", f"The run has ended: {note}.", processes)
+            text = f"The run {note}." if note.startswith("ended") else f"The run has ended: {note}."
+            return RunState("ended", text, processes)
         if age_s <= STALE_S:
             return RunState("running", "The run goes on.", processes)
         text = (

@@ -101,8 +101,8 @@ def rollouts(request: Request) -> Response:
     run = run_of(request)
     query = {key: value.strip() for key, value in request.query_params.items() if value.strip()}
     facts: dict[str, Any] = {
-        "query": query, "orders": ORDER_TITLES, "problem": "", "rows": [], "prompts": {}, "has_more": False, "choices": {},
-        "snippets": {}, "note": "", "page": 0, "next": "", "previous": "", "searches": True,
+        "query": query, "orders": ORDER_TITLES, "problem": "", "rows": [], "prompts": {}, "has_more": False,
+        "choices": {}, "snippets": {}, "note": "", "page": 0, "next": "", "previous": "", "searches": True,
     }  # fmt: skip
     try:
         facts |= _found_groups(run, query)
@@ -126,7 +126,8 @@ def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
     prompts = {group_id: run.texts.decode(ids) for group_id, ids in tokens.items()}
     turn = {key: value for key, value in query.items() if key != "page"}
     return {
-        "rows": listed.rows, "prompts": prompts, "has_more": listed.has_more, "choices": run.files.journal.choices(), "page": number,
+        "rows": listed.rows, "prompts": prompts, "has_more": listed.has_more, "page": number,
+        "choices": run.files.journal.choices(),
         "snippets": found.snippets if found else {}, "note": found.note if found else index.missing,
         "searches": not index.missing, "next": urlencode({**turn, "page": number + 1}),
         "previous": urlencode({**turn, "page": number - 1}),
@@ -169,7 +170,7 @@ def group(request: Request) -> Response:
     siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rollouts))] if payload else []
     answer = _integer("answer", request.query_params.get("answer", "0"))
     color = request.query_params.get("color", "version")
-    facts = {
+    facts: dict[str, Any] = {
         "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rollouts"]) - 1)),
         "coloring": color if color in COLORINGS else "version", "colorings": COLORINGS,
         "prompt": run.texts.decode(payload.prompt_tokens.tolist()) if payload else None,

@@ -1,4 +1,4 @@
-"""Follows a run's timeline.json while it is written, and cuts the lanes of all pools out of it for a window of steps."""
+"""Follows a run's timeline.json while it is written, and cuts the lanes of all pools for a window of steps from it."""
 
 from __future__ import annotations
 

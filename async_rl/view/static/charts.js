@@ -5,6 +5,7 @@ const charts = [];
 let smoothing = 0.6;
 let lastStep = -1;
 let generation = 0;
+const FEWEST_SMOOTHED = 25; // a line with fewer points, e.g. of evaluations, is drawn as it is
 
 export function formatted(value, unit) {
   if (value === undefined || value === null || Number.isNaN(value)) return "–";
@@ -68,9 +69,8 @@ class LineChart {
   draw() {
     const plot = this.card.querySelector(".plot");
     plot.replaceChildren();
-    const figure = newFigure();
+    const figure = newFigure({ x_range: [0, Math.max(1, lastStep)] });
     dress(figure, this.spec.unit);
-    figure.x_range.range_padding = 0.01;
     const measured = this.lines.filter((line) => line.step.length);
     this.lines.forEach((line, index) => {
       line.color = seriesColor(index);
@@ -93,7 +93,8 @@ class LineChart {
   }
 
   columns(line) {
-    return { step: line.step, value: line.value, smooth: smoothed(line.value, smoothing) };
+    const weight = line.step.length < FEWEST_SMOOTHED ? 0 : smoothing;
+    return { step: line.step, value: line.value, smooth: smoothed(line.value, weight) };
   }
 
   add(series) {
@@ -113,6 +114,7 @@ class LineChart {
   }
 
   refresh() {
+    this.figure.x_range.end = Math.max(1, lastStep);
     for (const line of this.lines) line.source.data = this.columns(line);
     this.card.classList.toggle("empty", !this.lines.some((line) => line.step.length));
     this.read(null);
@@ -122,8 +124,7 @@ class LineChart {
   read(step) {
     this.readout.replaceChildren(...this.lines.filter((line) => line.step.length).map((line) => {
       const at = step === null ? line.step.length - 1 : nearest(line.step, step);
-      const value = step !== null && line.step[at] !== step && this.lines.length && line.step.length > 40
-        && Math.abs(line.step[at] - step) > 3 ? undefined : line.value[at];
+      const value = line.value[at];
       const swatch = element("span", { className: "swatch" });
       swatch.style.background = line.color;
       return element("span", { className: "entry" }, swatch, `${line.name} `,

@@ -39,6 +39,7 @@ async function draw() {
   dress(figure, "");
   figure.add_tools(new Bokeh.PanTool({ dimensions: "width" }), new Bokeh.WheelZoomTool({ dimensions: "width" }));
   figure.toolbar.active_scroll = figure.toolbar.tools[1];
+  for (const grid of figure.center) grid.grid_line_color = null;
   figure.below[0].axis_label = "seconds in this window";
   figure.left[0].ticker = new Bokeh.FixedTicker({ ticks: pools.map((_, row) => row) });
   figure.left[0].major_label_overrides = new Map(pools.map((pool, row) => [row, pool]));

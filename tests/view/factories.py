@@ -1,0 +1,160 @@
+"""Run directories for the tests of the page, written with the code that writes those of real runs."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.config.loading import dump_config, load_config
+from async_rl.messages.codec import encode_group
+from async_rl.telemetry.chrome_trace import ChromeTrace
+from async_rl.telemetry.status import Status, write_status
+from async_rl.telemetry.timeline import Span
+from async_rl.types import Rollout, RolloutGroup
+from buffer.journal.journal import FILE_NAME, SCHEMA, payload_folder
+from buffer.journal.payload_files import PayloadFiles
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+STEP_S = 1.0
+
+
+def tokens_of(text: str) -> list[int]:
+    """The test tokenizer has one token for each character."""
+    return [CHARACTERS.index(character) for character in text]
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", version: int = 0) -> RolloutGroup:
+    """Return a group whose answers have their first half sampled by `version` and the rest by the next one."""
+    rollouts = []
+    for number, text in enumerate(answers):
+        ids = np.array(tokens_of(text), np.int32)
+        half = len(ids) // 2
+        rollouts.append(
+            Rollout(
+                tokens=ids, logprobs=np.linspace(-0.1, -2.0, len(ids), dtype=np.float32),
+                versions=np.array([version] * half + [version + 1] * (len(ids) - half), np.int32),
+                mask=np.ones(len(ids), np.bool_), reward=float(number), finish_reason="stop",
+            )
+        )  # fmt: skip
+    return RolloutGroup(
+        group_id=group_id, prompt_index=group_id, start_version=version, temperature=1.0,
+        prompt_tokens=np.array(tokens_of(prompt), np.int32), rollouts=tuple(rollouts), duration_s=1.5,
+        worker="rollout/0", keeps_kv=True,
+    )  # fmt: skip
+
+
+class JournalWriter:
+    """Writes groups into a journal as a buffer does; the first half of them is trained on, the others are dropped."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / FILE_NAME
+        self._db = sqlite3.connect(self._file, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.executescript(SCHEMA)
+        self._db.execute("REPLACE INTO state VALUES (0, '{}')")
+        self._payloads = PayloadFiles(payload_folder(self._file), [])
+
+    def add(self, group: RolloutGroup, step: int | None = None, drop_reason: str | None = None) -> None:
+        lengths = [len(rollout.tokens) for rollout in group.rollouts]
+        state = "trained" if step is not None else "dropped" if drop_reason else "finished"
+        self._db.execute("BEGIN")
+        self._db.execute(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, 0, 0.0, NULL, ?, ?, ?, ?, ?, ?, 0, ?, NULL)",
+            (
+                group.group_id, group.prompt_index, group.start_version, group.worker, state, drop_reason,
+                group.start_version, group.start_version + 1, float(np.mean(lengths)),
+                float(np.mean([rollout.reward for rollout in group.rollouts])), group.duration_s,
+            ),
+        )  # fmt: skip
+        self._db.executemany(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [
+                (group.group_id, i, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]), r.finish_reason)
+                for i, r in enumerate(group.rollouts)
+            ],
+        )
+        if step is not None:
+            self._db.execute("INSERT INTO uses VALUES (?, ?)", (group.group_id, step - 1))
+        (place,) = self._payloads.append([memoryview(encode_group(group))])
+        self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?)", (group.group_id, *place))
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+        self._payloads.close()
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    """The record of a step, with the metrics that the pages show."""
+    return {
+        "step": step, "time/elapsed_s": 10.0 + STEP_S * step, "time/since_first_step_s": STEP_S * (step - 1),
+        "reward/mean": step / 100, "staleness/mean": 1.0, "staleness/max": 2.0, "staleness/rollouts_1": 6.0,
+        "staleness/rollouts_2": 2.0, "by_staleness/1/reward": 0.5, "by_staleness/2/reward": 0.4,
+        "utilisation/learner": 0.6, "utilisation/rollout": 0.9, "utilisation/rollout/sync": 0.1,
+        "occupancy/rollout": 0.5, "offpolicy/ess": 0.9, "throughput/trained_tokens_per_s": 1234.0,
+        "time/step_s": STEP_S, "time/wait_data_s": 0.3, "time/train_s": 0.6, "time/push_s": 0.1, "push/pause_s": 0.1,
+        "rollout/group_s": 0.8, "rollout/group_s_squared": 0.7, "rollout/concurrency": 8.0, "rollout/groups": 16.0,
+        "rollout/failed": 0.0, "rollout/aborted": 0.0, "buffer/trained": 16.0 * step, "buffer/dropped_late": 1.0,
+        "buffer/dropped_late/response_tokens": 50.0, "buffer/trained/response_tokens": 20.0, "alarm/ess": 0.0,
+        "alarm/kl": float(step == 3), "policy/grad_norm": 0.5,
+    }  # fmt: skip
+
+
+def append_step(run_dir: Path, step: int) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_of(step)) + "\n")
+
+
+def write_timeline(run_dir: Path, steps: int) -> None:
+    """Each step: the learner waits 0.3 s, updates for 0.6 s and pushes for 0.1 s; rollout is busy for 0.9 s."""
+    trace = ChromeTrace(run_dir / "timeline.json", 0.0)
+    for step in range(steps):
+        start_s = 5.0 + STEP_S * step
+        trace.add(
+            [
+                Span("learner/0", "wait_data", start_s, start_s + 0.3, "batch"),
+                Span("learner/0", "busy", start_s + 0.3, start_s + 0.9, "update"),
+                Span("learner/0", "sync", start_s + 0.9, start_s + 1.0, "push"),
+                Span("rollout/0", "busy", start_s, start_s + 0.9),
+                Span("rollout/0", "sync", start_s + 0.9, start_s + 1.0, "weights"),
+            ],
+            [],
+        )
+    trace.close()
+
+
+def make_run(run_dir: Path, steps: int = 12, note: str = "ended normally", groups: int = 4) -> Path:
+    """Write the directory of a run with `steps` steps, and twice as many groups as `groups`, half of them dropped."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    settings = [
+        "model.path=none", "task.name=reasoning_gym/none", "staleness.max=2", "run.steps=20",
+        f"run.name={run_dir.name}",
+    ]  # fmt: skip
+    (run_dir / "config.yaml").write_text(dump_config(load_config(None, settings)))
+    for step in range(1, steps + 1):
+        append_step(run_dir, step)
+    write_timeline(run_dir, steps)
+    status = Status(process="learner/0", doing="trains", waits_on="buffer", since_s=0.0, told_s=2.0, limit_s=60.0)
+    write_status(run_dir, [status], note)
+    write_tokenizer(run_dir / "model")
+    journal = JournalWriter(run_dir)
+    for i in range(groups):
+        journal.add(make_group(i, ["right answer", HOSTILE], prompt=f"question {i} {HOSTILE}", version=1), step=i + 3)
+        journal.add(make_group(groups + i, ["late", "later"], version=1), drop_reason="late")
+    journal.close()
+    return run_dir

@@ -1,0 +1,139 @@
+"""The pages and their data, asked for as a browser does; and what is refused."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from buffer.journal.journal import FILE_NAME
+from tests.view.conftest import Client
+from tests.view.factories import HOSTILE, append_step, make_run
+
+PAGES = ["/run/overview", "/run/overlap", "/run/rollouts", "/run/rollouts/1", "/run/staleness", "/run/overview/live"]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_is_shown(client: Client, path: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert "script-src 'self'" in response.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "timeline.json", "status.json", "config.yaml", FILE_NAME])
+def test_pages_of_a_run_that_lacks_a_file_are_shown(run_dir: Path, missing: str) -> None:
+    (run_dir / missing).unlink()
+    codes = {path: Client(run_dir).get(path).status_code for path in PAGES if path != "/run/rollouts/1"}
+    assert set(codes.values()) == {200}
+
+
+def test_text_of_models_and_data_is_escaped(client: Client) -> None:
+    for path in ("/run/rollouts", "/run/rollouts/1", "/run/rollouts?text=hacked"):
+        text = client.get(path).text
+        assert "<script>window" not in text
+        assert "<img src=x" not in text
+    assert html.escape("<script>window.hacked") in client.get("/run/rollouts/1").text
+
+
+def test_settings_and_reports_are_escaped(run_dir: Path) -> None:
+    config = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(config.replace("path: none", "path: <script>alert(1)</script>"))
+    (run_dir / "status.json").write_text(
+        json.dumps({"note": HOSTILE, "time_s": 0.0, "processes": [{"doing": HOSTILE}]})
+    )
+    text = Client(run_dir).get("/run/overview").text
+    assert "<script>alert" not in text
+    assert "<script>window" not in text
+
+
+def test_an_answer_comes_with_versions_logprobs_and_texts(client: Client) -> None:
+    answer = client.get("/run/data/answers/1/0").json()
+    assert "".join(answer["pieces"]) == answer["text"] == "right answer"
+    assert answer["versions"] == [1] * 6 + [2] * 6
+    assert answer["old_kv"] == [0] * 6 + [1] * 6
+    assert (answer["logprobs"][0], answer["logprobs"][-1], answer["trained_at"]) == (-0.1, -2.0, 3)
+    assert answer["prompt_text"].startswith("question 1 ")
+
+
+def test_without_a_tokenizer_ids_are_shown_and_the_page_says_why(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "model")
+    client = Client(run_dir)
+    assert client.get("/run/data/answers/1/0").json()["pieces"] is None
+    assert "Token ids are shown without text" in client.get("/run/rollouts/1").text
+
+
+def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
+    client = Client(run_dir)
+    found = client.get("/run/data/series?key=reward/mean&after=10").json()
+    assert found["series"]["reward/mean"] == {"step": [11.0, 12.0], "value": [0.11, 0.12]}
+    append_step(run_dir, 13)
+    assert client.get("/run/data/series?key=reward/mean&after=12").json()["last_step"] == 13
+
+
+def test_the_histogram_counts_rollouts_by_staleness(client: Client) -> None:
+    found = client.get("/run/data/histogram").json()
+    assert found["rollouts"] == {"1": [6.0] * 12, "2": [2.0] * 12}
+
+
+def test_the_prediction_stands_beside_what_was_measured(client: Client) -> None:
+    found = client.get("/run/data/prediction").json()
+    assert found["learner"][0] == pytest.approx(0.6)
+    assert 0 < found["learner"][1] <= 1
+
+
+def test_there_is_no_prediction_without_enough_steps(tmp_path: Path) -> None:
+    assert Client(make_run(tmp_path / "run", steps=2)).get("/run/data/prediction").json() is None
+
+
+@pytest.mark.parametrize(
+    "path, code, sentence",
+    [
+        ("/run/data/window?from=50&to=60", 400, "has nothing of the steps 50 to 60: it has the steps 1 to 12"),
+        ("/run/data/window?from=9&to=3", 400, "in this order, got from=9, to=3"),
+        ("/run/data/series?after=soon", 400, "after must be a number, got 'soon'"),
+        ("/run/data/answers/77/0", 400, "are not kept"),
+        ("/run/data/answers/1/9", 400, "are not kept"),
+    ],
+)
+def test_bad_data_requests_get_one_sentence(client: Client, path: str, code: int, sentence: str) -> None:
+    response = client.get(path)
+    assert response.status_code == code
+    assert sentence in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "path, code, sentence",
+    [
+        ("/run/rollouts?step=three", 400, "step must be a whole number, at least 0, got 'three'"),
+        ("/run/rollouts?reward_min=nan", 400, "reward_min must be a number, got 'nan'"),
+        ("/run/rollouts?order=random", 400, "order must be one of newest"),
+        ("/run/rollouts/999", 404, "The journal has no group 999"),
+        ("/run/nothing", 404, "There is no page /run/nothing"),
+        ("/cells/..%2F..%2Fetc/overview", 404, "no page"),
+        ("/cells/other/overview", 404, "no cell"),
+        ("/sweep", 400, "a single run and not a sweep"),
+        ("/static/..%2Fapp.py", 404, "no page"),
+    ],
+)
+def test_bad_pages_get_one_sentence(client: Client, path: str, code: int, sentence: str) -> None:
+    response = client.get(path)
+    assert response.status_code == code
+    assert sentence in html.unescape(response.text)
+
+
+def test_filters_and_search_find_groups(client: Client) -> None:
+    assert "/run/rollouts/2" in client.get("/run/rollouts?step=5").text
+    assert "/run/rollouts/3" not in client.get("/run/rollouts?step=5").text
+    assert "No group meets all of this" in client.get("/run/rollouts?reward_min=9").text
+
+
+def test_names_of_other_hosts_are_refused_on_loopback(run_dir: Path) -> None:
+    assert Client(run_dir).get("/run/overview", host="evil.example").status_code == 400
+    assert Client(run_dir, is_loopback=False).get("/run/overview", host="gpu-7").status_code == 200
+
+
+def test_the_chart_library_is_served_from_its_package(client: Client) -> None:
+    assert client.get("/bokeh/bokeh.min.js").status_code == 200

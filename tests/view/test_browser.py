@@ -1,0 +1,269 @@
+"""The pages in a real browser: headless Chromium, driven by playwright, against a server process of its own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.view.factories import HOSTILE, JournalWriter, append_step, make_group, make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+try:
+    from playwright.sync_api import Browser, Page, sync_playwright
+except ImportError:
+    sync_playwright = None  # type: ignore[assignment]
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        CHROMIUM is None or sync_playwright is None,
+        reason="needs Chromium and playwright: scripts/chromium.sh and pip install -e '.[dev]' install them",
+    ),
+]
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+START_LIMIT_S = 60.0
+READY_LIMIT_MS = 30_000
+LIVE_LIMIT_S = 2.0
+LIGHT_AND_DARK = ("light", "dark")
+
+
+class Server:
+    """`async-rl view` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "async_rl.cli", "view", str(folder), "--port", "0"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found = re.search(r"http://localhost:\d+", line)
+        assert found, line + self._process.stdout.read()
+        self.url = found[0]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(START_LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A run that goes on, and the address of its page."""
+    run_dir = make_run(tmp_path_factory.mktemp("runs") / "live-run", note="running")
+    server = Server(run_dir)
+    yield run_dir, server.url
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, shown: tuple[Path, str]) -> Iterator[Page]:
+    """A page whose errors, and requests that leave this host, fail the test."""
+    context = browser.new_context(base_url=shown[1], viewport={"width": 1280, "height": 900})
+    page, problems = context.new_page(), []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: problems.append(request.url) if is_elsewhere(request.url, shown[1]) else None)
+    yield page
+    context.close()
+    assert problems == []
+
+
+def is_elsewhere(url: str, home: str) -> bool:
+    return not url.startswith((home, "data:", "blob:"))
+
+
+def open_page(page: Page, path: str) -> None:
+    page.goto(path)
+    page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
+
+
+@pytest.mark.parametrize("path", ["/run/overview", "/run/overlap", "/run/staleness", "/run/rollouts/1"])
+def test_pages_load_and_draw_without_an_error(page: Page, path: str) -> None:
+    open_page(page, path)
+    assert page.evaluate(
+        "document.querySelectorAll('canvas, .t').length + document.querySelectorAll('.bk-Figure').length"
+    )
+
+
+def test_a_new_step_is_shown_within_two_seconds(page: Page, shown: tuple[Path, str]) -> None:
+    open_page(page, "/run/overview")
+    page.wait_for_selector(".live.on")
+    page.wait_for_timeout(1000)
+    append_step(shown[0], 17)
+    start_s = time.monotonic()
+    page.wait_for_function("document.querySelector('.progress').textContent.includes('step 17 of 20')")
+    page.wait_for_function("document.querySelector('.readout').textContent.includes('0.17')")
+    assert time.monotonic() - start_s < LIVE_LIMIT_S
+
+
+def test_the_cursor_reads_all_charts_at_one_step(page: Page) -> None:
+    open_page(page, "/run/overview")
+    first = page.locator(".chart").first
+    first.focus()
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_function("/^step \\d+$/.test(document.getElementById('cursor-step').textContent)")
+    step = int(page.locator("#cursor-step").inner_text().split()[1])
+    page.wait_for_function(f"document.querySelector('.readout').textContent.includes('{step / 100}')")
+    box = first.locator(".plot").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_function(f"document.getElementById('cursor-step').textContent !== 'step {step}'")
+
+
+def test_smoothing_and_another_metric(page: Page) -> None:
+    open_page(page, "/run/overview")
+    page.locator("#smoothing").fill("0.9")
+    assert page.locator("#smoothing-value").inner_text() == "0.90"
+    page.locator("#metric").fill("policy/grad_norm")
+    page.locator("#metric").press("Enter")
+    page.locator("#metric").blur()
+    page.wait_for_selector("#more .readout .entry")
+
+
+def test_filters_list_the_groups_that_meet_them(page: Page) -> None:
+    page.goto("/run/rollouts")
+    page.get_by_label("Drop reason").select_option("late")
+    page.get_by_role("button", name="Show").click()
+    assert page.locator("tbody tr").count() == 4
+    page.get_by_role("link", name="Clear").click()
+    page.get_by_label("Trained in step").fill("4")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**step=4**")
+    page.locator("tbody a").first.click()
+    page.wait_for_url("**/rollouts/1")
+
+
+def test_an_answer_is_coloured_and_shown_as_text_and_as_ids(page: Page) -> None:
+    open_page(page, "/run/rollouts/1")
+    assert page.locator(".t.v0").count() == page.locator(".t.v1").count() == 6
+    page.get_by_label("behaviour logprob").check()
+    assert page.locator(".t.p0").count() < 12
+    assert "color=logprob" in page.url
+    page.get_by_label("mask").check()
+    assert page.locator(".t.m1").count() == 12
+    page.locator("#tokens").focus()
+    page.keyboard.press("End")
+    assert "token 11" in page.locator("#token-facts").inner_text()
+    page.get_by_label("text", exact=True).check()
+    assert page.locator("#tokens").inner_text() == "right answer"
+    page.get_by_label("token ids", exact=True).check()
+    assert page.locator("#tokens").inner_text().split()[:2] == ["82", "73"]
+
+
+def test_html_in_an_answer_is_shown_as_text_and_never_runs(page: Page) -> None:
+    open_page(page, "/run/rollouts/1?answer=1")
+    page.get_by_label("text", exact=True).check()
+    assert page.locator("#tokens").inner_text() == HOSTILE
+    for path in ("/run/rollouts", "/run/rollouts?text=hacked"):
+        page.goto(path)
+    assert page.evaluate("window.hacked") is None
+
+
+def test_siblings_are_chosen_by_mouse_and_by_key(page: Page) -> None:
+    open_page(page, "/run/rollouts/1")
+    page.locator("#tab-1").click()
+    page.wait_for_selector("body[data-ready='1']")
+    assert "answer=1" in page.url
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("body[data-ready='0']")
+    assert page.locator("#tab-0").get_attribute("aria-selected") == "true"
+
+
+def test_lanes_follow_a_chosen_window(page: Page) -> None:
+    open_page(page, "/run/overlap")
+    page.get_by_label("Steps").fill("3")
+    page.get_by_label("to", exact=True).fill("4")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_function("document.querySelector('#waits').textContent.includes('0.60')")
+    page.get_by_label("Steps").fill("90")
+    page.get_by_label("to", exact=True).fill("99")
+    with page.expect_response("**/data/window**") as answer:
+        page.evaluate("void fetch('/run/data/window?from=3&to=4')")
+    assert answer.value.ok
+
+
+@pytest.mark.parametrize("theme", LIGHT_AND_DARK)
+@pytest.mark.parametrize("path", ["/run/overview", "/run/rollouts", "/run/rollouts/1", "/run/overlap"])
+def test_text_has_contrast_and_controls_have_names(
+    browser: Browser, shown: tuple[Path, str], path: str, theme: Any
+) -> None:
+    context = browser.new_context(base_url=shown[1], color_scheme=theme)
+    page = context.new_page()
+    page.goto(path)
+    if path != "/run/rollouts":
+        page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
+    assert page.evaluate(NAMELESS) == []
+    assert page.evaluate(LOW_CONTRAST) == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    context.close()
+
+
+def test_a_long_answer_is_shown_within_a_second(browser: Browser, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "long", groups=0)
+    (run_dir / "trajectories.sqlite").unlink()
+    writer = JournalWriter(run_dir)
+    writer.add(make_group(0, ["tokens, " * 1000] * 8), step=1)
+    writer.close()
+    server = Server(run_dir)
+    page = browser.new_context(base_url=server.url).new_page()
+    page.goto("/run/rollouts")  # the tokenizer is loaded at the first page
+    start_s = time.monotonic()
+    open_page(page, "/run/rollouts/0")
+    shown_s = time.monotonic() - start_s
+    assert page.locator(".t").count() == 8000
+    server.close()
+    assert shown_s < 3.0  # on a machine that does nothing else it takes well under one second
+
+
+NAMELESS = """() => [...document.querySelectorAll("input, select, button, a[href], [tabindex='0']")]
+  .filter((e) => e.checkVisibility() && !(e.labels && e.labels.length) && !e.getAttribute("aria-label")
+    && !e.textContent.trim() && !e.getAttribute("aria-labelledby"))
+  .map((e) => e.outerHTML.slice(0, 120))"""
+
+LOW_CONTRAST = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    const layers = [];
+    for (let at = e; at; at = at.parentElement) {
+      const [r, g, b, a = 1] = parse(getComputedStyle(at).backgroundColor);
+      if (a > 0) layers.push([r, g, b, a]);
+      if (a === 1) break;
+    }
+    const over = (under, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + under[i] * (1 - a));
+    return layers.reverse().reduce(over, [255, 255, 255]);
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const e = walker.currentNode.parentElement;
+    const text = walker.currentNode.textContent.trim();
+    if (!text || !e.checkVisibility() || e.closest(".hidden, .skip, .bk-Figure, option, :disabled")) continue;
+    const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${e.className || e.tagName}: ${text.slice(0, 40)}`);
+  }
+  return [...new Set(found)];
+}"""

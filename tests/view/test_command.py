@@ -1,0 +1,50 @@
+"""What `async-rl view` refuses, and in which words."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.view.command import open_port
+from async_rl.view.library import check_folder
+from async_rl.view.live import HEARTBEAT_S, LOOK_EVERY_S
+from tests.view.factories import make_run
+
+
+def test_a_folder_that_is_no_run_names_the_runs_below_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "mine")
+    with pytest.raises(ConfigError, match=r"Give one of .*runs/mine"):
+        check_folder(tmp_path / "runs")
+
+
+def test_an_empty_folder_a_file_and_nothing_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
+        check_folder(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        check_folder(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="got the file"):
+        check_folder(tmp_path / "file")
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} on 127.0.0.1 can't be opened: Address already in use"):
+            open_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host, port", [("127.0.0.1", 70_000), ("no such host", 0), ("192.0.2.1", 0)])
+def test_addresses_that_can_not_be_are_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=r"--port|--host"):
+        open_port(host, port)
+
+
+def test_a_change_is_seen_well_within_two_seconds() -> None:
+    assert LOOK_EVERY_S < HEARTBEAT_S
+    assert LOOK_EVERY_S <= 1.0

@@ -1,0 +1,121 @@
+"""Reading the journal beside a buffer that writes it, and reading damaged, foreign and copied ones."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import AsyncRLError
+from async_rl.view.journal_reader import JournalError, JournalReader
+from buffer.journal.journal import FILE_NAME
+from tests.view.factories import CHARACTERS, JournalWriter, make_group, make_run
+
+
+@pytest.fixture
+def journal(run_dir: Path) -> JournalReader:
+    return JournalReader(run_dir / FILE_NAME)
+
+
+@pytest.mark.parametrize(
+    "filters, ids",
+    [
+        ({}, [7, 6, 5, 4, 3, 2, 1, 0]),
+        ({"step": 4}, [1]),
+        ({"state": "dropped", "drop_reason": "late"}, [7, 6, 5, 4]),
+        ({"staleness_min": 3}, [3, 2]),  # groups 0 to 3 are trained at versions 2 to 5, their oldest token has 1
+        ({"staleness_max": 1}, [0]),
+        ({"tokens_max": 10}, [7, 6, 5, 4]),
+        ({"reward_min": 0.6}, []),
+        ({"prompt": 2}, [2]),
+        ({"worker": "rollout/0", "tokens_min": 20}, [3, 2, 1, 0]),
+    ],
+)
+def test_groups_are_filtered(journal: JournalReader, filters: dict[str, Any], ids: list[int]) -> None:
+    assert [row["group_id"] for row in journal.groups(filters, "newest", 0).rows] == ids
+
+
+def test_groups_come_in_pages(tmp_path: Path) -> None:
+    journal = JournalReader(make_run(tmp_path / "run", groups=30) / FILE_NAME)
+    first, second = (journal.groups({}, "oldest", page) for page in (0, 1))
+    assert (len(first.rows), first.has_more, len(second.rows), second.has_more) == (50, True, 10, False)
+    assert second.rows[0]["group_id"] == 50
+
+
+def test_one_group_has_its_answers_steps_and_tokens(journal: JournalReader) -> None:
+    row = journal.group(1)
+    assert row is not None
+    assert (row["steps"], row["staleness"], len(row["rollouts"])) == ([4], 2, 2)
+    payload = journal.payload(1)
+    assert payload is not None
+    assert "".join(CHARACTERS[i] for i in payload.rollouts[0].tokens) == "right answer"
+    assert "".join(CHARACTERS[i] for i in journal.prompts([1])[1]).startswith("question 1 ")
+    assert journal.group(99) is None
+
+
+def test_a_journal_that_is_written_can_be_read_and_is_not_changed(tmp_path: Path) -> None:
+    tmp_path.joinpath("run").mkdir()
+    writer = JournalWriter(tmp_path / "run")
+    writer.add(make_group(0, ["a"]))
+    journal = JournalReader(tmp_path / "run" / FILE_NAME)
+    assert len(journal.groups({}, "newest", 0).rows) == 1
+    writer.add(make_group(1, ["b"]))
+    assert len(journal.groups({}, "newest", 0).rows) == 2
+    writer.close()
+
+
+def test_reading_a_finished_journal_leaves_no_file_behind(run_dir: Path, journal: JournalReader) -> None:
+    before = sorted(path.name for path in run_dir.iterdir())
+    journal.groups({}, "newest", 0)
+    assert sorted(path.name for path in run_dir.iterdir()) == before
+
+
+def test_a_copy_with_a_write_ahead_log_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    writer = JournalWriter(tmp_path / "run")
+    writer.add(make_group(0, ["a"]))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    writer.close()
+    assert len(JournalReader(tmp_path / "copy" / FILE_NAME).groups({}, "newest", 0).rows) == 1
+
+
+def test_a_missing_journal_says_why(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"buffer\.journal=false"):
+        JournalReader(tmp_path / FILE_NAME).groups({}, "newest", 0)
+
+
+def test_a_file_that_is_no_journal_says_so(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"not a database" * 500)
+    with pytest.raises(JournalError, match="can't be read"):
+        JournalReader(tmp_path / FILE_NAME).groups({}, "newest", 0)
+
+
+def test_the_journal_of_another_version_is_refused_with_its_number(run_dir: Path, journal: JournalReader) -> None:
+    with sqlite3.connect(run_dir / FILE_NAME) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(AsyncRLError, match="got 99"):
+        journal.groups({}, "newest", 0)
+
+
+def test_a_query_that_takes_too_long_is_ended(journal: JournalReader) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+    with pytest.raises(JournalError, match=r"longer than 0\.1 s"):
+        journal.rows(endless, limit_s=0.1)
+
+
+def test_tokens_that_were_removed_or_not_copied_are_none(run_dir: Path, journal: JournalReader) -> None:
+    shutil.rmtree(run_dir / f"{FILE_NAME}-payloads")
+    assert journal.payload(1) is None
+    assert journal.prompts([1]) == {}
+
+
+def test_damaged_tokens_are_named(run_dir: Path, journal: JournalReader) -> None:
+    file = run_dir / f"{FILE_NAME}-payloads" / "0"
+    file.write_bytes(b"\xc1" * file.stat().st_size)
+    with pytest.raises(JournalError, match="tokens of group 1 can't be decoded"):
+        journal.payload(1)
+    assert journal.prompts([1]) == {}

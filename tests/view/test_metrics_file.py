@@ -1,0 +1,67 @@
+"""Following metrics.jsonl while a run writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from async_rl.view.metrics_file import MAX_POINTS, MetricsFile, thinned
+
+
+def lines(*records: dict[str, float | None]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_a_half_written_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines({"step": 1, "a": 1.0}) + '{"step": 2, "a"')
+    metrics = MetricsFile(path).refresh()
+    assert metrics.values("a") == {1.0: 1.0}
+    with path.open("a") as file:
+        file.write(": 5.0}\n")
+    assert metrics.refresh().values("a") == {1.0: 1.0, 2.0: 5.0}
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("garbage\n[1, 2]\n" + lines({"step": 1, "a": 1.0}) + '{"no": "step"}\n')
+    metrics = MetricsFile(path).refresh()
+    assert (metrics.broken_lines, metrics.values("a")) == (3, {1.0: 1.0})
+
+
+def test_later_values_of_a_step_win_and_null_is_no_value(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines({"step": 1, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 2, "a": None}))
+    metrics = MetricsFile(path).refresh()
+    assert metrics.values("a") == {1.0: 2.0}
+    assert metrics.last("a") == 2.0
+
+
+def test_a_file_that_a_resume_replaced_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines({"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}))
+    metrics = MetricsFile(path).refresh()
+    partial = tmp_path / "partial"
+    partial.write_text(lines({"step": 1, "a": 7.0}))
+    partial.replace(path)
+    assert metrics.refresh().values("a") == {1.0: 7.0}
+    assert metrics.generation == 1
+
+
+def test_a_missing_file_holds_no_metrics(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl").refresh()
+    assert (metrics.keys, metrics.last_step, metrics.last("a"), metrics.seconds_a_step()) == ([], 0, None, None)
+
+
+def test_pace_is_the_median_of_the_last_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(*({"step": i, "time/elapsed_s": t} for i, t in enumerate([0.0, 2.0, 4.0, 60.0], 1))))
+    assert MetricsFile(path).refresh().seconds_a_step() == 2.0
+
+
+def test_thinning_keeps_the_last_step_and_the_mean() -> None:
+    pairs = [(float(step), float(step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
+    shown = thinned(pairs)
+    assert len(shown) == MAX_POINTS
+    assert shown[-1] == (2.0 * MAX_POINTS, 0.5)
+    assert thinned(pairs[:5]) == pairs[:5]

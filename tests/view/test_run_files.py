@@ -1,0 +1,64 @@
+"""The state of a run as its files tell it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.view.run_files import RunFiles, changed_settings, read_json
+from tests.view.factories import make_run
+
+
+def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:
+    run = RunFiles(make_run(tmp_path / "run", steps=12, note="running"))
+    assert run.state.name == "running"
+    run.metrics.refresh()
+    assert run.time_left_s == pytest.approx(8.0)  # 8 of 20 steps are left, at 1 s a step
+
+
+def test_a_run_that_ended_has_no_time_left(run_dir: Path) -> None:
+    run = RunFiles(run_dir)
+    run.metrics.refresh()
+    assert (run.state.name, run.state.text) == ("ended", "The run ended normally.")
+    assert run.time_left_s is None
+
+
+def test_a_driver_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", note="running")
+    saved = json.loads((run_dir / "status.json").read_text())
+    (run_dir / "status.json").write_text(json.dumps(saved | {"time_s": time.time() - 7200}))
+    state = RunFiles(run_dir).state
+    assert state.name == "stopped writing"
+    assert "2 hours ago" in state.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"note": "running", "time_s": "soon"}'])
+def test_a_damaged_status_is_an_unknown_state(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert RunFiles(tmp_path).state.name == "unknown"
+
+
+def test_a_missing_or_damaged_config_leaves_settings_out(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path)
+    assert (run.config, run.steps, run.setting("a.b", 3)) == ({}, None, 3)
+    (tmp_path / "config.yaml").write_text("run: [unclosed")
+    assert RunFiles(tmp_path).config == {}
+
+
+def test_only_settings_that_differ_from_the_defaults_are_listed(run_dir: Path) -> None:
+    found = {key: (value, default) for key, value, default in changed_settings(RunFiles(run_dir).config)}
+    assert found["staleness.max"] == (2, 0)
+    assert "learner.lr" not in found
+
+
+def test_settings_of_another_version_have_no_default() -> None:
+    found = changed_settings({"staleness": {"max": 0, "new_setting": 1}, "algorithm": {"preset": "unheard of"}})
+    assert ("staleness.new_setting", 1, ...) in found
+
+
+def test_a_file_that_is_no_object_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe")
+    assert read_json(tmp_path / "a.json") == {}

@@ -1,0 +1,79 @@
+"""Sweeps: cells as they arrive, points with error bars, and sweeps without their runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.view.library import Library
+from async_rl.view.sweep_files import SweepFiles
+from tests.benchmarks.factories import make_sweep
+from tests.view.conftest import Client
+from tests.view.factories import make_run
+
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep_cpu"
+
+
+@pytest.fixture
+def sweep_dir(tmp_path: Path) -> Path:
+    return make_sweep(tmp_path, bounds=(0, 1), seeds=2)
+
+
+def test_a_point_is_the_mean_over_seeds_with_its_error(sweep_dir: Path) -> None:
+    sweep = SweepFiles(sweep_dir)
+    (line,) = sweep.points("learner", "staleness")
+    cells = {cell.name: cell.values["learner"] for cell in sweep.cells()}
+    at_zero = [value for name, value in cells.items() if "staleness-0" in name]
+    assert (line["labels"], line["seeds"]) == (["0", "1"], [2, 2])
+    assert line["mean"][0] == pytest.approx(sum(at_zero) / 2)
+    assert line["error"][0] == pytest.approx(abs(at_zero[0] - at_zero[1]) / 2)
+
+
+def test_any_metric_of_the_steps_can_be_plotted(sweep_dir: Path) -> None:
+    sweep = SweepFiles(sweep_dir)
+    assert "time/train_s" in sweep.metric_keys()
+    assert sweep.points("time/train_s", "staleness")[0]["mean"][0] > 0
+    assert sweep.points("no/such/metric", "staleness") == []
+    assert sweep.points("learner", "no axis") == []
+
+
+def test_a_cell_that_runs_is_listed_and_has_pages(sweep_dir: Path) -> None:
+    make_run(sweep_dir / "cells" / "staleness-9.seed-0", note="running")
+    sweep = SweepFiles(sweep_dir)
+    (running,) = [cell for cell in sweep.cells() if cell.state == "running"]
+    assert (running.name, running.progress, running.has_run) == ("staleness-9.seed-0", "step 12 of 20", True)
+    client = Client(sweep_dir)
+    assert "step 12 of 20" in client.get("/sweep").text
+    assert client.get("/cells/staleness-9.seed-0/rollouts").status_code == 200
+    assert client.get("/cells/staleness-9.seed-0/data/answers/1/0").json()["text"] == "right answer"
+
+
+def test_a_cell_that_finishes_changes_the_revision(sweep_dir: Path) -> None:
+    sweep = SweepFiles(sweep_dir)
+    before = sweep.revision()
+    make_run(sweep_dir / "cells" / "staleness-9.seed-0")
+    assert sweep.revision() != before
+
+
+def test_a_half_written_cell_is_one_sentence(sweep_dir: Path) -> None:
+    next((sweep_dir / "cells").glob("*/cell.json")).write_text("{")
+    response = Client(sweep_dir).get("/sweep")
+    assert response.status_code == 200
+    assert "The finished cells can&#39;t be compared" in response.text
+
+
+def test_a_sweep_without_its_runs_is_shown_from_its_tables() -> None:
+    sweep = SweepFiles(COMMITTED)
+    plan = json.loads((COMMITTED / "sweep.json").read_text())
+    assert len(sweep.cells()) == len(plan["axes"]["staleness"]) * len(plan["axes"]["seed"])
+    assert sweep.axes(sweep.cells()) == ["staleness", "seed"]
+    (line,) = sweep.points("learner", "staleness")
+    assert line["labels"] == plan["axes"]["staleness"]
+    assert Client(COMMITTED).get("/sweep").status_code == 200
+
+
+def test_a_sweep_is_its_own_first_page(sweep_dir: Path) -> None:
+    assert Client(sweep_dir).get("/").headers["location"] == "/sweep"
+    assert Library(sweep_dir).sweep is not None

@@ -1,0 +1,59 @@
+"""Full-text search over prompts and answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.view.run_files import RunFiles
+from async_rl.view.text_index import TextIndex
+from async_rl.view.token_texts import TokenTexts
+
+FOUND_LIMIT_S = 20.0
+
+
+@pytest.fixture
+def index(run_dir: Path) -> Iterator[TextIndex]:
+    run = RunFiles(run_dir)
+    index = TextIndex(run.journal, TokenTexts(run))
+    index.start()
+    yield index
+    index.close()
+
+
+def found(index: TextIndex, text: str, number: int) -> list[int]:
+    """Search until there are `number` hits and everything is indexed, or until FOUND_LIMIT_S."""
+    end_s = time.monotonic() + FOUND_LIMIT_S
+    while time.monotonic() < end_s:
+        result = index.search(text)
+        if not result.note and len(result.group_ids) >= number:
+            return result.group_ids
+        time.sleep(0.05)
+    return index.search(text).group_ids
+
+
+def test_parts_of_prompts_and_answers_are_found_in_any_case(index: TextIndex) -> None:
+    assert found(index, "QUESTION 2", 1) == [2]
+    assert found(index, "ght answ", 4) == [3, 2, 1, 0]
+    assert found(index, "window.hacked", 4) == [3, 2, 1, 0]
+    assert index.search("nowhere at all").group_ids == []
+
+
+@pytest.mark.parametrize("text", ['"quoted', "a AND (b", "NEAR(*", "'; DROP TABLE texts; --"])
+def test_signs_of_the_query_language_are_plain_text(index: TextIndex, text: str) -> None:
+    assert index.search(text).group_ids == []
+
+
+def test_a_short_text_is_refused_with_a_sentence(index: TextIndex) -> None:
+    assert "at least 3 characters, got 2" in index.search("ab").note
+
+
+def test_without_a_tokenizer_there_is_no_search(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path)
+    index = TextIndex(run.journal, TokenTexts(run))
+    index.start()
+    assert "without text" in index.search("anything").note
+    index.close()

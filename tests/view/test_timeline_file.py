@@ -1,0 +1,74 @@
+"""Lanes cut from timeline.json, also while it is written."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from async_rl.telemetry.timeline import Span
+from async_rl.view.timeline_file import MAX_SEGMENTS, Segment, TimelineFile, _merged, step_ends_s
+from tests.view.factories import write_timeline
+
+
+def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:
+    write_timeline(tmp_path, steps=6)
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(3, 4, number_of_first=1)
+    assert window is not None
+    assert (window.first_step, window.last_step) == (3, 4)
+    assert window.duration_s == pytest.approx(2.0)
+    assert window.step_ends_s == pytest.approx([1.0, 2.0])
+    names = [(segment.state, segment.name) for segment in window.lanes["learner/0"]]
+    assert names == [("wait_data", "batch"), ("busy", "update"), ("sync", "push")] * 2
+    assert window.shares["rollout/0"] == pytest.approx({"busy": 0.9, "sync": 0.1})
+    assert window.waits_s == pytest.approx({"batch": 0.6, "push": 0.2})
+
+
+def test_steps_of_a_resumed_run_keep_their_numbers(tmp_path: Path) -> None:
+    write_timeline(tmp_path, steps=6)
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(1, 43, number_of_first=41)
+    assert window is not None
+    assert (window.first_step, window.last_step) == (41, 43)
+
+
+def test_steps_that_are_not_in_the_file_have_no_window(tmp_path: Path) -> None:
+    write_timeline(tmp_path, steps=3)
+    assert TimelineFile(tmp_path / "timeline.json").refresh().window(7, 9, number_of_first=1) is None
+    assert TimelineFile(tmp_path / "missing.json").refresh().window(1, 2, number_of_first=1) is None
+
+
+def test_a_file_that_grows_is_followed_from_where_it_was(tmp_path: Path) -> None:
+    write_timeline(tmp_path, steps=4)
+    whole = (tmp_path / "timeline.json").read_bytes()
+    growing = tmp_path / "growing.json"
+    growing.write_bytes(whole[: len(whole) // 2])  # in the middle of a line
+    timeline = TimelineFile(growing).refresh()
+    early = len(timeline.step_ends_s())
+    with growing.open("ab") as file:
+        file.write(whole[len(whole) // 2 :])
+    assert early < 4
+    assert len(timeline.refresh().step_ends_s()) == 4
+
+
+def test_damaged_events_are_left_out(tmp_path: Path) -> None:
+    write_timeline(tmp_path, steps=2)
+    path = tmp_path / "timeline.json"
+    path.write_text(path.read_text().replace('"ts": 5300000', '"ts": "soon"'))
+    assert TimelineFile(path).refresh().window(1, 2, number_of_first=1) is not None
+
+
+def test_a_step_ends_where_the_wait_for_the_next_batch_begins() -> None:
+    spans = [
+        Span("l", "wait_data", 0, 1, "batch"), Span("l", "wait_data", 1, 2, "batch"), Span("l", "busy", 2, 3, "update"),
+        Span("l", "sync", 3, 4, "push"), Span("l", "wait_data", 4.5, 5, "batch"), Span("l", "busy", 5, 6, "update"),
+    ]  # fmt: skip
+    assert step_ends_s(spans) == [4, 6]
+
+
+def test_very_many_segments_are_merged_without_a_gap() -> None:
+    segments = [Segment("busy" if i % 3 else "sync", "", i / 10, (i + 1) / 10) for i in range(3 * MAX_SEGMENTS)]
+    merged = _merged(segments, 3 * MAX_SEGMENTS / 10 / MAX_SEGMENTS)
+    assert len(merged) <= MAX_SEGMENTS
+    assert all(a.end_s == b.start_s for a, b in itertools.pairwise(merged))
+    assert merged[-1].end_s == segments[-1].end_s

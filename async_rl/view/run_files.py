@@ -42,6 +42,7 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._config: tuple[str, dict[str, Any]] = "", {}
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.journal = JournalReader(folder / FILE_NAME)
         self.timeline = TimelineFile(folder / "timeline.json")
@@ -53,6 +54,12 @@ class RunFiles:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration as the run wrote it; empty if it is missing or can't be read."""
+        stamp = _stamp(self.folder / "config.yaml")
+        if self._config[0] != stamp:
+            self._config = stamp, self._read_config()
+        return self._config[1]
+
+    def _read_config(self) -> dict[str, Any]:
         try:
             found, _ = read_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):

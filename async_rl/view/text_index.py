@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,7 +21,10 @@ MAX_CHARS = 200_000_000
 """The index takes in no further group once it holds this much text."""
 IDLE_S = 1.0
 """The time between two looks for new groups, once all are in the index."""
-PAUSE_S = 0.005
+BEGIN_AFTER_S = 2.0
+"""The first page is shown before the work begins; a search begins it at once."""
+SHARE_OF_TIME = 0.5
+"""The thread works for at most this share of the time, so that pages come quickly while it does."""
 MAX_HITS = 2000
 LEAST_CHARS = 3
 """The shortest text that an index of three-letter parts can find."""
@@ -46,6 +50,7 @@ class TextIndex:
         self._texts = texts
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: set[int] = set()
         self._chars = 0
@@ -68,6 +73,7 @@ class TextIndex:
 
     def close(self) -> None:
         self._closing.set()
+        self._wanted.set()
         if self._thread:
             self._thread.join(JOIN_LIMIT_S)
         with self._lock:
@@ -80,6 +86,7 @@ class TextIndex:
             return Found([], {}, self.missing)
         if len(text) < LEAST_CHARS:
             return Found([], {}, f"A text to search for needs at least {LEAST_CHARS} characters, got {len(text)}.")
+        self._wanted.set()
         phrase = '"' + text.replace('"', '""') + '"'
         query = (
             "SELECT rowid, snippet(texts, 0, char(1), char(2), ' … ', 24) FROM texts WHERE texts MATCH ? "
@@ -97,11 +104,13 @@ class TextIndex:
 
     def _work(self) -> None:
         """Index the groups whose tokens are kept, until `close`. A journal that can't be read now is read later."""
+        self._wanted.wait(BEGIN_AFTER_S)
         while not self._closing.is_set():
             is_idle = True
             with suppress(AsyncRLError, sqlite3.Error, OSError):
                 is_idle = not self._index_some()
-            self._closing.wait(IDLE_S if is_idle else PAUSE_S)
+            if is_idle:
+                self._closing.wait(IDLE_S)
 
     def _index_some(self) -> bool:
         """Index up to GROUPS_A_ROUND groups; returns whether there was any."""
@@ -113,6 +122,7 @@ class TextIndex:
         for group_id in missing[:GROUPS_A_ROUND]:
             if self._closing.is_set():
                 return False
+            began_s = time.monotonic()
             text = ""
             with suppress(AsyncRLError):  # one group of another version does not end the search for the others
                 text = self._text(group_id)
@@ -121,6 +131,7 @@ class TextIndex:
                     self._db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (group_id, text))
                 self._seen.add(group_id)
                 self._chars += len(text)
+            self._closing.wait((time.monotonic() - began_s) * (1 / SHARE_OF_TIME - 1))
         with self._lock:
             self._db.commit()
         self._waiting = len(missing) - len(missing[:GROUPS_A_ROUND])

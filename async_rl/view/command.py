@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from async_rl.errors import ConfigError
 from async_rl.view.library import Library
 
+DEFAULT_PORT = 8717
+"""A fixed port, so that a link to a rollout works for everyone who has the run directory."""
 NICENESS = 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHUTDOWN_LIMIT_S = 1
+END_LIMIT_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(folder: Path, port: int, host: str) -> None:
@@ -40,8 +49,39 @@ def serve(folder: Path, port: int, host: str) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
+@contextmanager
+def shown(run_dir: Path) -> Iterator[None]:
+    """Show a run that is about to start, from a process that ends with the block, or with this process if it is killed.
+
+    The port is DEFAULT_PORT, or a free one if that is taken.
+    """
+    try:
+        open_port(LOOPBACK[0], DEFAULT_PORT).close()
+        port = DEFAULT_PORT
+    except ConfigError:
+        port = 0
+    command = [sys.executable, "-m", "async_rl.cli", "view", str(run_dir), "--port", str(port)]
+    # A session of its own: Ctrl-C lets the run finish its step, and the page shows that.
+    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        print(f"async-rl view {run_dir} shows the run again", flush=True)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end this process when its parent dies. It runs in the child, before the program starts."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port; 0 takes a free one.
+    """Return a socket that listens on the port; 0 takes a free one.
 
     Raises:
         ConfigError: the port is out of range or taken, or this machine does not have the address.
@@ -56,6 +96,7 @@ def open_port(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen()  # so that the address works as soon as it is printed
     except OSError as error:
         listener.close()
         raise ConfigError(

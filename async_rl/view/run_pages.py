@@ -164,8 +164,8 @@ def group(request: Request) -> Response:
     group_id = request.path_params["group_id"]
     row = run.files.journal.group(group_id)
     if row is None:
-        facts = {"text": f"The journal has no group {group_id}.", "run": None}
-        return page(request, "error.html", facts, 404)
+        missing = {"text": f"The journal has no group {group_id}.", "run": None}
+        return page(request, "error.html", missing, 404)
     payload = run.files.journal.payload(group_id)
     siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rollouts))] if payload else []
     answer = _integer("answer", request.query_params.get("answer", "0"))

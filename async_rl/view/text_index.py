@@ -54,7 +54,8 @@ class TextIndex:
         self._thread: threading.Thread | None = None
         self._seen: set[int] = set()
         self._chars = 0
-        self._waiting = 0
+        self._waiting: int | None = None
+        """The number of groups that are not indexed yet; None before the first look."""
         self._folder = tempfile.TemporaryDirectory(prefix="async-rl-view-")
         self._db = sqlite3.connect(f"{self._folder.name}/texts.sqlite", check_same_thread=False)
         self.missing = texts.missing
@@ -98,6 +99,8 @@ class TextIndex:
         note = ""
         if is_full:
             note = f"Searched are the newest {done:,} groups: the index is full."
+        elif waiting is None:
+            note = "The texts are being read for the first time; search again in a moment."
         elif waiting:
             note = f"{done:,} groups are searched so far, {waiting:,} still have to be read; search again in a moment."
         return Found([row[0] for row in rows], {row[0]: row[1] for row in rows}, note)

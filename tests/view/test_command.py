@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.view.command import open_port
+from async_rl.view.command import open_port, shown
 from async_rl.view.library import check_folder
 from async_rl.view.live import HEARTBEAT_S, LOOK_EVERY_S
 from tests.view.factories import make_run
+
+START_LIMIT_S = 60.0
 
 
 def test_a_folder_that_is_no_run_names_the_runs_below_it(tmp_path: Path) -> None:
@@ -43,6 +47,21 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
 def test_addresses_that_can_not_be_are_refused(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=r"--port|--host"):
         open_port(host, port)
+
+
+@pytest.mark.processes
+def test_the_page_beside_a_run_ends_with_it(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with shown(run_dir):
+        end_s = time.monotonic() + START_LIMIT_S
+        text = ""
+        while "http://" not in text and time.monotonic() < end_s:
+            time.sleep(0.1)
+            text += capfd.readouterr().out
+        port = int(text.partition("localhost:")[2].split()[0])
+        with urllib.request.urlopen(f"http://localhost:{port}/run/overview", timeout=START_LIMIT_S) as answer:
+            assert answer.status == 200
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://localhost:{port}/run/overview", timeout=5)
 
 
 def test_a_change_is_seen_well_within_two_seconds() -> None:

@@ -47,6 +47,13 @@ def test_signs_of_the_query_language_are_plain_text(index: TextIndex, text: str)
     assert index.search(text).group_ids == []
 
 
+def test_a_search_before_anything_is_read_says_so(run_dir: Path) -> None:
+    run = RunFiles(run_dir)
+    index = TextIndex(run.journal, TokenTexts(run))
+    assert "for the first time" in index.search("right answer").note
+    index.close()
+
+
 def test_a_short_text_is_refused_with_a_sentence(index: TextIndex) -> None:
     assert "at least 3 characters, got 2" in index.search("ab").note
 

@@ -91,6 +91,7 @@ def _add_commands(commands: Any) -> None:
         help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
+    train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
 
     sft = add("sft", _sft, "make model.path from sft.base by supervised fine-tuning", f"{quickstart} sft.steps=100")
     _add_config(sft)
@@ -129,6 +130,12 @@ def _add_commands(commands: Any) -> None:
 
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    about = "show a run or a sweep as a page in the browser, live while it goes on"
+    view = add("view", _view, about, "runs/quickstart")
+    view.add_argument("folder", type=Path, metavar="RUN_OR_SWEEP")
+    view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
+    view.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on; loopback by default")
 
     doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
     _add_config(doctor, is_needed=False)
@@ -169,7 +176,12 @@ def _train(args: argparse.Namespace) -> int:
             args.overrides = [f"run.resume={args.resume}", *args.overrides]
         config = load_config(args.config, args.overrides)
         signals.check()
-        text = dry_run(config) if args.dry_run else format_summary(run(config, signals))
+        beside = []
+        if args.view:
+            from async_rl.view.command import shown
+
+            beside = [shown]
+        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
@@ -284,6 +296,13 @@ def _status(args: argparse.Namespace) -> int:
     from async_rl.telemetry.status import format_status
 
     print(format_status(args.run_dir), end="")
+    return 0
+
+
+def _view(args: argparse.Namespace) -> int:
+    from async_rl.view.command import serve
+
+    serve(args.folder, args.port, args.host)
     return 0
 
 

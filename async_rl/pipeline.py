@@ -25,8 +25,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
@@ -47,10 +49,16 @@ if TYPE_CHECKING:
     from async_rl.driver.supervisor import ReviveBuffer
 
 
-def run(config: Config, signals: StopSignals | None = None) -> dict[str, Any]:
+def run(
+    config: Config, signals: StopSignals | None = None,
+    beside: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> dict[str, Any]:  # fmt: skip
     """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
 
     After Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
+
+    Args:
+        beside: gets the run directory; its result is entered before the run starts and left after it.
 
     Raises:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
@@ -58,11 +66,11 @@ def run(config: Config, signals: StopSignals | None = None) -> dict[str, Any]:
     """
     if signals is None:
         with StopSignals() as signals:
-            return run(config, signals)
+            return run(config, signals, beside)
     with signals.deferred():
         cautions = check_inputs(config)
         signals.check()
-        with open_run_dir(config) as config, full_disk_named(config.run_dir):
+        with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
             summary = _run(config, signals, cautions)
             if signals.requested:
                 has_checkpoint = bool(list_checkpoints(config.run_dir))

@@ -51,6 +51,7 @@ class ChromeTrace:
                 self._counters[counter] = sample.value
                 ts = self._microseconds(sample.time_s)
                 self._write("C", sample.pool, ts=ts, name=sample.name, args={sample.name: sample.value})
+        self._file.flush()  # the page of the run shows it now
 
     def clock_s(self, time_s: float) -> float:
         """Convert `time_s`, a value of time.time(), to seconds on the clock of the trace."""
@@ -67,9 +68,8 @@ class ChromeTrace:
                     yield Span(pools[e["pid"]], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"])
 
     def close(self) -> None:
-        """Write the names of the pools and lanes, which complete the file, and close it."""
+        """Write the order of the pools and the names of the lanes, which complete the file, and close it."""
         for index, pool in enumerate(sorted(self._pids), 1):
-            self._write("M", pool, name="process_name", args={"name": pool})
             self._write("M", pool, name="process_sort_index", args={"sort_index": index})
             for lane in range(len(self._lanes.get(pool, ()))):
                 self._write("M", pool, tid=lane, name="thread_name", args={"name": f"{pool} lane {lane}"})
@@ -77,7 +77,10 @@ class ChromeTrace:
         self._file.close()
 
     def _write(self, phase: str, pool: str, **fields: Any) -> None:
-        event = {"ph": phase, "pid": self._pids.setdefault(pool, len(self._pids) + 1), **fields}
+        if pool not in self._pids:
+            self._pids[pool] = len(self._pids) + 1
+            self._write("M", pool, name="process_name", args={"name": pool})
+        event = {"ph": phase, "pid": self._pids[pool], **fields}
         self._file.write(self._separator + json.dumps(event))
         self._separator = ",\n"
 

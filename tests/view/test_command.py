@@ -1,4 +1,4 @@
-"""What `async-rl view` refuses, and in which words."""
+"""The command `async-rl view`: its refusals with their words, and the page beside a run."""
 
 from __future__ import annotations
 

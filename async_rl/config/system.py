@@ -164,8 +164,10 @@ class LoggingConfig:
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online when the user is logged in, else disabled."""
+    trackio: bool = False
+    """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
     project: str = "async-rl"
-    """The project in wandb."""
+    """The project in wandb and trackio."""
 
 
 def _is_one_interface(host: str) -> bool:

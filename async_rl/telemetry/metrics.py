@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.config import Config
+from async_rl.telemetry.trackio_run import open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -92,6 +93,7 @@ class MetricsLogger:
         self._task = self._bar.add_task("training", total=self._steps)
         self._bar.start()
         self._wandb = open_wandb_run(config, run_dir, self.note)
+        self._trackio = open_trackio_run(config, self.note)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write and print the metrics of a finished step."""
@@ -123,6 +125,8 @@ class MetricsLogger:
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log(record)
+        if self._trackio is not None:
+            self._trackio.log(record)
 
     def _elapsed_s(self) -> float:
         return round(time.monotonic() - self._started_s, 3)
@@ -133,6 +137,9 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
+        if self._trackio is not None:
+            self._trackio.close()
+            self._trackio = None
 
 
 _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (

@@ -1,0 +1,61 @@
+"""Sends metrics to trackio, the local dashboard of Hugging Face, in such a way that it can't end a run.
+
+trackio is imported only when `logging.trackio` is on. It is no dependency of this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from async_rl.config import Config
+
+
+def open_trackio_run(config: Config, note: Callable[[str], None]) -> TrackioRun | None:
+    """Return the trackio run that `logging.trackio` asks for, or None if it is off, not installed or does not start.
+
+    If the user asked for it and it is off, `note` gets the reason.
+    """
+    if not config.logging.trackio:
+        return None
+    try:
+        import trackio
+
+        run = trackio.init(
+            project=config.logging.project, name=config.run.name, config=dataclasses.asdict(config), resume="allow"
+        )
+    except ImportError:
+        note("trackio: off, it is not installed. Run: pip install trackio")
+        return None
+    except Exception as error:  # nothing that trackio raises may end the run
+        note(f"trackio: off, it did not start: {type(error).__name__}: {error}")
+        return None
+    return TrackioRun(run, note)
+
+
+class TrackioRun:
+    """Passes values to trackio. After the first failure, which `note` reports, nothing more is passed on."""
+
+    def __init__(self, run: Any, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._note = note
+        self._failed = False
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Pass on a record, whose key `step` is the step; values that are not finite are left out."""
+        values = {key: value for key, value in record.items() if key != "step" and math.isfinite(value)}
+        self._attempt(lambda: self._run.log(values, step=int(record["step"])))
+
+    def close(self) -> None:
+        self._attempt(self._run.finish)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:  # nothing that trackio raises may end the run
+            self._failed = True
+            self._note(f"trackio: off from here on: {type(error).__name__}: {error}")

@@ -62,6 +62,7 @@ def make_app(library: Library, is_loopback: bool = True) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.library = library
+    app.state.is_ending = lambda: False  # a server sets it, so that streams of events end with it
     return app
 
 

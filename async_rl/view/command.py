@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rl.errors import ConfigError
@@ -19,7 +19,7 @@ DEFAULT_PORT = 8717
 """A fixed port, so that a link to a rollout works for everyone who has the run directory."""
 NICENESS = 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SHUTDOWN_LIMIT_S = 1
+SHUTDOWN_LIMIT_S = 5
 END_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -38,15 +38,19 @@ def serve(folder: Path, port: int, host: str) -> None:
 
     os.nice(NICENESS)  # the run needs the cores more
     is_loopback = host in LOOPBACK
+    app = make_app(library, is_loopback)
     config = uvicorn.Config(
-        make_app(library, is_loopback), log_level="warning", access_log=False,
+        app, log_level="warning", access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
     )  # fmt: skip
     shown_host = "localhost" if is_loopback else socket.gethostname()
     print(f"{folder}: http://{shown_host}:{listener.getsockname()[1]}  (Ctrl-C ends it)", flush=True)
     if not is_loopback:
         print(f"Whoever reaches {host} can read this run: there is no password.", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
+        server = uvicorn.Server(config)
+        app.state.is_ending = lambda: server.should_exit
+        server.run(sockets=[listener])
 
 
 @contextmanager

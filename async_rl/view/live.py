@@ -31,7 +31,7 @@ async def _events(request: Request, revision: Callable[[], Mapping[str, str]]) -
     yield f"retry: {RETRY_MS}\n\n"
     seen: Mapping[str, str] = {}
     silent_s = 0.0
-    while not await request.is_disconnected():
+    while not request.app.state.is_ending() and not await request.is_disconnected():
         now = await run_in_threadpool(revision)
         changed = [key for key, value in now.items() if seen.get(key) != value]
         seen = now

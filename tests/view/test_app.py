@@ -78,6 +78,14 @@ def test_the_histogram_counts_rollouts_by_staleness(client: Client) -> None:
     assert found["rollouts"] == {"1": [6.0] * 12, "2": [2.0] * 12}
 
 
+def test_lanes_of_a_resumed_run_begin_with_its_first_step(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    resumed = [json.loads(line) | {"time/since_first_step_s": i - 6.0 if i >= 6 else i} for i, line in enumerate(lines)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in resumed))
+    found = Client(run_dir).get("/run/data/window?from=1&to=9").json()
+    assert (found["first_step"], found["last_step"]) == (7, 9)
+
+
 def test_the_prediction_stands_beside_what_was_measured(client: Client) -> None:
     found = client.get("/run/data/prediction").json()
     assert found["learner"][0] == pytest.approx(0.6)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -62,6 +65,20 @@ def test_the_page_beside_a_run_ends_with_it(run_dir: Path, capfd: pytest.Capture
             assert answer.status == 200
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://localhost:{port}/run/overview", timeout=5)
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_the_page_in_order_while_a_browser_follows_it(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "async_rl.cli", "view", str(run_dir), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline().partition("localhost:")[2].split()[0])
+    with urllib.request.urlopen(f"http://localhost:{port}/run/events", timeout=START_LIMIT_S) as events:
+        text = b"".join(events.readline() for _ in range(4)).decode()
+        assert 'event: change\ndata: ["metrics", "status", "timeline", "journal"]' in text
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=START_LIMIT_S)
+    assert (process.returncode, said) == (0, "")
 
 
 def test_a_change_is_seen_well_within_two_seconds() -> None:

@@ -131,8 +131,7 @@ def _add_commands(commands: Any) -> None:
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    about = "show a run or a sweep as a page in the browser, live while it goes on"
-    view = add("view", _view, about, "runs/quickstart")
+    view = add("view", _view, "show a run or a sweep in the browser, live while it goes on", "runs/quickstart")
     view.add_argument("folder", type=Path, metavar="RUN_OR_SWEEP")
     view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
     view.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on; loopback by default")
@@ -176,11 +175,9 @@ def _train(args: argparse.Namespace) -> int:
             args.overrides = [f"run.resume={args.resume}", *args.overrides]
         config = load_config(args.config, args.overrides)
         signals.check()
-        beside = []
         if args.view:
             from async_rl.view.command import shown
-
-            beside = [shown]
+        beside = [shown] if args.view else []
         text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
         if args.dry_run:
             signals.check()

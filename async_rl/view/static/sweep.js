@@ -77,6 +77,10 @@ async function compare() {
         { source: new Bokeh.ColumnDataSource({ data }), line_color: seriesColor(index), line_width: 1.6 });
     });
     nameLines(card, cells.map((name) => ({ name })));
+    if (!found.some(({ series }) => series[key].step.length)) {
+      plot.textContent = "No chosen cell measured this.";
+      continue;
+    }
     await Bokeh.Plotting.show(figure, plot);
   }
   history.replaceState(null, "", `?${cells.map((cell) => `cell=${encodeURIComponent(cell)}`).join("&")}`);

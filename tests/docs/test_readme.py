@@ -57,7 +57,7 @@ ELSEWHERE = {
     "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
     "async-rl view runs/quickstart": "tests/view/test_browser.py",
     "async-rl train configs/quickstart.yaml --view": "tests/view/test_command.py, without the training",
-    "bash scripts/chromium.sh": "by hand; CI may run it before make test",
+    "bash scripts/chromium.sh": ".ci/run",
     "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",
     "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
     "make test": "CI runs it",

@@ -15,7 +15,7 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import open_run_dir
+from async_rl.storage.run_dir import open_run_dir, write_config
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
@@ -97,6 +97,7 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
             assert [group.group_id for group in learner.take(1).groups] == [2, 3]
             learner.trained(2)
             learner.close()
+            write_config(resumed)  # the first step of the resume has been logged
         past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
         past = [f"trajectories.lineage_{i}.sqlite" for i in range(number)]
         assert past_files == past, "a resume has overwritten the files of another"
@@ -117,6 +118,7 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
     rollout = dataclasses.replace(again.rollout, group_size=4, max_response_tokens=1)
     with open_run_dir(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
         assert server.counters()["buffer/depth"] == 0, "groups 2 and 3 are not of the new sizes"
+        write_config(resumed)  # the first step of the resume has been logged
     target = tmp_path / "out.parquet"
     assert main(["export-trajectories", str(resumed.run_dir), str(target)]) == 0
     rows = [row for row in pq.read_table(target).to_pylist() if row["state"] == "trained"]

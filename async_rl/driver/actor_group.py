@@ -1,4 +1,4 @@
-"""The driver starts, calls and ends all processes of a run as Ray actors. Each error names the process that failed."""
+"""The class by which the driver starts, calls and ends all processes of a run, which are Ray actors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ActorGroup:
         """Start the process `name` as an actor of class `cls`, made with `args`; returns its handle without waiting.
 
         Args:
-            max_concurrency: number of calls that the actor runs at once; 1 lets an asynchronous actor run any number.
+            max_concurrency: number of calls that the actor runs at once; 1: Ray's default (one; async methods: 1000).
             threads: the number of calls at once for each Ray concurrency group of `cls`.
         """
         options = {**self._reservation.options(name), "max_restarts": 0}
@@ -54,10 +54,10 @@ class ActorGroup:
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
-        """Wait for one call to each process; returns the results by name. The first call that fails raises its error.
+        """Wait for `calls`, one per process name; returns {name: result}. The first call that fails raises its error.
 
-        After `limit`, WaitTimeoutError names the processes that have not answered. `async-rl status` shows the wait.
-        A stop signal ends the wait by KeyboardInterrupt.
+        After `limit`, WaitTimeoutError names `what` was awaited and the processes that have not answered.
+        `async-rl status` shows the wait. Ctrl-C or SIGTERM ends it by KeyboardInterrupt.
         """
         return asyncio.run(self._interruptible(self._gather(calls, limit, what)))
 
@@ -97,7 +97,7 @@ class ActorGroup:
         return results
 
     async def call(self, name: str, call: ObjectRef, limit: Limit, what: str) -> Any:
-        """Return the result of a call to process `name`; WaitTimeoutError: after `limit` there was no `what`."""
+        """Return the result of a call to process `name`. WaitTimeoutError: no answer within `limit`."""
         try:
             async with asyncio.timeout(limit.seconds) as scope:
                 return await self._result(name, call)
@@ -123,7 +123,11 @@ class ActorGroup:
 
     @contextmanager
     def named_failure(self, name: str) -> Iterator[None]:
-        """Turn an error that Ray raises in the body into an AsyncRLError that says which process failed, and why."""
+        """Turn an error that Ray raises in the body into an AsyncRLError that says which process failed, and why.
+
+        A ConfigError that the process raised stays as it is, another AsyncRLError keeps its type. A process that died
+        in its `__init__` is a ProcessDiedError, one that died later the subclass ProcessKilledError.
+        """
         try:
             yield
         except RayTaskError as error:
@@ -149,14 +153,14 @@ class ActorGroup:
                 + self.log_tail(name)
             ) from None
         except RayError as error:
-            raise ProcessDiedError(f"{name}: {type(error).__name__}: {_first_line(error)}") from None
+            raise ProcessDiedError(f"Ray can't call {name}: {type(error).__name__}: {_first_line(error)}") from None
 
     def place(self, name: str, status: Status) -> Status:
         """Return `status` with the name of the process and its host filled in."""
         return dataclasses.replace(status, process=name, host=self._reservation.host_of(name))
 
     async def dump_stacks(self) -> None:
-        """Have every process write its stacks into its log file; waits at most DUMP_TIMEOUT_S for their answers."""
+        """Have every process write the stacks of its threads into its log file; waits at most DUMP_TIMEOUT_S."""
         calls = [asyncio.create_task(self._result(n, a.dump_stacks.remote())) for n, a in self.actors.items()]
         if calls:
             _, silent = await asyncio.wait(calls, timeout=DUMP_TIMEOUT_S)

@@ -59,7 +59,7 @@ class BufferActor:
         self._stop.set()
 
     def abandon(self, worker: str) -> int:
-        """Give a dead rollout worker's running groups to other workers; returns their number."""
+        """Fail the running groups of a dead worker, so that others get their prompts; returns how many groups."""
         return self._server.abandon(worker)
 
     def status(self) -> Status:
@@ -69,7 +69,7 @@ class BufferActor:
         dump_stacks()
 
     def close(self) -> dict[str, float]:
-        """Drop the remaining groups with the reason `shutdown`; returns the counters, which count every group."""
+        """Wait until `serve` has ended, drop the groups that are left as `shutdown`; returns the last counters."""
         return self._server.close()
 
 
@@ -103,7 +103,7 @@ class RolloutActor:
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str) -> None:
-        """Open the worker, which will request slots from the buffer at this address once `run` is called."""
+        """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
         worker_class, reward = await asyncio.to_thread(self._load_worker)
         self._worker = worker_class(
             self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
@@ -139,7 +139,9 @@ class RolloutActor:
 
 
 def learner_threads(config: Config) -> dict[str, int]:
-    """Return the number of threads of each concurrency group of LearnerActor: in `join` every server may wait at once.
+    """Return the number of threads for each Ray concurrency group of LearnerActor, by the group's name.
+
+    Each server has a thread in `join`, because all of them may wait there at once.
     """
     return {"control": 8, "join": config.placement.rollout.servers}
 
@@ -154,7 +156,7 @@ class LearnerActor:
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open the port of the store by which all ranks find each other, and keep it open; returns its address."""
+        """Open a port for the torch.distributed store of all ranks; returns (host, port). Called on rank 0 only."""
         self._listener = socket.create_server((self._config.network.host, 0))
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
@@ -180,13 +182,13 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait until a push has included rollout server `name` at its new `url`; returns the pushed version."""
+        """Wait, for timeouts.batch_s, until a restarted server at `url` has got the weights; returns their version."""
         self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
         return self._learner.version
 
     @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
-        """Tell the learner that the evaluation which was due has ended."""
+        """Tell the learner that the evaluation which was due has ended, so that a push that waits for it may go on."""
         self._learner.evaluations.ended()
 
     @ray.method(concurrency_group="control")
@@ -203,7 +205,7 @@ class LearnerActor:
 
 
 def enter(folder: str, config: Config, name: str) -> Config:
-    """Set the process's working directory, log file and network interface; returns the config with this host's address.
+    """Set a new process's working directory, log file and network interface; returns config with its host's address.
 
     Args:
         folder: the driver's working directory, to which paths of the config are relative.
@@ -236,7 +238,7 @@ def dump_stacks() -> None:
 
 
 def pin_cpus(config: Config, number: int) -> None:
-    """With placement.pin_cpus, restrict this process and its child processes to the cores of `share_of_cores`."""
+    """If placement.pin_cpus is set, restrict this process and its children to its own share of the host's cores."""
     if config.placement.pin_cpus:
         cores = share_of_cores(config, number, sorted(os.sched_getaffinity(0)))
         for thread in os.listdir("/proc/self/task"):  # Ray has started threads already
@@ -244,7 +246,7 @@ def pin_cpus(config: Config, number: int) -> None:
 
 
 def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
-    """Return those of `cores` that process `number` gets; every process of the run gets equally many.
+    """Return those of `cores` that process `number` gets; all get equally many. ConfigError: less than one each.
 
     Args:
         number: index of the process, counted over all rollout servers and then all learner ranks.

@@ -30,7 +30,7 @@ class NoClusterError(ConfigError):
 
 @dataclass(slots=True)
 class Reservation:
-    """A Ray placement group, with the host and the processes of each of its bundles."""
+    """A reserved Ray placement group, with the host and processes of each bundle (resources on one host)."""
 
     group: Any
     bundles: list[HostDemand]
@@ -57,7 +57,10 @@ class Reservation:
 
 
 def reserve(config: Config, signals: StopSignals) -> Reservation:
-    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation."""
+    """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation.
+
+    ConfigError: the hosts do not have so much. WaitTimeoutError: it is not free within timeouts.join_s.
+    """
     import ray
     from ray.util import placement_group, placement_group_table
 
@@ -74,7 +77,7 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
         raise WaitTimeoutError(
             f"the driver waited {config.timeouts.join_s:.0f} s (timeouts.join_s) for Ray to set aside "
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
-            "shows who holds the rest"
+            "shows who holds the rest: end that, or start this run later"
         )
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
@@ -85,7 +88,7 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
 def ray_bundles(
     wanted: Sequence[HostDemand], hosts: Sequence[Host]
 ) -> tuple[list[HostDemand], list[dict[str, float]], str]:
-    """Return the bundles of the placement group: (demand of each, Ray resources of each, placement strategy).
+    """Return what the Ray placement group consists of: (demand of each bundle, its Ray resources, placement strategy).
 
     Ray chooses the hosts itself. But if learner ranks and servers share GPUs in pairs on several hosts, each pair is a
     bundle. As Ray can't be told which bundles belong on one host, each is then tied to its host in `hosts`.
@@ -101,8 +104,8 @@ def ray_bundles(
 
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """Return the config with the settings that depend on the placement: the transport in place of `auto`, and new keys
-    for a run over several hosts.
+    """Return the config with the settings that depend on the placement: the weight transport in place of `auto`, and,
+    for a run over several hosts that has no network.keys, newly made keys (unless network.insecure).
     """
     parts = reservation.bundles
     if config.weight_sync.transport == "auto":
@@ -197,7 +200,8 @@ def open_ray(config: Config) -> Iterator[None]:
 def explain(config: Config) -> list[str]:
     """Return the placement as text, one line for each host, without starting a process.
 
-    A Ray cluster that the run would join is asked for its hosts; ConfigError: they have too few resources.
+    A Ray cluster that the run would join is asked for its hosts; ConfigError: they have too few resources. If there is
+    no cluster, the lines say only what the hosts must offer.
     """
     if runs_here(config):
         hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
@@ -217,7 +221,7 @@ def explain(config: Config) -> list[str]:
 
 
 def runs_here(config: Config) -> bool:
-    """Whether every process of the run will be on this host."""
+    """Whether every process of the run will be on this host: placement.num_nodes is 1 and RAY_ADDRESS is not set."""
     return config.placement.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 

@@ -31,7 +31,7 @@ MODEL, TASK = "model and tokenizer", "task"
 
 @dataclass(frozen=True, slots=True)
 class PreflightCheck:
-    """One check, which `async-rl doctor` shows as one line."""
+    """One check of the configuration, which `async-rl doctor` shows as one line."""
 
     what: str
     value: str
@@ -104,7 +104,9 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 
 def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
-    """Check that the learner can load the model in `path`, the value of `key`, and compute what it needs of it."""
+    """Check that the model in `path`, the value of `key`, loads with the configured attention, is of a kind that the
+    learner can train (policy and reference), and takes the LoRA adapters (policy).
+    """
     from async_rl.storage.model_loading import load_without_weights
 
     if key in ("model.path", "reference.path"):
@@ -128,11 +130,12 @@ def _check_sampling(config: Config) -> list[str]:
 
 
 def _check_task(task: Task) -> list[str]:
-    """Make the first prompt. Nothing less shows that a generated task's template fails, or that it has few questions.
-    """
+    """Make the task's first prompt, which alone shows that a task's template fails; returns the task's cautions."""
     prompt = task.prompt(0)
     if not len(prompt.tokens):
-        raise ConfigError(f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}")
+        raise ConfigError(
+            f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}. Correct the task"
+        )
     return task.cautions
 
 

@@ -48,9 +48,9 @@ class HostDemand:
         )
 
     def per_gpu(self) -> list[HostDemand]:
-        """Split the demand into one for each learner rank and server that share a GPU; returns [self] without pairs.
+        """Return one demand for each GPU, with the learner rank and the server that share it; [self] if none is shared.
 
-        Ray would put two learner ranks of one bundle on the same GPU, which NCCL refuses.
+        Without that split, Ray would put two learner ranks of one bundle on the same GPU, which NCCL refuses.
         """
         if not self.paired or self.gpus <= 1:
             return [self]
@@ -69,8 +69,8 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     """Return the demand on each host: the learner's hosts first, then the servers' if these have hosts of their own.
 
     Args:
-        gpus_there: number of GPUs of all hosts together. If the config gives no number, they are used where there are
-            enough for all processes, where pairs of processes share them, or where all processes share the only one.
+        gpus_there: number of GPUs of all hosts together. If placement.learner.gpus_per_node is not set, they are used
+            if each process can have its own, if pairs of processes share them, or if all processes share the only one.
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
@@ -91,7 +91,10 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
 
 
 def _share(config: Config, gpus_there: float) -> float:
-    """Return the GPUs, or share of one, for each learner rank and each of a server's tp ranks; 0 on the CPU."""
+    """Return how many GPUs, or what share of one, each learner rank and each of a server's tp ranks gets; 0 on the CPU.
+
+    ConfigError: there are some GPUs, but too few for the processes.
+    """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     if placement.colocated:
@@ -179,6 +182,6 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """Return the host's named resources as text, without those that Ray adds itself."""
+    """Return the host's custom Ray resources as text for a message, without those of Ray itself; empty if none."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""

@@ -121,7 +121,7 @@ class RunLog:
         return bool(self._pending)
 
     def add_eval(self, report: EvaluationDone) -> None:
-        """Log the result of an evaluation, in a record of its own."""
+        """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept."""
         self._add_usage(report.spans)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
@@ -172,7 +172,7 @@ class RunLog:
         self.logger.log(report.version, values)
 
     def _add_last_step(self, usage: Usage) -> Usage:
-        """Add the spans and samples of the last step to `usage`; returns `usage`.
+        """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`; returns it.
 
         `_usage` gets a step only when the next one is logged, because ranks report its last spans with the next step.
         """
@@ -194,7 +194,7 @@ class RunLog:
         return self._add_last_step(copy.deepcopy(self._usage))
 
     def close(self) -> None:
-        """Log the open steps, complete timeline.json, plot it, and close the logger. Also called after a crash."""
+        """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
             while self._pending:
                 self._close_step(*self._pending.pop(0))
@@ -206,7 +206,7 @@ class RunLog:
             plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """Return the content of summary.json, over all steps but the first; a missing value was not measured."""
+        """Return the content of summary.json, with means over all steps but the first; None: it was not measured."""
         seconds = self.step_ends_s[-1] - self.step_ends_s[0] if self.step_ends_s else 0.0
 
         def mean(key: str) -> float | None:

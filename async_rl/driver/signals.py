@@ -35,7 +35,7 @@ class StopSignals:
         return self
 
     def install(self) -> dict[signal.Signals, Any]:
-        """Install the handlers, again after ray.init has replaced them; returns the former handlers."""
+        """Install the handlers, again after ray.init has replaced them; returns the former ones."""
         before: dict[signal.Signals, Any] = {}
         with contextlib.suppress(ValueError):  # outside the main thread only the caller can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,7 +56,7 @@ class StopSignals:
             self._on_request = before
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come during start-up."""
+        """Raise KeyboardInterrupt if a signal has come before training ended; called between stages of start-up."""
         if self.requested and not self.is_heeded:
             raise KeyboardInterrupt
 

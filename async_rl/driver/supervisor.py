@@ -65,8 +65,7 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
 
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
-        """Supervise processes that are started and connected, until every rank has finished and every step is logged.
-        """
+        """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error."""
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
         try:
             asyncio.run(self._train(signals))
@@ -110,7 +109,7 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Log the reports of a rollout server, and restart the server each time it is lost, as often as is allowed."""
+        """Log the reports of a rollout server, and restart it each time it is lost unless `_check_restart` raises."""
         life = self._generate(name)
         while True:
             try:
@@ -148,7 +147,7 @@ class Supervisor:
         await self._generate(name)
 
     async def _abandon(self, name: str) -> int:
-        """Have the buffer give the running groups of a dead server to other servers; returns the number of groups."""
+        """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
         timeouts = self._config.timeouts
         restart_limit = Limit(2 * timeouts.join_s, "twice timeouts.join_s")
         while True:
@@ -219,8 +218,7 @@ class Supervisor:
                 self._declare_lost(name, error)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, then have the learner end with a checkpoint; raises KeyboardInterrupt if it takes too long.
-        """
+        """Wait for `stop` (first Ctrl-C), have the learner end with a checkpoint; KeyboardInterrupt: too slow."""
         await stop.wait()
         limit_s = self._config.timeouts.interrupt_s
         self._log.logger.note(
@@ -232,10 +230,10 @@ class Supervisor:
         for evaluation in self._evaluations:
             evaluation.cancel()
         await asyncio.sleep(limit_s)
-        raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s")
+        raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s of the interrupt (timeouts.interrupt_s)")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
-        """Await `life`, the driver's work with process `name`, but cancel it when the process is declared lost.
+        """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.
 
         Raises:
             ServerLostError: `name` is a rollout server that was declared lost.
@@ -250,7 +248,7 @@ class Supervisor:
             raise ServerLostError(reason) if name.startswith("rollout") else reason from None
 
     def _declare_lost(self, name: str, error: AsyncRLError) -> None:
-        """End the driver's work with a process that counts as dead although no call to it has failed."""
+        """Treat a process as dead though no call to it failed: cancel its `life`; `_until_lost` then raises `error`."""
         self._running.discard(name)
         if self._lives[name].cancel():
             self._reasons.setdefault(name, error)
@@ -319,7 +317,9 @@ class Supervisor:
         self._processes.actors["learner/0"].evaluated.remote()
 
     def _check_restart(self, name: str, error: AsyncRLError) -> None:
-        """Raise `error` if a server that was lost by it must not be restarted, or has died too often."""
+        """Raise `error`, by which a server was lost, if a restart can't mend it, if staleness.mode is exact, or if the
+        server has died more than placement.rollout.max_restarts times since the last step.
+        """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
@@ -336,14 +336,14 @@ class Supervisor:
         self._processes.kill(name)
 
     def end_restarts(self) -> list[str]:
-        """Kill the servers that are still being restarted after training; returns the names of the others."""
+        """After training, kill the servers that are still being restarted; returns the names of those that work."""
         servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
         for name in [name for name in servers if name not in self._running]:
             self._remove_server(name)
         return [name for name in servers if name in self._running]
 
     def give_up(self, error: BaseException) -> None:
-        """Write status.json for a run that ends with `error`, and after a timeout the stacks of all processes."""
+        """Write into status.json that the run ends by `error`; if that is a timeout, all processes log their stacks."""
         if isinstance(error, WaitTimeoutError):
             asyncio.run(self._processes.dump_stacks())
         with suppress(OSError):  # e.g. a full disk, which may also be the cause of `error`

@@ -79,7 +79,7 @@ class Watchdog:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.
 
         Args:
-            unanswered: processes that an earlier `look` has asked; after a pause of the driver itself all seem silent.
+            unanswered: processes that an earlier `look` has asked: one asked just now may only seem silent.
         """
         found: list[tuple[str, AsyncRLError]] = []
         for name in sorted(unanswered & self._processes.actors.keys()):

@@ -3,9 +3,9 @@
     group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
     array     [dtype, number of elements, little-endian bytes]
 
-A group is sent as columns, each with one rollout after the other, so that a few array operations check all rollouts. An
-array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are read-only views of the
-columns.
+A group of G rollouts is sent as columns, each with one rollout after the other, so that a few array operations check
+all rollouts. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
+read-only views of the columns.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, and the names."""
+        """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, some for the rest."""
         return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode one rollout group as bytes. Raises WireError if an array has the wrong shape, dtype or length."""
+    """Encode one rollout group as bytes; a logprob above 0 by a rounding error is sent as 0.
+
+    WireError: an array has the wrong shape, dtype or length.
+    """
     rollouts = group.rollouts
     logprobs = _column("logprobs", rollouts, _FLOAT32)
     if logprobs.size and 0 < logprobs.max() <= MAX_ROUNDING:
@@ -190,7 +193,7 @@ def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
 
 
 def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array in little-endian order. WireError: it is not one-dimensional or has another dtype."""
+    """Return the array in little-endian order. WireError: it is not one-dimensional, or not of the given dtype."""
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
@@ -212,7 +215,7 @@ def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:
-    """Check that token versions start at start_version or later and do not decrease; returns the newest version."""
+    """Return the newest token version. WireError: one is below start_version, or they decrease within a rollout."""
     oldest, newest = int(versions.min()), int(versions.max())
     if oldest < start_version:
         too_old = versions < start_version
@@ -230,7 +233,7 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
 def _refuse_element(
     name: str, column: npt.NDArray[Any], is_bad: npt.NDArray[np.bool_], lengths: list[int], allowed: str
 ) -> WireError:
-    """Return the error for the first bad element of a column, naming the element's rollout."""
+    """Return the WireError to raise for the first bad element of a column; it names the element's rollout and value."""
     at = int(is_bad.argmax())
     rollout = np.cumsum(lengths).searchsorted(at, side="right")
     return refusal(f"rollouts[{rollout}].{name}", column[at].item(), allowed)

@@ -44,7 +44,7 @@ class Fields:
             raise refusal(f"{path}{min(map(str, values.keys() - names))[:80]}", "a field", "no such field")
 
     def refuse(self, name: str, allowed: str, got: object = _WHOLE) -> WireError:
-        """Return the error to raise for field `name`.
+        """Return the WireError to raise for field `name`; `allowed` says in words what its value may be.
 
         Args:
             got: the part of the field's value that is wrong; by default the whole value.

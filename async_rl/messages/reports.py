@@ -1,4 +1,4 @@
-"""The messages that the processes of a run send to the driver: events and measurements, never data or weights.
+"""The messages that the processes of a run send to the driver: events and measurements, never rollouts or weights.
 
 The driver acts on the events of learner rank 0, and logs the spans and samples of all ranks. A rollout worker sends a
 WorkerReport twice a second, and EvaluationDone in answer to a request for an evaluation.
@@ -28,7 +28,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersLost:
-    """A weight push has dropped rollout servers; they get no weights any more, even if they are alive."""
+    """A weight push has dropped rollout servers: they get no more weights, even if alive; the driver restarts them."""
 
     servers: tuple[tuple[str, str], ...]
     """(name, URL) of each dropped server."""

@@ -1,4 +1,4 @@
-"""Metrics. All processes measure them and report them to the driver, which reduces and writes them once a step."""
+"""Metrics, which all processes report to the driver; it reduces them to one value for each key and logs each step."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ class Metric:
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """Reduce metrics to one value for each key, in the order of first appearance; a mean of total weight 0 is left out.
-    """
+    """Return {key: value} of all metrics, reduced by `Metric.reduce`; a mean of total weight 0 is left out."""
     by_key: dict[str, list[Metric]] = {}
     for metric in metrics:
         same = by_key.setdefault(metric.key, [])
         if same and same[0].reduce != metric.reduce:
-            raise ValueError(f"metric {metric.key!r} has two reductions: {same[0].reduce}, {metric.reduce}")
+            raise ValueError(f"metric {metric.key!r} has two reductions: {same[0].reduce}, {metric.reduce}; use one")
         same.append(metric)
     values = {}
     for key, same in by_key.items():
@@ -70,7 +69,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
 
 
 class MetricsLogger:
-    """Writes metrics to `run_dir/metrics.jsonl`, to the console, and to wandb if it is on, with the same keys.
+    """Writes metrics to `run_dir/metrics.jsonl` and the console, and with the same keys to wandb and trackio if on.
 
     The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
     existing file is replaced, or with run.resume continued. Only one thread may use a logger.
@@ -154,7 +153,7 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """Return the console line of a step, with those columns of _COLUMNS whose values were measured."""
+    """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured."""
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
     parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])

@@ -19,7 +19,7 @@ STEPS_SHOWN = 10
 def plot_timeline(
     spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
 ) -> Path | None:
-    """Plot the middle STEPS_SHOWN learner steps of a run; returns `path`, or None if there are fewer than two steps.
+    """Plot the middle STEPS_SHOWN learner steps to the image `path`; returns it, or None for less than two steps.
 
     Args:
         spans: all spans of the run.

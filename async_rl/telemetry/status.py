@@ -37,7 +37,7 @@ class Status:
 
     @property
     def waited_s(self) -> float:
-        """Duration of the activity at the time of the report."""
+        """Seconds from the start of the activity to the report."""
         return self.told_s - self.since_s
 
 

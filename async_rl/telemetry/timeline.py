@@ -103,7 +103,7 @@ class Usage:
         """[metric key] sum and number of the samples."""
 
     def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
-        """Add the time [start_s, end_s) to the window, which must not be empty; returns this object.
+        """Add the time [start_s, end_s), with start_s < end_s, to the window; returns this object.
 
         `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
         that time was in the state `other`.
@@ -127,7 +127,7 @@ class Usage:
         return self
 
     def shares(self) -> dict[str, dict[State, float]]:
-        """Return [pool][state] share of the window; every state is a key, and pools are in the order of their names."""
+        """Return {pool: {state: share of the window}}, with every state, and the pools in the order of their names."""
         shares: dict[str, dict[State, float]] = {}
         for pool, spent_s in sorted(self._spent_s.items()):
             rest_s = self._window_s - sum(spent_s.values())
@@ -157,7 +157,10 @@ class Usage:
 
 
 def state_changes(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[tuple[State, float, float]]:
-    """Yield the states of one pool over [start_s, end_s) as (state, from, to), without gap or overlap; see PRIORITY."""
+    """Yield the states of one pool over [start_s, end_s) as (state, from, to), without gap or overlap.
+
+    Where spans overlap, the first state in PRIORITY counts; time without a span is `other`.
+    """
     edges: list[tuple[float, int, State]] = []
     for span in spans:
         first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)

@@ -97,7 +97,10 @@ class WandbRun:
 
 
 def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tuple[Mode, str]:
-    """Return wandb's mode for a value of `logging.wandb`, and why it is less than the user asked for (else "")."""
+    """Return (mode, why): wandb's mode for a value of `logging.wandb`, and why that is less than was asked for (or "").
+
+    `auto` is off if wandb is missing or the user has no key; what should be online is offline without a connection.
+    """
     if asked == "disabled" or (asked == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
         return "disabled", ""
     if importlib.util.find_spec("wandb") is None:

@@ -1,4 +1,4 @@
-"""The base class of all weight transports: pausing servers around a push, calling them, comparing their logprobs."""
+"""The base class of weight transports: pausing servers, pushing, comparing their logprobs with the learner's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences between logprobs of server and learner at equal weights."""
+    """Allowed differences between logprobs of server and learner at equal weights: in the mean and at most."""
 
     mean: float
     largest: float
@@ -106,7 +106,7 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """On rank 0, call `open_update`, send the weights, call `close_update`; returns the number of bytes sent."""
+        """On rank 0, within `push`: `open_update`, send the weights, `close_update`; returns the bytes sent."""
 
     def admin(self, url: str) -> ServerAdmin:
         if url not in self._admins:
@@ -120,8 +120,8 @@ class WeightPublisher(ABC):
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         """Send weights to every server and return when all of them serve `version`.
 
-        If a server has died, it is removed from `servers`, the others stay paused, and the report names it. The weights
-        have Hugging Face names, and may be gathered from all ranks one by one.
+        If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
+        again on all ranks. The tensors have Hugging Face names, and may be gathered from all ranks one by one.
 
         Raises:
             WeightSyncError: a live server refused the weights; it stays paused and must not be used.
@@ -154,7 +154,7 @@ class WeightPublisher(ABC):
         return PushReport()
 
     def release_server_memory(self) -> None:
-        """Make every server give its GPU memory to the learner until the next push; rank 0 calls this with a batch.
+        """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.
 
         Answers to an evaluation wait and continue with the new weights. A dead server is found by the next push.
         """
@@ -169,11 +169,11 @@ class WeightPublisher(ABC):
         self._call_all(release, self.servers.values())
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
-        """Return, for each server by name, a function that makes `call` for it."""
+        """Return {name of a server: function that makes `call` with the server's ServerAdmin}."""
         return {name: partial(call, self.admin(url)) for name, url in self.servers.items()}
 
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
-        """Make `call` for all servers in parallel and return the results by name. The first error is raised at once."""
+        """Make `call` for all servers in parallel and return {name: result}. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
     def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
@@ -192,7 +192,7 @@ class WeightPublisher(ABC):
             return list(threads.map(call, admins))
 
     def _find_lost(self) -> tuple[str, ...]:
-        """Return the names of the servers that don't answer, once there are any, or after LOST_WITHIN_S."""
+        """Ask all servers until some don't answer, and return their names; () if all answer for LOST_WITHIN_S."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
             alive = self._call_all(lambda admin: admin.is_ready(), self.servers.values())
@@ -216,7 +216,8 @@ class WeightPublisher(ABC):
         for name, served in scores.items():
             if len(served) != len(learner_logprobs):
                 raise WeightSyncError(
-                    f"weight verification: {name} returned {len(served)} logprobs for {len(learner_logprobs)} tokens"
+                    f"weight verification: {name} returned {len(served)} logprobs, the learner "
+                    f"{len(learner_logprobs)} for the same tokens: they must be as many"
                 )
             differences = [abs(a - b) for a, b in zip(served, learner_logprobs, strict=True)]
             mean, largest = sum(differences) / len(differences), max(differences)
@@ -229,7 +230,7 @@ class WeightPublisher(ABC):
                 )
 
     def open_update(self) -> None:
-        """Pause each server and begin the update there."""
+        """Pause each server and begin the update there, after allocating its weights again if they were released."""
         self.paused_s = time.time()
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
@@ -238,7 +239,7 @@ class WeightPublisher(ABC):
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
-        """End the update at each server, then resume sampling on all of them."""
+        """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         if self.config.takes_turns:
             self._call_all(lambda admin: admin.resume_memory("kv_cache"), self.servers.values())

@@ -117,11 +117,11 @@ class Receiver:
         self._in_use: list[Tensor] = []
 
     def begin_push(self) -> None:
-        """Forget the buffers of a failed push, to which a thread of that push may still write."""
+        """Begin a push: forget the buffers of one that failed, as a thread of that push may still write to them."""
         self._received = []
 
     def end_push(self) -> None:
-        """Note that the weights received since `begin_push` are in use now and those of the push before are not."""
+        """Call when the weights received since `begin_push` are in use: the memory of the replaced ones is reusable."""
         self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 

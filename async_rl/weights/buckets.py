@@ -1,4 +1,4 @@
-"""Packs tensors into flat byte buckets, unpacks them, and the base class of transports that send weights in buckets."""
+"""Packing of tensors into flat byte buckets, unpacking, and the base class of transports that send such buckets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BucketPublisher(WeightPublisher):
         """Start to send `bucket`; returns at once a function that waits until every server has loaded it."""
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """Send all weights in buckets; returns their bytes. The next bucket is gathered while one is sent."""
+        """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
         num_bytes = 0
         wait_sent: Callable[[], Any] | None = None
         for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers):
@@ -101,7 +101,7 @@ def unpack(
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
 ) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a bucket as views of its bytes. ValueError: the sizes do not add up."""
+    """Return (name, tensor) for each tensor of a bucket, as views of its bytes. ValueError: the sizes don't add up."""
     named: list[tuple[str, Tensor]] = []
     offset = 0
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):

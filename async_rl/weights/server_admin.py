@@ -28,7 +28,10 @@ class ServerAdmin(Protocol):
         """Return whether the server answers, which it does also while it is paused."""
 
     def pause(self, on_update: str) -> None:
-        """Stop sampling. No later request may read KV of the old weights, unless weight_sync.on_update is in_place."""
+        """Stop sampling; `on_update`, which is weight_sync.on_update, says what happens to running requests.
+
+        No later request may read KV of the old weights, unless it is in_place.
+        """
 
     def resume(self) -> None:
         """Resume sampling, with the weights and the version of the last update."""
@@ -51,7 +54,7 @@ class ServerAdmin(Protocol):
         """Have the server receive `bucket`, whose bytes rank 0 of the group broadcasts; `bucket.data` is not read."""
 
     def leave_group(self, name: str) -> None:
-        """Destroy the server's half of the group."""
+        """Have all ranks of the server leave the torch.distributed group `name` and destroy it."""
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
@@ -63,7 +66,7 @@ class ServerAdmin(Protocol):
         """Pause and free the memory of weights and KV cache. Called only for engines that declare `releases_memory`."""
 
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Allocate the memory of `part` again, with undefined contents. Does nothing if it was not released."""
+        """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
-        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 under the served weights. [len(tokens) - 1]"""
+        """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""

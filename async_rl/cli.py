@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. CONFIG and words of the form key=value may stand anywhere, in any order."""
+    """Return the arguments; `run` is the command's function. CONFIG and words such as key=value may stand anywhere."""
     parser = _Parser(
         prog="async-rl",
         description=describe_command(
@@ -143,7 +143,7 @@ def _add_commands(commands: Any) -> None:
 def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
 ) -> argparse.ArgumentParser:
-    """Add a command; `example` is what a user types after its name."""
+    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
     description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(run=run)
@@ -151,8 +151,7 @@ def _add(
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
-    """Add the arguments CONFIG and key=value; `or_else` ends the error message for a CONFIG that is needed and missing.
-    """
+    """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
         help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
@@ -337,7 +336,7 @@ _SUMMARY_ROWS = (
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the result of a run as a table with one line for each value that was measured."""
+    """Return the `summary` of a run as a table in text, with one line for each value that was measured."""
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     label_width = max((len(label) for label, _ in rows), default=0)

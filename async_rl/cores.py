@@ -15,6 +15,6 @@ def usable_cores() -> int:
 
 
 def threads_per_process(config: Config) -> int:
-    """Return the number of computing threads of a learner rank or rollout server, which share a host's cores evenly."""
+    """Return how many computing threads a learner rank or rollout server starts: an even share of the host's cores."""
     sharers = 1 if config.placement.pin_cpus else config.placement.processes_per_node  # pinned, it sees its own cores
     return max(1, usable_cores() // sharers)

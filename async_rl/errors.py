@@ -16,11 +16,11 @@ class WaitTimeoutError(AsyncRLError, TimeoutError):
 
 
 class ProcessDiedError(AsyncRLError):
-    """A process of the run ended early. The message names the process and shows its last log lines."""
+    """A process of the run ended early, or a call to it failed. The message names it and shows its last log lines."""
 
 
 class ProcessKilledError(ProcessDiedError):
-    """The process itself has ended or hangs, and not only a call to it has failed: it may be restarted."""
+    """A process has ended or hangs, in contrast to a call to it that failed; the driver may start it anew."""
 
 
 class StalenessError(AsyncRLError):
@@ -32,18 +32,18 @@ class NothingToLearnError(AsyncRLError):
 
 
 class WireError(AsyncRLError, ValueError):
-    """A received message is invalid. The error's text names the field and the value."""
+    """A message from another process is invalid. The error's text names the field and the value."""
 
 
 class WeightSyncError(AsyncRLError):
-    """A weight push failed, or a server's weights differ from the learner's."""
+    """A weight push or another request to a rollout server failed, or its weights differ from the learner's."""
 
 
 class RewardError(AsyncRLError):
-    """The reward function failed for too many rollout groups."""
+    """A reward could not be computed, or those of too many groups in a row (task.max_failures) could not."""
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the `file:line` where an error was raised, outside Python's import machinery; "" without a traceback."""
+    """Return the last `file:line` of an error's traceback that is not in importlib; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

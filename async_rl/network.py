@@ -24,7 +24,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_I
 def use_interface(host: str) -> None:
     """Make torch.distributed and NCCL, here and in child processes, use the interface that has address `host`.
 
-    By default they take the interface to which the host's name resolves. Variables that the user has set are kept.
+    By default they take the interface to which the host's name resolves. Environment variables already set are kept.
     """
     for variable in _INTERFACE_VARIABLES:
         os.environ.setdefault(variable, interface_of(host))
@@ -37,7 +37,7 @@ def open_store(
     """Open and return the store by which the ranks of a torch.distributed group find each other.
 
     Rank 0 serves the store at `address` only (torch by itself listens on every interface), through `listener` if that
-    socket listens there already. If `port` is 0, it takes a free one. The other ranks connect, for at most `timeout`.
+    socket listens there already. `port` 0 stands for a free one. The other ranks connect, for at most `timeout`.
     """
     from torch.distributed import TCPStore
 
@@ -69,7 +69,7 @@ def interface_of(host: str) -> str:
 
 
 def api_key(network: NetworkConfig) -> str:
-    """Return the API key of a run's rollout servers, which every client of its buffer can compute; "": none is needed.
+    """Return the API key of a run's rollout servers, made of the clients' key; "" on loopback or without keys.
 
     Raises:
         ConfigError: the folder network.keys has no client key that can be read.

@@ -58,7 +58,7 @@ def run(
     After Ctrl-C or SIGTERM the run ends with the current step and a checkpoint; a second signal ends it at once.
 
     Args:
-        beside: gets the run directory; its result is entered before the run starts and left after it.
+        beside: called with the run directory; the context manager it returns is open while the run goes on.
 
     Raises:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
@@ -197,7 +197,7 @@ async def _revive_buffer(
 def _close_buffer(
     config: Config, processes: ActorGroup, log: RunLog, revive_buffer: ReviveBuffer
 ) -> dict[str, float]:
-    """Stop the rollout workers, then the buffer; returns the buffer's counters, which count every admitted group."""
+    """Stop the rollout workers, then the buffer; returns the buffer's counters, which then count every group."""
     workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
     for name, call in workers.items():
         try:

@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Permission to start one rollout group, granted by the buffer."""
+    """Permission to start one rollout group, which the buffer grants to a worker."""
 
     group_id: int
     """The number of the rollout group, unique in a run and ascending in the order of grants."""
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer. All four arrays have the length T >= 1 of the response."""
+    """One answer. Its arrays have one entry for each of the T >= 1 response tokens."""
 
     tokens: IntArray  # [T]
     logprobs: FloatArray  # [T] behaviour logprobs, at the logged temperature
@@ -78,7 +78,7 @@ class RolloutGroup:
     """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
-        """Return [T] True where the token may have been sampled on KV cache of older weights than its version's.
+        """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.
 
         The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
         of the start version are sure to have KV of their own version.

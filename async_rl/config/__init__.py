@@ -1,4 +1,4 @@
-"""The configuration: one frozen section for each component. loading.py reads it from YAML and the command line.
+"""The configuration of a run: one frozen section for each component. loading.py reads it from YAML and overrides.
 
 The keys state intent; derived values are properties, and `async-rl train CONFIG --dry-run` prints them.
 Importing this package imports neither torch, ray nor sglang.
@@ -40,7 +40,7 @@ from async_rl.seams import CORRECTIONS, Correction
 
 @section("")
 class Config:
-    """The whole configuration of a run."""
+    """The whole configuration of a run: a field for each section."""
 
     model: Section[ModelConfig]
     task: Section[TaskConfig]
@@ -82,35 +82,36 @@ class Config:
 
     @property
     def fresh_per_step(self) -> int:
-        """The smallest number of rollout groups of a batch that no batch held before: F in buffer/staleness.py."""
+        """The least number of a batch's groups that were in no earlier batch: F in buffer/staleness.py."""
         return math.ceil(self.buffer.fresh_fraction * self.learner.prompts_per_step)
 
     @property
     def max_slots(self) -> int:
-        """The largest number of rollout groups that hold a slot at once: (M + 1) F in buffer/staleness.py."""
+        """The largest number of rollout groups that hold a slot at once: (staleness.max + 1) * fresh_per_step."""
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
     def journal_kept_steps(self) -> int:
         """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
 
-        A resume needs the groups that were trained on after its checkpoint. That can be the last checkpoint but one:
-        the last may still be being written when the next is due, and is lost if its writing is cut short.
+        At least 2 * checkpoint.every_steps: a resume needs the groups trained on after its checkpoint, which is the
+        last but one if a crash cuts short the writing of the last.
         """
         kept = self.buffer.journal_keep_steps
         return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learner and engine share GPUs, never work at the same time, and take turns in using the memory."""
+        """Whether learner and engine share GPUs and, at staleness.max 0, take turns in using their memory."""
         engine = self.rollout.engine_entry
         return self.placement.colocated and self.staleness.max == 0 and engine.releases_memory
 
     @property
     def drops_zero_variance(self) -> bool:
-        """Whether the buffer drops groups whose rewards are all equal.
+        """Whether the buffer drops groups whose rewards are all equal: algorithm.filter_zero_variance, if it applies.
 
-        It can't with a reward model: advantages are then made of that model's rewards, which the buffer does not see.
+        It applies if advantages compare the rewards of a group, and if these are not a reward model's, which the
+        buffer does not see.
         """
         algorithm = self.algorithm
         compares = algorithm.advantage_entry.compares_group
@@ -118,7 +119,7 @@ class Config:
 
     @property
     def correction_kind(self) -> str:
-        """algorithm.correction.kind, with `auto` resolved."""
+        """algorithm.correction.kind; auto: none at staleness.max 0 or if loss or advantage corrects, else token_tis."""
         algorithm = self.algorithm
         if algorithm.correction.kind != "auto":
             return algorithm.correction.kind
@@ -127,5 +128,5 @@ class Config:
 
     @property
     def correction_entry(self) -> Correction:
-        """The entry of `correction_kind` in the table CORRECTIONS, or the one it names as `module:name`."""
+        """The `Correction` that `correction_kind` names, in the table CORRECTIONS or as `module:name`."""
         return self.algorithm.correction.entry or CORRECTIONS[self.correction_kind]

@@ -39,8 +39,8 @@ class ClipConfig:
 
 @section("algorithm.correction.masks")
 class MasksConfig:
-    """Tokens and answers that are left out of the loss because they are too far off-policy. Any number of masks can be
-    on at once. rho = exp(proximal - behaviour logprob)."""
+    """Rules that leave tokens and answers out of the loss because they are too far off-policy. Any number of them can
+    be on at once. rho = exp(proximal - behaviour logprob)."""
 
     token: Bounds = UNBOUNDED
     """A token is left out if its rho is outside of [low, high]. IcePop uses [0.5, 5.0]."""
@@ -58,7 +58,7 @@ class MasksConfig:
 
 @section("algorithm.correction")
 class CorrectionConfig:
-    """The importance weights that correct the loss for being off-policy."""
+    """The importance weights that correct the loss for being off-policy, their limits, and the masks."""
 
     kind: Annotated[str, Named(CORRECTIONS, "algorithm.correction.kind", also=("auto",))] = "auto"
     """Which weight a token has. auto: none at staleness.max 0 and where the loss or the advantage corrects already
@@ -83,12 +83,12 @@ class CorrectionConfig:
 
     @property
     def entry(self) -> Correction | None:
-        """The entry of `kind` in the table CORRECTIONS; None for auto."""
+        """The `Correction` that `kind` names; None for auto, which Config.correction_kind resolves."""
         return None if self.kind == "auto" else find_entry(CORRECTIONS, self.kind, "algorithm.correction.kind")
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether `kind` names weights that multiply the loss."""
+        """Whether `kind` names weights that multiply the loss; not so for auto and none."""
         return self.entry is not None and self.entry.is_applied
 
 
@@ -158,17 +158,17 @@ class AlgorithmConfig:
 
     @property
     def steps_per_batch(self) -> int:
-        """The number of optimizer steps per batch."""
+        """The number of optimizer steps per batch: epochs * minibatches."""
         return self.epochs * self.minibatches
 
     @property
     def advantage_entry(self) -> Advantage:
-        """The entry of `advantage` in the table ADVANTAGES."""
+        """The `Advantage` that `advantage` names, in the table ADVANTAGES or as `module:name`."""
         return find_entry(ADVANTAGES, self.advantage, "algorithm.advantage")
 
     @property
     def loss_entry(self) -> Loss:
-        """The entry of `loss` in the table LOSSES."""
+        """The `Loss` that `loss` names, in the table LOSSES or as `module:name`."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
 
     def _check_limits(self) -> None:

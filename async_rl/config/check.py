@@ -9,7 +9,7 @@ from async_rl.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """One setting that can't work. Its line of the error is `text`, the place where `key` was set, and `rest`."""
+    """One setting that can't work. Its line of the message is `text`, the place where `key` was set, and `rest`."""
 
     key: str
     text: str
@@ -17,10 +17,10 @@ class Problem(NamedTuple):
 
 
 class SettingsError(ConfigError):
-    """The error for settings that can't work. The message has one line for each.
+    """The error for settings that can't work. The message has one line for each of `problems`.
 
     Args:
-        places: where each key was set (`run.yaml:7`, `command line`); keys with their default are missing.
+        places: [key] where it was set (`run.yaml:7`, `command line`); keys that were not set are missing.
     """
 
     def __init__(self, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> None:

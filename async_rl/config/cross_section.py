@@ -71,7 +71,7 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_slots(config: Config) -> None:
-    """Check that there are slots for all batches between two pushes; buffer/staleness.py proves that this is enough."""
+    """Check that there are slots for all batches between two pushes, without which the learner would wait for ever."""
     every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
     fresh, needed = config.fresh_per_step, every_steps * prompts
     largest_every = config.max_slots // prompts
@@ -100,7 +100,7 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """Check that checkpoint.keep_best finds eval/accuracy measured at the version of each checkpoint."""
+    """Check, if checkpoint.keep_best is set, that eval/accuracy is measured at the version of each checkpoint."""
     if not config.checkpoint.keep_best:
         return
     size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
@@ -118,9 +118,9 @@ def _check_best(config: Config) -> None:
 
 
 def _check_updates(config: Config) -> None:
-    """Check that weight_sync.on_update goes with staleness.late and with SGLang's overlap schedule.
+    """Check that weight_sync.on_update goes with staleness.late, and in_place with rollout.server_args.
 
-    With that schedule, a token that is being sampled during a pause in place gets a wrong version.
+    With SGLang's overlap schedule on, a token that is being sampled during a pause in place gets a wrong version.
     """
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     check(
@@ -160,7 +160,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_transport(config: Config) -> None:
-    """Check that the engine receives what the transport delivers, and that the transport connects their devices."""
+    """Check that the engine receives what the named transport delivers, and that the placement suits the transport."""
     placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
@@ -180,7 +180,7 @@ def _check_transport(config: Config) -> None:
 
 
 def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
-    """Return the hint that names the engines for which `can` is true, or an empty text if there is none."""
+    """Return the hint `Or set rollout.engine: a or b.` with the engines for which `can` is true; "" without any."""
     names = [name for name, entry in ENGINES.items() if can(entry)]
     return f"Or set rollout.engine: {_either(names)}." if names else ""
 
@@ -191,8 +191,7 @@ def _either(names: Sequence[str]) -> str:
 
 
 def _check_exact(config: Config) -> None:
-    """Check the settings that staleness.mode exact needs: every batch comes from one version, whose push waits for it.
-    """
+    """Check for staleness.mode exact that staleness.late is wait, on_update drain, every_steps 1 and max_uses 1."""
     late, on_update = config.staleness.late, config.weight_sync.on_update
     every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
     for key, got, needed, reason in (

@@ -1,4 +1,4 @@
-"""The sections on prompts, generation, the buffer, staleness and evaluation."""
+"""The sections task, rollout, staleness, buffer and eval of the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model
 
 @section("task")
 class TaskConfig:
-    """Prompts and how their answers are scored."""
+    """Which prompts a run trains on, and how their answers are scored."""
 
     name: str = ""
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file."""
@@ -48,7 +48,7 @@ class TaskConfig:
 
 @section("rollout")
 class RolloutConfig:
-    """How answers are generated."""
+    """How answers are generated: by which engine, how many, how long and with which sampling."""
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
     """The engine that generates answers. hf computes in the worker's own process, and is for CPUs and tests."""
@@ -81,7 +81,7 @@ class RolloutConfig:
 
     @property
     def engine_entry(self) -> EngineEntry:
-        """The entry of `engine` in the table ENGINES."""
+        """The `EngineEntry` that `engine` names, in the table ENGINES or as `module:name`."""
         return find_entry(ENGINES, self.engine, "rollout.engine")
 
 
@@ -102,7 +102,7 @@ class StalenessConfig:
 
 @section("buffer")
 class BufferConfig:
-    """How often rollout groups are used, and how long they are kept."""
+    """How often rollout groups are used, and how long the journal keeps them."""
 
     max_uses: PositiveInt = 1
     """Batches that a rollout group may be in, all of them within the staleness bound."""
@@ -139,6 +139,6 @@ class EvalConfig:
 
     @property
     def pass_at(self) -> tuple[int, ...]:
-        """The k of the measured pass@k: 2, 4, ... and `samples`; none with one sample."""
+        """Each k for which pass@k is measured: 2, 4, 8, ... up to `samples`, and `samples`; () with one sample."""
         powers = (2**i for i in range(1, self.samples.bit_length()))
         return tuple(sorted({*powers, self.samples} - {1}))

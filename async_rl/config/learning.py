@@ -1,4 +1,4 @@
-"""The sections on the models of a run, on the optimizer and on supervised fine-tuning."""
+"""The sections model, critic, reference, reward_model, learner and sft of the configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @section("model.lora")
 class LoraConfig:
-    """Low-rank adapters that are trained in place of the whole policy. Servers get, and the run saves, merged weights.
-    """
+    """Low-rank adapters that are trained in place of the whole policy; servers and the saved model get them merged."""
 
     rank: NonNegativeInt = 0
     """The rank of the adapters. 0: off, every weight is trained."""
@@ -30,7 +29,7 @@ class LoraConfig:
 
 @section("model")
 class ModelConfig:
-    """The policy."""
+    """The policy: its folder, its number type, its attention and its adapters."""
 
     path: PathText
     """The folder of a Hugging Face causal language model (config.json, safetensors, tokenizer)."""
@@ -45,7 +44,7 @@ class ModelConfig:
 
 @section("critic")
 class CriticConfig:
-    """The model that estimates values, trained with advantages that need one (gae, vtrace)."""
+    """The model that estimates values; there is one only if algorithm.advantage needs it (gae, vtrace)."""
 
     path: PathText = ""
     """The folder that the critic starts from. Empty: model.path, with a fresh value head."""
@@ -79,7 +78,7 @@ class RewardModelConfig:
 
 @section("learner")
 class LearnerConfig:
-    """The optimizer, and the sizes of a batch."""
+    """The optimizers, the sizes of a batch and of a forward pass, and how the weights are sharded."""
 
     prompts_per_step: PositiveInt = 16
     """Rollout groups in a batch."""

@@ -1,4 +1,4 @@
-"""Reads a `Config` from YAML and `key.sub=value` overrides, and writes it as YAML. Errors name the line or word."""
+"""Reads a `Config` from YAML and `key.sub=value` overrides, and writes it as YAML. Errors say where a key was set."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
-    """Set one key, or replace one section, from an override such as `staleness.max=2`. `task.reward=` clears a text."""
+    """Set one key or section from an override such as `staleness.max=2`; `task.reward=` sets a text to ""."""
     key, equals, text = override.partition("=")
     key = key.strip()
     names = key.split(".")
@@ -89,7 +89,7 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
 
 
 def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
-    """Set the keys of `algorithm.preset` that were not given. The section itself refuses an unknown preset."""
+    """Set the keys of `algorithm.preset` that were not given. AlgorithmConfig refuses an unknown preset later."""
     if settings.get("algorithm") is None:
         settings["algorithm"] = {}
     section = settings["algorithm"]

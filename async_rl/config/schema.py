@@ -36,14 +36,14 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def json_schema(kind: type) -> dict[str, Any]:
-    """Return the JSON schema of a section, or of the whole configuration. Callers must not change it."""
+    """Return the JSON schema of a section's class, or of Config, as a cached dict: callers must not change it."""
     text = json.dumps(TypeAdapter(kind).json_schema(schema_generator=_Generator))
     text = text.replace("Infinity", '".inf"').replace("\\n", " ")  # JSON has no infinity; descriptions are one line
     return {"$schema": GenerateJsonSchema.schema_dialect, **json.loads(text)}
 
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
-    """Return the error that names all settings pydantic refused in a section of class `kind` with the key `prefix`."""
+    """Return a SettingsError with all settings that pydantic refused in the section `prefix`, of class `kind`."""
     return SettingsError([problem for each in error.errors() for problem in _problems(each, kind, prefix)])
 
 
@@ -53,7 +53,7 @@ def takes_text(kind: type, key: str) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Return a value with its type, for an error about the type."""
+    """Return a value with its type, as `3 (int)`, for an error about the type; "nothing" for None."""
     return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
 
 
@@ -115,14 +115,14 @@ def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
 
 
 def _dotted(path: Iterable[str | int], prefix: str) -> str:
-    """Return a path such as `["learner", "betas", 1]` as learner.betas[1]."""
+    """Return `prefix` and the path below it as one key: learner and `["betas", 1]` are learner.betas[1]."""
     for name in path:
         prefix += f"[{name}]" if isinstance(name, int) else f".{name}" if prefix else name
     return prefix
 
 
 def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
-    """Return the schema of one key; empty if there is none, as for items of lists and of dicts of free names."""
+    """Return the JSON schema of the key at `path` in `kind`; {} for an item of a list or of a dict of free names."""
     node = json_schema(kind)
     for name in path:
         node = node.get("properties", {}).get(name, {})
@@ -132,7 +132,7 @@ def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
 
 
 def _leaves(kind: type, path: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Return every key that holds a value rather than a section, with its schema."""
+    """Return {dotted key: JSON schema} of every key at or below `path` that holds a value rather than a section."""
     node = _find(kind, path)
     if "properties" not in node:
         return {".".join(path): node}

@@ -36,7 +36,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes a frozen, validated dataclass. The string under a field is its description.
 
     The dataclass raises SettingsError for unknown names, values of another type, infinite numbers and values outside of
-    the field's range. `key` is the section's own, e.g. `algorithm.clip`; empty for the whole configuration.
+    the field's range. `key` is where the section stands, e.g. `algorithm.clip`; empty for the whole configuration.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -57,7 +57,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """Return the schema of a section, changed so that a dict may fill it, though its own fields are strict."""
+    """Return pydantic's schema of a section, which accepts a dict as its value although its fields are strict."""
     schema = handler(source)
     resolved: Any = handler.resolve_ref_schema(schema)
     resolved["strict"] = False
@@ -65,7 +65,7 @@ def _from_mapping(kind: type, source: Any, handler: GetCoreSchemaHandler) -> Cor
 
 
 class Named:
-    """Annotates a text field that must be a name in `table`, one of `also`, or `module:name` of an entry elsewhere."""
+    """Annotates a text field: it must be a name in `table`, one of `also`, or `module:name` of an importable entry."""
 
     def __init__(self, table: Mapping[str, Any], key: str, also: Sequence[str] = ()) -> None:
         self.table, self.key, self.also = table, key, also
@@ -83,7 +83,7 @@ class Named:
 
 
 def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
-    """Return an annotation that checks one field. The error says that the value must be `allowed`."""
+    """Return an annotation for a field whose values `is_allowed` checks; the error says that they must be `allowed`."""
 
     def validate(value: Any) -> Any:
         if not is_allowed(value):

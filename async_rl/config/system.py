@@ -1,4 +1,4 @@
-"""The sections on the run, its processes, their network and timeouts, checkpoints and logging."""
+"""The sections run, weight_sync, placement, checkpoint, logging, network and timeouts of the configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WeightSyncConfig:
 
     @property
     def transport_entry(self) -> TransportEntry | None:
-        """The entry of `transport` in the table TRANSPORTS; None for auto."""
+        """The `TransportEntry` that `transport` names; None for auto, which `choose_transport` resolves."""
         return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 
@@ -108,7 +108,7 @@ class RolloutPlacement:
 
 @section("placement")
 class PlacementConfig:
-    """Where learner ranks and rollout servers are."""
+    """How many nodes, GPUs and cores learner ranks and rollout servers get, and whether they share GPUs."""
 
     learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
     rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
@@ -136,7 +136,7 @@ class PlacementConfig:
 
     @property
     def processes_per_node(self) -> int:
-        """The number of learner ranks and servers on the fullest node, which share its cores."""
+        """The largest number of learner ranks and rollout servers that are on one node and share its cores."""
         ranks = self.learner.ranks // self.learner.nodes
         return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
 
@@ -160,7 +160,7 @@ class CheckpointConfig:
 
 @section("logging")
 class LoggingConfig:
-    """Where metrics go besides run_dir/metrics.jsonl."""
+    """Where metrics go besides run_dir/metrics.jsonl: to wandb and trackio."""
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online when the user is logged in, else disabled."""
@@ -179,8 +179,8 @@ def _is_one_interface(host: str) -> bool:
 
 @section("network")
 class NetworkConfig:
-    """The sockets of a run on one host. In a run on several hosts, each process listens on the address by which Ray
-    knows its node (`ray start --node-ip-address` chooses it), and keys are made for the run if none are given."""
+    """The address of a run's sockets and the keys that protect them. In a run on several hosts, each process listens on
+    the address by which Ray knows its node (`ray start --node-ip-address`), and keys are made if none are given."""
 
     host: Annotated[str, checked(_is_one_interface, (
         "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
@@ -204,7 +204,7 @@ class NetworkConfig:
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether no other host can reach the sockets."""
+        """Whether `host` is a loopback address, so that no other host can reach the sockets."""
         return ipaddress.IPv4Address(self.host).is_loopback
 
 
@@ -250,5 +250,5 @@ class TimeoutsConfig:
     """How long the writing of one checkpoint may take."""
 
     def limit(self, name: str) -> Limit:
-        """Return the timeout `name` with its configuration key."""
+        """Return the timeout in the field `name`, such as join_s, with its configuration key."""
         return Limit(getattr(self, name), f"timeouts.{name}")

@@ -10,7 +10,7 @@ import yaml
 
 
 def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the values in `text`, and for every dotted key its line, counted from 1.
+    """Return the values in `text`, None if it is empty, and a dict from every dotted key to its line, counted from 1.
 
     Raises:
         yaml.YAMLError: `text` is not valid YAML, has a tag that stands for a Python object, or repeats a key.

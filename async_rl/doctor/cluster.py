@@ -57,10 +57,10 @@ class Probe:
         self._config = config
 
     def examine(self, marker: str) -> NodeReport:
-        """Make the checks of this node; returns its report.
+        """Make the checks of the probe's node; returns the node's report.
 
         Args:
-            marker: name of a file that the driver has created in run.dir.
+            marker: name of a file that the driver has created in run.dir, to see whether this node shares the folder.
         """
         path = Path(self._config.model.path)
         facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
@@ -76,7 +76,7 @@ class Probe:
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Try to connect to each (address, port); returns those that were not reached, each with the reason."""
+        """Try to connect to each (address, port); returns `address:port (reason)` for each that was not reached."""
         failed = []
         for address, port in others:
             try:
@@ -87,7 +87,7 @@ class Probe:
 
 
 def examine_nodes(config: Config) -> Iterator[Check]:
-    """Yield the checks of the cluster that the run would join, as they come. Every process started here is ended."""
+    """Examine the Ray cluster that the run would join; yield each `Check` when it is made. The probes are ended."""
     try:
         with open_ray(config):
             yield from _examine_cluster(config)
@@ -125,7 +125,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
 
 
 def _placement(config: Config) -> Check:
-    """Check whether the nodes have the CPUs and GPUs that the run needs, and whether these are free."""
+    """Return the check of CPUs and GPUs: broken if the nodes have too few for the run, warn if too few are free."""
     hosts = ray_hosts()
     try:
         wanted = host_demands(config, sum(host.gpus for host in hosts))
@@ -175,7 +175,7 @@ def compare(reports: Mapping[str, NodeReport | Exception]) -> Iterator[Check]:
 
 
 def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
-    """Check TCP connections from each node to each other one."""
+    """Return the check that each node can open a TCP connection to each other one; it names those that can't."""
     listening = call_all({name: probe.listen.remote() for name, probe in probes.items()}, timeout_s)
     targets = {name: place for name, place in listening.items() if not isinstance(place, Exception)}
     reached = call_all({
@@ -194,7 +194,7 @@ def _ports(probes: Mapping[str, Any], timeout_s: float) -> Check:
 
 
 def call_all(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Wait for all calls, at most `timeout_s`; returns the result of each by name, or the exception if it failed."""
+    """Wait for all Ray `calls`, at most `timeout_s`; returns {name: result, or exception if it failed or was late}."""
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
     results: dict[str, Any] = {}
     for name, call in calls.items():
@@ -219,7 +219,7 @@ def _version(package: str) -> str:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """Return a digest of vocabulary and chat template, or "" if the tokenizer can't be loaded."""
+    """Return a digest of the tokenizer's vocabulary and chat template, or "" if the tokenizer can't be loaded."""
     try:
         tokenizer = load_tokenizer(path)
     except ConfigError:

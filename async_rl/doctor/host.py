@@ -56,7 +56,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
 
     Args:
-        is_driver: whether this host starts the run. Other hosts get only the checks that hold on every host.
+        is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
     """
     engine = config.rollout.engine_entry if config else None
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -90,7 +90,7 @@ def print_table(checks: Iterable[Check]) -> bool:
 
 
 def _package(name: str) -> Check:
-    """Check whether a package can be imported, by importing it: an installed package may still not load."""
+    """Import a package and return the check that this works: an installed package may still not load."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -101,7 +101,7 @@ def _package(name: str) -> Check:
 def _sglang(engine: EngineEntry | None) -> Check:
     """Check whether SGLang can be imported, if `engine` uses it or is None because there is no configuration.
 
-    The import is tried in a separate process, so that the stubs which it needs are not installed in this one.
+    The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
     """
     needed: Literal["warn", "broken"] = "broken" if engine and "sglang" in engine.packages else "warn"
     instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
@@ -126,7 +126,7 @@ def _sglang(engine: EngineEntry | None) -> Check:
 
 
 def _gpu(engine: EngineEntry | None) -> Check:
-    """Check which GPUs torch finds, and whether SGLang could build its kernels for them."""
+    """Check which GPUs torch finds, and whether the tools with which SGLang builds kernels for them are here."""
     try:
         import torch
 
@@ -178,7 +178,7 @@ def _shared_memory() -> Check:
 def _enough(
     what: str, free_bytes: int, needed_bytes: int, where: str, otherwise: Literal["warn", "broken"], mend: str
 ) -> Check:
-    """Return the check `what` of free space: ok if at least `needed_bytes` are free, else of the state `otherwise`."""
+    """Return the check `what` of free memory or disk: ok if `needed_bytes` are free, else in state `otherwise`."""
     state = "ok" if free_bytes >= needed_bytes else otherwise
     return Check(what, state, f"{free_bytes / 2**30:.1f} GiB free{where}", mend)
 

@@ -14,7 +14,7 @@ Code = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """A rule that computes advantages from rewards. Exactly one of the four functions is set.
+    """A rule that computes advantages from rewards. One of the four functions is set. k: answers padded to T tokens.
 
     of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
     of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.
@@ -54,7 +54,7 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss of the policy, LossInputs -> LossOutput; learner/algorithms/losses.py describes these two types."""
+    """A loss of the policy. `function` maps LossInputs to LossOutput, which learner/algorithms/losses.py describes."""
 
     function: Code
     needs_answer_advantage: bool = False
@@ -68,10 +68,10 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A rule that computes the importance weight of each token, which is then clamped to [floor, cap].
+    """A rule that computes the importance weight of each token, which algorithm.correction then clamps to [floor, cap].
 
     function: (log rho [N], advantages [N], trained [N] bool, answers [N] index of each token's answer, number of
-        answers) -> weights [N]; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
+        answers) -> weights [N] of N tokens; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
     """
 
     function: Code

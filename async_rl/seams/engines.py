@@ -118,7 +118,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
 
 
 def choose_transport(engine: EngineEntry, device_type: str, *, one_device: bool, own_gpus: bool) -> str:
-    """Return the transport that weight_sync.transport: auto stands for: the first of TRANSPORTS that works.
+    """Return the name that weight_sync.transport: auto stands for: the first of TRANSPORTS that works with `engine`.
 
     Args:
         device_type: type of the device that holds the learner's weights, cpu or cuda.

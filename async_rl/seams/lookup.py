@@ -15,7 +15,7 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
-    """Return the entry `name`, the value of the configuration key `key`; one of the form `module:name` is imported.
+    """Return the entry of `table` named `name`, the value of the configuration key `key`, or import `module:name`.
 
     Raises:
         ConfigError: there is no such entry, or the imported object is not of the class of the table's entries.
@@ -39,7 +39,7 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 def import_object(name: str, key: str) -> Any:
     """Import and return the object that `name`, the value of `key`, names as `module:name`.
 
-    The working directory is searched last.
+    Modules are searched in the working directory too, last.
 
     Raises:
         ConfigError: `name` has another form, the module can't be imported, or the module does not define the object.
@@ -64,7 +64,7 @@ def import_object(name: str, key: str) -> Any:
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Return the function or class that `code` is, or import the one that it names as `module:name`.
+    """Return the function or class that an entry's `code` is, or import the one that it names as `module:name`.
 
     Raises:
         ConfigError: it can't be imported; the message names the configuration key `key`.

@@ -61,7 +61,7 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return the folders of the complete checkpoints by version, oldest first."""
+    """Return {version: folder} of the complete checkpoints, oldest first."""
     found = {}
     for folder in (run_dir / FOLDER).glob("step_*"):
         if (name := _NAME.fullmatch(folder.name)) and _is_complete(folder):
@@ -73,6 +73,9 @@ def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
     The result is absolute, because `run_dir_of` takes the run directory from it.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or a file of it is missing or cut short.
     """
     folder = Path(os.path.abspath(path))
     if _is_complete(folder):
@@ -90,7 +93,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _check_whole(folder: Path) -> None:
-    """Raise ConfigError if a file of the checkpoint is damaged, with the newest older checkpoint that is whole."""
+    """Raise ConfigError if a file of the checkpoint is missing or cut short, and name the newest whole checkpoint."""
     if not (damage := _damage(folder)):
         return
     others = [other for other in reversed(list_checkpoints(run_dir_of(folder)).values()) if not _damage(other)]
@@ -101,7 +104,7 @@ def _check_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Return which file of the checkpoint is missing or cut short, compared with the sizes at its writing; "": none."""
+    """Return which file of the checkpoint is missing, or not as long as when it was written; "" if none is."""
     try:
         sizes = json.loads((folder / STATE_FILE).read_text()).get("file_bytes", {})
     except FileNotFoundError:  # of format 1
@@ -122,7 +125,7 @@ def run_dir_of(checkpoint: Path) -> Path:
 
 
 def write_training_state(folder: Path, state: TrainingState) -> None:
-    """Write the state, and the sizes of the folder's other files, which must be complete."""
+    """Write training_state.json: the state, and the sizes of the folder's other files, which must be complete."""
     sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     fields = {"format": FORMAT, "file_bytes": sizes, **dataclasses.asdict(state)}
     (folder / STATE_FILE).write_text(json.dumps(fields) + "\n")
@@ -151,12 +154,12 @@ def resumed_training_state(config: Config) -> TrainingState | None:
 
 
 def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """Rename the checkpoints after `version`, which a resume from `checkpoint` discards; no run resumes from them then.
+    """Rename the checkpoints newer than `version` to step_N.lineage_L, as a resume from `checkpoint` discards them.
 
-    Checkpoints that never became complete are removed.
+    No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
 
     Args:
-        lineage: the number of the lineage that ends with the resume.
+        lineage: L, the number of the lineage that ends with the resume.
     """
     for partial in checkpoint.parent.glob("step_*.partial"):
         shutil.rmtree(partial)
@@ -177,10 +180,10 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:
-    """Return those of the checkpoints `versions` that `prune` removes.
+    """Return those of `versions`, the versions of all checkpoints, whose checkpoints `prune` removes.
 
     With keep_best, the oldest checkpoint that is newer than all of `values` stays until it is measured. Later ones stay
-    only while they are among the last, so that the disk does not fill up if the metric is never measured.
+    only while they are among the keep_last newest, so that the disk does not fill up if the metric is never measured.
     """
     kept = set(sorted(versions)[-config.keep_last :])
     if config.keep_best:

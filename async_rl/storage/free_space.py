@@ -56,7 +56,7 @@ def check_disk(config: Config) -> None:
 
 @contextlib.contextmanager
 def full_disk_named(run_dir: Path) -> Iterator[None]:
-    """Turn an error of the block that a full disk has caused into one that says what to do.
+    """Turn the error of a full disk inside the block into one that says what to do; other errors pass as they are.
 
     Raises:
         AsyncRLError: the block failed because a disk is full.
@@ -87,7 +87,7 @@ def _may_write_model_folders(config: Config) -> bool:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Return how many checkpoints the run adds to the disk at most at one time, the one being written included."""
+    """Return for how many checkpoints, besides those that a resume finds, the disk needs space at one time."""
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
     keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
     if every == 0:

@@ -1,4 +1,4 @@
-"""The last lines of a process's log, as a part of an error message."""
+"""Puts the last lines of a process's log into an error message, and finds them in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TAIL = re.compile(r"\n?last lines of [^\n]+:(?:\n    [^\n]*)*")
 
 
 def log_tail(file: Path, start_bytes: int = 0) -> str:
-    """Return "last lines of FILE:" with the last TAIL_LINES lines below, indented, without warnings of imports.
+    """Return "last lines of FILE:" with the last TAIL_LINES lines below, indented, without packages' import warnings.
 
     Args:
-        start_bytes: where to begin; what comes before is of an earlier process.
+        start_bytes: the place in the file at which to begin; an earlier process wrote what comes before it.
     """
     with file.open("rb") as log:
         log.seek(start_bytes)
@@ -25,5 +25,5 @@ def log_tail(file: Path, start_bytes: int = 0) -> str:
 
 
 def split_tails(message: str) -> tuple[str, str]:
-    """Split an error message into its `log_tail`s and the rest, which is the cause and should be read last."""
+    """Return (the `log_tail`s in an error message, the rest of it): the rest is the cause, to be read last."""
     return "".join(_TAIL.findall(message)).strip("\n"), _TAIL.sub("", message)

@@ -33,7 +33,7 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
     The tokenizer must have an end-of-text token and no token id beyond the model's vocabulary.
 
     Returns:
-        A caution if the tokenizer has no chat template, else [].
+        A list with one caution for the user if the tokenizer has no chat template, else [].
 
     Raises:
         ConfigError: one of these files is missing or wrong.
@@ -78,7 +78,7 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
     """Check that the learner can train the causal LM in `path`, the value of `key`, without loading its weights.
 
     Raises:
-        ConfigError: the logits are not just output embeddings times last hidden state.
+        ConfigError: the model scales, caps or shifts its logits, which must be output embeddings times hidden state.
     """
     model = _load_model_config(Path(path), key, _CAUSAL)
     values = {name: getattr(model, name, None) for name in _LOGIT_KEYS}
@@ -94,7 +94,7 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn a failed write inside the block into a ConfigError that names the `folder`, which the user has chosen."""
+    """Turn a failed write inside the block into a ConfigError that names `folder`, where the user wants the model."""
     from safetensors import SafetensorError
 
     try:
@@ -105,7 +105,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_role_folder(key: str, path: str) -> None:
-    """Check that `path`, the value of `key`, holds a model of the kind that `key`, one of ROLES, needs.
+    """Check that `path`, the value of `key`, holds a critic, reference or reward model, whichever `key` is for.
 
     Raises:
         ConfigError: `path` holds another kind of model, or lacks files.
@@ -115,7 +115,7 @@ def check_role_folder(key: str, path: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files to load from `folder`, which may hold the same weights in another layout too.
+    """Return the safetensors files to load from `folder`: those its index names, else model.safetensors, else all.
 
     Raises:
         ConfigError: there are no such files, or some that the index names are missing.
@@ -125,9 +125,11 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index} is not a safetensors index with a weight_map") from None
+            raise ConfigError(f"{index} is not a safetensors index with a weight_map. Copy it again") from None
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ConfigError(f"{folder} lacks {len(missing)} of its weight files: {', '.join(missing[:3])}")
+            raise ConfigError(
+                f"{folder} lacks {len(missing)} of its weight files: {', '.join(missing[:3])}. Copy or download them"
+            )
         return [folder / name for name in names]
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -138,7 +140,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a model folder by name, read from the headers of its weight files.
+    """Return {name: shape} of the tensors of a model folder, read from the headers of its weight files.
 
     Raises:
         ConfigError: there are no weight files, or one of them is incomplete or no safetensors file.
@@ -172,7 +174,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise ConfigError(f"the tokenizer in {path} can't be loaded: {_first_lines(error)}") from None
+        raise ConfigError(f"the tokenizer in {path} can't be loaded: {_first_lines(error)}. Copy it again") from None
     return tokenizer
 
 
@@ -195,7 +197,7 @@ def end_tokens(path: str | Path) -> list[int]:
 
 
 def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:
-    """Load the configuration of the (text) model in `folder`, the value of `key`.
+    """Load the config.json of the model in `folder`, the value of `key`; returns its part on the text model.
 
     Args:
         endings: the name of the model's architecture must end in one of these; empty: any name is allowed.

@@ -18,7 +18,7 @@ _HEADS: dict[str, Any] = {
 
 
 def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
-    """Load the model in `path`, the value of `key`, but read only the names and shapes of its weights; returns it.
+    """Return the model in `path`, the value of `key`, with meta tensors: only names and shapes of weights are read.
 
     Raises:
         ConfigError: transformers can't build the model, or its files lack weights or hold weights of another shape.
@@ -49,7 +49,7 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library's progress bars and tables of weights from the terminal within the block."""
+    """Keep the progress bars and tables of weights of transformers from the terminal within the block."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

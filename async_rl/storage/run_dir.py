@@ -1,7 +1,7 @@
 """Creates and locks the directory of a new run, and prepares the directory of a run that is resumed.
 
-A resume that trains no step changes nothing: `open_run_dir` sets the files of the earlier run aside, and puts them back
-unless a step was logged. After a kill, the next resume puts them back.
+A resume that trains no step changes nothing: `open_run_dir` sets aside what was written after the checkpoint and
+puts it back unless a step was logged. If the process is killed before that, the next resume puts it back.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MARKER = ".resuming"
 def open_run_dir(config: Config) -> Iterator[Config]:
     """Create the directory of a run, or take that of run.resume; lock it and yield the config with its path.
 
-    If no step is logged, a resumed run gets its files back. A new directory is then removed if the run was interrupted,
-    or failed with an error that needs no logs to explain it.
+    If the block ends before a step is logged, a resumed run gets back what was set aside, and a new directory is
+    removed if the run was interrupted or failed with an error that needs no logs to explain it.
 
     Raises:
         ConfigError: run.resume names no checkpoint, or its run has no step left or is locked by another process.
@@ -61,7 +61,7 @@ def open_run_dir(config: Config) -> Iterator[Config]:
 
 @contextlib.contextmanager
 def _resumed(config: Config) -> Iterator[Config]:
-    """Set the files after the checkpoint aside, and put them back at the end of the body if no step was logged."""
+    """Set aside what was written after the checkpoint, yield the config, then put it back if no step was logged."""
     run_dir = run_dir_of(find_checkpoint(config.run.resume))
     undo_resume(run_dir)  # of a resume that was killed before its first step
     checkpoint = find_checkpoint(config.run.resume)
@@ -81,7 +81,7 @@ def _resumed(config: Config) -> Iterator[Config]:
 
 
 def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this after its first step, which makes the resume final."""
+    """Write the run's config.yaml. A resumed run calls this after its first step: nothing is put back from then on."""
     run_dir = config.run_dir
     (run_dir / _MARKER).unlink(missing_ok=True)
     partial = run_dir / "config.yaml.partial"
@@ -112,7 +112,7 @@ def new_run_dir(config: Config) -> Path:
 
 
 def _has_step(run_dir: Path) -> bool:
-    """Return whether metrics.jsonl holds a trained step; a run that ended without one leaves nothing behind."""
+    """Return whether metrics.jsonl holds a trained step; a new run that failed without one may be removed."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in _whole_lines(metrics))
 
@@ -140,7 +140,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _prepare_resume(config: Config, version: int) -> None:
-    """Discard what the run wrote after the checkpoint of `version`, by renaming the files or moving lines to new files.
+    """Set aside what the run wrote after the checkpoint of `version`: rename its files, move lines of metrics.jsonl.
 
     The new names contain the number of the lineage that ends, so that each resume keeps its own files.
     """
@@ -167,7 +167,7 @@ def _prepare_resume(config: Config, version: int) -> None:
 
 
 def undo_resume(run_dir: Path) -> None:
-    """Put back what a resume has set aside, and remove its journal, if it ended before its first step."""
+    """If the last resume ended before its first step, put back what it set aside and remove its journal and trace."""
     marker = run_dir / _MARKER
     if not marker.exists():
         return

@@ -16,7 +16,7 @@ from async_rl.telemetry.metrics import Metric
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One condition that one metric has to meet."""
+    """The limit that one metric has to keep, and the advice in the alarm if it does not."""
 
     name: str
     key: str
@@ -28,7 +28,7 @@ class Rule:
 
 
 def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
-    """Return the rules of docs/algorithms.md. In bfloat16 rounding makes the mismatch ten times that in float32."""
+    """Return the rules, which docs/algorithms.md lists; in bfloat16 the mismatch may be ten times that in float32."""
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
     return (
         Rule(
@@ -66,7 +66,7 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
 
 
 class Alarms:
-    """Checks the rules at each step and remembers which are broken."""
+    """Checks the rules at each step, and remembers which are broken: only one that was not so before gives a text."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules

@@ -16,10 +16,10 @@ from buffer.staleness import young_enough
 
 
 def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
-    """Check every token of the batch with `check_bound`, after masking older ones with `staleness.late: mask`.
+    """Check the batch with `check_bound`; with `staleness.late: mask` its tokens that are too old are masked first.
 
     Returns:
-        The batch, and, if tokens may be masked, metrics of the staleness before masking.
+        The batch, and metrics of its staleness before masking, none without `staleness.late: mask`.
     """
     if staleness.late != "mask":
         check_bound(batch, version, staleness.max)
@@ -67,7 +67,7 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
 
 
 class TrainedGroupLedger:
-    """Keeps the ids of the groups that were used once, twice, ..., as ranges.
+    """Counts how often each group was trained on, as ranges of ids, to refuse one that was used too often.
 
     With half of a million groups dropped at random, which algorithm.filter_zero_variance may do, there are 250 000
     ranges, 4.5 MB in a checkpoint. `max_uses` is buffer.max_uses, `ranges` the result of an earlier `ranges()`.
@@ -83,7 +83,7 @@ class TrainedGroupLedger:
         """Count one use of each group.
 
         Raises:
-            StalenessError: a group was used buffer.max_uses times already. The groups before it are counted.
+            StalenessError: a group was used buffer.max_uses times already. Those before it in `group_ids` are counted.
         """
         for group_id in group_ids:
             edges = next((edges for edges in self._edges if bisect_right(edges, group_id) % 2 == 0), None)

@@ -52,10 +52,10 @@ class Checkpointer:
         """Seconds from the start of the last complete checkpoint to its end, most of them beside training."""
 
     def save(self, target: Path, state: TrainingState) -> None:
-        """Start a checkpoint in folder `target`, and return once training may change the weights.
+        """Wait for the checkpoint before, start one in folder `target`, and return once the tensors are copied.
 
         Raises:
-            AsyncRLError: the checkpoint before could not be written.
+            AsyncRLError: the checkpoint before could not be written, or not in time.
         """
         self.wait()
         start_s = time.monotonic()
@@ -116,7 +116,8 @@ class Checkpointer:
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         except dcp.api.CheckpointException as error:
             raise ConfigError(
-                f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}"
+                f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}. "
+                "Resume with the model and critic settings of the saved run, or from another checkpoint"
             ) from error
         for name, optimizer in self._optimizers.items():
             optimizer.set_counts(state.networks[name])
@@ -129,7 +130,7 @@ class Checkpointer:
         return state
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the optimizers' counts by network, for `TrainingState.networks`."""
+        """Return, by network, the counts of steps taken and of steps skipped in a row, for `TrainingState.networks`."""
         return {name: optimizer.counts() for name, optimizer in self._optimizers.items()}
 
     def close(self) -> None:

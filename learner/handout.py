@@ -16,7 +16,7 @@ from buffer.client import LearnerClient
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoBatch:
-    """The answer in place of a batch.
+    """The reason why there is no batch, which every rank gets in its place.
 
     `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
     `stopped`: the user has stopped the run. `nothing to learn`: the buffer will hand out no batch any more.
@@ -34,7 +34,9 @@ Handout = Sequence[bytes | memoryview] | NoBatch
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
 ) -> Handout:
-    """Wait until batch number `version` is there or one of the functions, asked every few seconds, returns True.
+    """Wait for batch number `version` and return its frames.
+
+    NoBatch: one of the functions, asked every few seconds, returned True, or the buffer hands out no batch any more.
 
     Raises:
         WaitTimeoutError: neither happened within timeouts.batch_s.
@@ -47,7 +49,7 @@ def ask_buffer(
 
 
 def share_handout(handout: Handout | None, device: torch.device) -> Handout:
-    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective."""
+    """Send rank 0's `handout` to every rank and return it there; the other ranks pass None. Collective."""
     data = torch.empty(0, dtype=torch.uint8, device=device)
     if handout is not None:
         message: Any = dataclasses.asdict(handout) if isinstance(handout, NoBatch) else handout

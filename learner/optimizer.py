@@ -43,7 +43,7 @@ def non_finite(module: nn.Module) -> str:
 
 
 def lr_decay(done: int, steps: int, fraction: float) -> float:
-    """Return the share of the learning rate after `done` of `steps` steps: 1, over the last `fraction` linear to 0.
+    """Return the learning rate's factor after `done` of `steps` steps: 1, then linear to 0 over the last `fraction`.
 
     Source: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4, here with a linear decay.
     """
@@ -74,7 +74,7 @@ class Optimizer:
         self._skipped_in_a_row = 0
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
-        """Clip the gradients, take a step with them, clear them, and return the result. Collective.
+        """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
 
         Args:
             loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.

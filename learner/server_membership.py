@@ -44,7 +44,7 @@ class ServerMembership:
         return any(self._urls.values())
 
     def apply(self, servers: dict[str, str]) -> None:
-        """Apply the collected changes to `servers`, URLs by name, in place."""
+        """Apply the changes since the last push to `servers`, URLs by name, in place."""
         with self._lock:
             for name, url in self._urls.items():
                 servers.pop(name, None)
@@ -53,7 +53,7 @@ class ServerMembership:
             self._urls = {name: url for name, url in self._urls.items() if url}
 
     def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
-        """Report the end of a push to `servers`, during which the servers `lost` died."""
+        """End the `join` of each server that a push to `servers` reached, and with an error that of each one `lost`."""
         with self._lock:
             for name in lost:
                 self._fail(name)

@@ -66,7 +66,7 @@ def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[
         AsyncRLError: the trained weights are not finite.
     """
     if not pairs:
-        raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs")
+        raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs: choose a task with training prompts")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if config.sft.base in TINY_MODELS:
         model = tiny_model(config.sft.base, config.run.seed)
@@ -117,7 +117,7 @@ def _lr_factor(done: int, steps: int) -> float:
 
 
 def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of indices without end; the seed determines the order of each epoch."""
+    """Yield lists of `batch_size` indices of pairs without end; the seed determines the order of each epoch."""
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:

@@ -208,7 +208,7 @@ class Updater:
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
         """Return KL(behaviour || proximal) of the batch (k3, nats a token). Collective.
 
-        `logprobs` are those of the first minibatch, which is the whole batch if they are the proximal ones.
+        `logprobs` are the first forward pass's: the proximal ones, of the whole batch, if step start computed none.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else logprobs
@@ -219,7 +219,7 @@ class Updater:
     ) -> float:
         """Return KL(p || q) of all ranks (k3, nats a token), from the logprobs [N] of each micro-batch. Collective.
 
-        NaN exceeds no limit: the optimizer then skips the step.
+        It is NaN if a trained token's is; NaN is above no limit, and the optimizer skips the step.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -231,7 +231,7 @@ class Updater:
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`. Collective."""
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i at temperature 1, to verify servers. Collective."""
         ids = torch.tensor([tokens], device=self.device)
         count = len(tokens) - 1
         inputs = ForwardInputs(

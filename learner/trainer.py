@@ -101,7 +101,7 @@ class Learner:
         policy is saved in run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
-            StalenessError: a batch breaks the bound; nothing of it was trained on.
+            StalenessError: a batch breaks the bound or has a group used too often; nothing of it was trained on.
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()
@@ -153,7 +153,7 @@ class Learner:
         return handout if isinstance(handout, NoBatch) else decode_batch(handout)
 
     def _release_server_memory(self) -> None:
-        """Wait for an evaluation that holds pushes, then take the servers' share of the GPUs until the next push."""
+        """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         if self.config.eval.pin_version:
             self._await_evaluation()
         with self._timeline.span("sync", "release memory"):
@@ -229,13 +229,13 @@ class Learner:
         return replace(report, metrics=(*metrics, *states), alarms=alarms)
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
-        """Return the metrics of the pushes since the last report, and all spans since then."""
+        """Return (metrics of the pushes, all spans) since the last report, each of them once."""
         measured = self._push_metrics, (*self._timeline.drain(), *self._push_spans)
         self._push_metrics, self._push_spans = [], []
         return measured
 
     def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
-        """Keep what was learned, and return reports: a stop saves a checkpoint; else also push and save the policy."""
+        """Save a checkpoint and, unless the user stopped the run, push and save the policy; return the reports."""
         events: list[LearnerReport] = []
         reason = no_batch.reason
         if no_batch.why == "stopped":
@@ -256,7 +256,7 @@ class Learner:
         return [TrainingEnded(version=self.version, reason=reason, metrics=metrics, spans=spans), *events]
 
     def status(self) -> Status:
-        """Say what this rank does now; may be called from any thread."""
+        """Return what this rank does now, and on whom it waits since when; may be called from any thread."""
         state, name, since_s = self._timeline.now()
         timeouts, others = self.config.timeouts, "buffer" if self.rank == 0 else "learner/0"
         match state:
@@ -290,7 +290,7 @@ class Learner:
         ]
 
     def _is_last(self, now_s: float) -> bool:
-        """Return whether the step that ends now is the last, by run.steps or rank 0's clock. Equal on every rank."""
+        """Return whether the step that ends now is the last, by run.steps or run.seconds; the same on every rank."""
         run = self.config.run
         if self._first_step_s is None:
             self._first_step_s = now_s
@@ -300,7 +300,7 @@ class Learner:
         return self.version >= run.steps or bool(late)
 
     def _await_evaluation(self) -> None:
-        """Wait until the running evaluation, if any, has ended."""
+        """Wait on every rank until the running evaluation, if any, holds pushes back no more."""
         with self._timeline.span("eval", "held push"):
             if self.rank == 0:
                 self.evaluations.wait()
@@ -322,7 +322,7 @@ class Learner:
 
 
 def _step_times(spans: Sequence[Span]) -> list[Metric]:
-    """Return how many seconds of a step rank 0 spent in each of its spans, by the metrics of STEP_TIMES."""
+    """Return the metrics named in STEP_TIMES: the seconds of a step that rank 0 waited, trained, pushed, and so on."""
     seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
     for span in spans:
         if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):

@@ -49,7 +49,7 @@ class WeightSync:
                 return report, tuple(lost)
 
     def verify_once(self, batch: Batch) -> None:
-        """Compare servers and learner on a prompt and answer, once, after the first push to a server. Collective.
+        """Compare servers' and learner's logprobs of an answer, once, after the first push to a server. Collective.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.

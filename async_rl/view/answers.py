@@ -14,7 +14,7 @@ PREVIEW_CHARS = 400
 
 
 def answer_columns(group: RolloutGroup, number: int, texts: TokenTexts, trained_at: int | None) -> dict[str, Any]:
-    """Return the tokens of one answer as columns.
+    """Return one answer for the page: by name, lists with one entry a token (ids, versions, ...), and whole texts.
 
     Args:
         trained_at: version of the learner that trained on the group last; None: nobody did, staleness is not known.
@@ -37,7 +37,7 @@ def answer_columns(group: RolloutGroup, number: int, texts: TokenTexts, trained_
 
 
 def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, Any]:
-    """Return what the list of siblings shows of one answer."""
+    """Return one answer's entry in the list of the group's answers: reward, length, versions, preview and so on."""
     rollout = group.rollouts[number]
     text = texts.decode(rollout.tokens[:PREVIEW_CHARS].tolist())
     return {

@@ -1,4 +1,4 @@
-"""The web application: its addresses, its error pages, and the headers that keep every page to itself."""
+"""The web application: its addresses, its error pages, and the security headers of every response."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 class _Headers:
-    """Adds HEADERS to every response."""
+    """Adds the security headers in HEADERS to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -99,7 +99,7 @@ def bokeh_folder() -> Path:
 
 
 def _error(request: Request, error: Exception) -> Response:
-    """Show an error as one sentence: as a page, or as JSON where a script asked."""
+    """Answer a request that failed with the error's text: JSON if the path has /data/, else a page."""
     is_missing = isinstance(error, UnknownRunError)
     status = error.status_code if isinstance(error, HTTPException) else 404 if is_missing else 400
     text = str(error.detail if isinstance(error, HTTPException) else error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart over the steps."""
+    """Describes one chart of metrics over the steps; it holds no values."""
 
     title: str
     keys: tuple[tuple[str, str], ...]
@@ -68,13 +68,13 @@ _BY_STALENESS = (
 
 
 def staleness_buckets(keys: Iterable[str]) -> list[int]:
-    """Return the staleness values that occur in the metrics `staleness/rollouts_N`."""
+    """Return, in ascending order, the staleness values N for which `keys` has a metric `staleness/rollouts_N`."""
     found = (key.removeprefix("staleness/rollouts_") for key in keys if key.startswith("staleness/rollouts_"))
     return sorted(int(text) for text in found if text.isdecimal())
 
 
 def staleness_charts(keys: Iterable[str]) -> list[Chart]:
-    """Return a chart for each value that is measured by staleness, with a line for each bucket that occurs."""
+    """Return charts of reward, ESS, KL and answer length, each with a line for every staleness that `keys` has."""
     keys = set(keys)
     charts = []
     for name, title, unit in _BY_STALENESS:

@@ -55,7 +55,7 @@ def serve(folder: Path, port: int, host: str) -> None:
 
 @contextmanager
 def shown(run_dir: Path) -> Iterator[None]:
-    """Show a run that is about to start, from a process that ends with the block, or with this process if it is killed.
+    """Serve the page of a run that is about to start, from a process that ends with the block or with this process.
 
     The port is DEFAULT_PORT, or a free one if that is taken.
     """

@@ -62,14 +62,14 @@ class JournalError(AsyncRLError):
 
 @dataclass(frozen=True, slots=True)
 class GroupPage:
-    """One page of a list of groups."""
+    """One page of a list of groups: their rows, and whether there are more pages."""
 
     rows: list[dict[str, Any]]
     has_more: bool
 
 
 class JournalReader:
-    """The journal at `file`, which is opened anew for each query."""
+    """Reads the journal at `file`, which is opened anew for each query."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -100,7 +100,7 @@ class JournalReader:
         return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return the row of one group, with its rollouts in `rollouts` and its batches in `steps`; None if none."""
+        """Return a group's row with its rollouts' rows in `rollouts` and the steps that used it in `steps`, or None."""
         rows = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
         if not rows:
             return None
@@ -109,7 +109,7 @@ class JournalReader:
         return rows[0] | {"rollouts": rollouts, "steps": [row["step"] for row in steps]}
 
     def choices(self) -> dict[str, list[str]]:
-        """Return the values that occur in the columns `state`, `drop_reason` and `worker`."""
+        """Return, by column, the values that occur in `state`, `drop_reason` and `worker`: the choices of a filter."""
         found = {}
         for column in ("state", "drop_reason", "worker"):
             query = (
@@ -119,7 +119,7 @@ class JournalReader:
         return found
 
     def payload(self, group_id: int) -> RolloutGroup | None:
-        """Return the tokens of a group; None if the journal has removed them, or the group never arrived.
+        """Return a group with its tokens; None if these were removed or not copied, or the group never arrived.
 
         Raises:
             JournalError: the journal can't be read, or another version of this program wrote the group.
@@ -139,7 +139,7 @@ class JournalReader:
             raise JournalError(f"The tokens of group {group_id} can't be decoded: {error}.") from None
 
     def prompts(self, group_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Return the prompt tokens of those groups whose tokens are kept, without reading their answers."""
+        """Return the prompt tokens by group id, without reading answers; groups whose tokens are gone are left out."""
         marks = ", ".join(map(str, map(int, group_ids)))
         places = self.rows(f"SELECT group_id, file, start, bytes FROM payloads WHERE group_id IN ({marks})")
         found = {}
@@ -151,7 +151,7 @@ class JournalReader:
         return found
 
     def rows(self, query: str, values: Any = (), limit_s: float = QUERY_LIMIT_S) -> list[dict[str, Any]]:
-        """Return the rows of a query.
+        """Return the rows of an SQL query, each as a dict by column.
 
         Raises:
             JournalError: there is no journal, it can't be read, or the query took longer than `limit_s`.
@@ -209,4 +209,4 @@ def _prompt(head: bytes) -> list[int]:
         if key == "prompt_tokens":
             tokens: list[int] = np.frombuffer(value[2], value[0]).tolist()
             return tokens
-    raise ValueError("a group has prompt_tokens")
+    raise ValueError("these bytes of a group hold no prompt_tokens")

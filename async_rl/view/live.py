@@ -17,9 +17,9 @@ RETRY_MS = 1000
 
 
 def event_stream(request: Request, revision: Callable[[], Mapping[str, str]]) -> StreamingResponse:
-    """Return a stream with an event for each change of `revision`, until the page is left or the server ends.
+    """Return a stream with an event whenever a text that `revision` returns has changed, until the page is left.
 
-    The data of an event is a JSON list of the keys whose value changed; the first event names all keys.
+    It ends with the server too. An event's data is a JSON list of the keys whose text changed, at first of all keys.
     """
     return StreamingResponse(
         _events(request, revision), media_type="text/event-stream",

@@ -115,7 +115,7 @@ class MetricsFile:
             return int(max(column.steps)) if column and column.steps else 0
 
     def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, list[float]]]:
-        """Return [key] the columns `step` and `value` of the steps above `after`, thinned to MAX_POINTS points."""
+        """Return, by key, the lists `step` and `value` of the steps above `after`, thinned to MAX_POINTS points."""
         found = {}
         for key in keys:
             pairs = thinned(list(self.values(key, after).items()))
@@ -123,16 +123,16 @@ class MetricsFile:
         return found
 
     def seconds_a_step(self) -> float | None:
-        """Return the median duration of the last steps, pauses between steps included; None if there are too few."""
+        """Return the median seconds from step to step over the last 20 steps, or None if there are fewer than two."""
         elapsed_s = list(self.values("time/elapsed_s").values())[-STEPS_FOR_PACE - 1 :]
         gaps_s = [after - before for before, after in itertools.pairwise(elapsed_s)]
         return statistics.median(gaps_s) if gaps_s else None
 
 
 def thinned(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most MAX_POINTS of the pairs at equal distances, the last one included.
+    """Return at most MAX_POINTS pairs (step, value) in place of the given ones.
 
-    A point stands for the mean of the values since the point before it.
+    Each stands for equally many pairs in a row: it has the step of the last of them and the mean of their values.
     """
     stride = math.ceil(len(pairs) / MAX_POINTS)
     if stride <= 1:

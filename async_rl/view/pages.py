@@ -34,7 +34,7 @@ def run_of(request: Request) -> OpenRun:
 
 
 def base_of(request: Request) -> str:
-    """Return the beginning of the addresses of the request's run."""
+    """Return the path with which the addresses of the request's run begin: `/run` or `/cells/<cell>`."""
     cell = request.path_params.get("cell", "")
     return f"/cells/{quote(cell)}" if cell else "/run"
 
@@ -47,7 +47,7 @@ def page(request: Request, template: str, facts: dict[str, Any], status: int = 2
 
 
 def run_page(request: Request, template: str, tab: str, facts: dict[str, Any]) -> Response:
-    """Return a page of a run, with what the head of each of them shows."""
+    """Return a page of a run, under the head that its pages share: the run's state, its step, and the chosen `tab`."""
     run = run_of(request).files
     head = {"run": run, "state": run.state, "tab": tab, "step": run.metrics.refresh().last_step, "steps": run.steps}
     return page(request, template, head | facts)

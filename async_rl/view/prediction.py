@@ -20,9 +20,9 @@ MEANS = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync
 
 
 def predict(run: RunFiles) -> Measured | None:
-    """Return measured beside predicted utilisation; None if too few steps are measured, or the rules are not covered.
+    """Return measured beside predicted utilisation of a run, which may be going on.
 
-    The run may be going on.
+    None: it has under five steps, or a metric is missing. `predicted` is None if the simulator can't do such a run.
     """
     metrics = run.metrics.refresh()
     columns = {key: metrics.values(key) for key in KEYS}

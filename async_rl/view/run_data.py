@@ -1,4 +1,4 @@
-"""The data of a run's pages, as JSON: series of metrics, lanes, answers and the stream of changes."""
+"""The data of a run's pages, as JSON: series of metrics, lanes (a pool's states over time), answers, and changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _json(value: Any) -> Response:
 
 
 def series(request: Request) -> Response:
-    """Return the series of the metrics named in `key`, after the step `after`, and all keys that there are."""
+    """Return the values after the step `after` of the metrics that the query names by `key`, and all metrics' keys."""
     metrics = run_of(request).files.metrics.refresh()
     keys = request.query_params.getlist("key")[:MAX_KEYS]
     after = _number(request, "after", -1.0)
@@ -45,7 +45,7 @@ def series(request: Request) -> Response:
 
 
 def window(request: Request) -> Response:
-    """Return the lanes over the steps from `from` to `to`."""
+    """Return the lanes of all pools over the steps `from` to `to` of the query, at most MAX_STEPS_SHOWN steps."""
     run = run_of(request).files
     first, last = int(_number(request, "from", 1)), int(_number(request, "to", 10))
     if not 1 <= first <= last:
@@ -82,7 +82,7 @@ def prediction(request: Request) -> Response:
 
 
 def histogram(request: Request) -> Response:
-    """Return the number of trained rollouts by step and staleness; long runs in stretches of steps."""
+    """Return the number of trained rollouts by staleness and step; of a long run, by stretches of several steps."""
     metrics = run_of(request).files.metrics.refresh()
     buckets = staleness_buckets(metrics.keys)
     counts = {bucket: metrics.values(f"staleness/rollouts_{bucket}") for bucket in buckets}
@@ -97,7 +97,7 @@ def histogram(request: Request) -> Response:
 
 
 def answer(request: Request) -> Response:
-    """Return the tokens of one answer."""
+    """Return the tokens of one answer, see answer_columns; NotKeptError if the run directory has them no more."""
     run = run_of(request)
     group_id, number = request.path_params["group_id"], request.path_params["number"]
     row, payload = run.files.journal.group(group_id), run.files.journal.payload(group_id)

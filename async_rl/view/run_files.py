@@ -104,7 +104,7 @@ class RunFiles:
 
     @property
     def time_left_s(self) -> float | None:
-        """The time until the last step at the pace of the last steps; None if it does not go on, or is not known."""
+        """Seconds until the run's last step at its present pace; None if it does not run or the pace is not known."""
         pace_s = self.metrics.seconds_a_step()
         if self.steps is None or pace_s is None or self.state.name != "running":
             return None
@@ -112,11 +112,11 @@ class RunFiles:
 
     @cached_property
     def changed_settings(self) -> list[tuple[str, Any, Any]]:
-        """The settings that differ from the defaults, as (key, value, default); `...` is no default at all."""
+        """The settings that differ from their defaults, see the function `changed_settings`."""
         return changed_settings(self.config)
 
     def revision(self) -> dict[str, str]:
-        """Return a text for each live file, which differs after each change of the file."""
+        """Return by key (metrics, status, timeline, journal) a text that differs after each change of that file."""
         names = {"metrics": "metrics.jsonl", "status": "status.json", "timeline": "timeline.json"}
         files = {key: [self.folder / name] for key, name in names.items()}
         files["journal"] = [self.folder / FILE_NAME, self.folder / f"{FILE_NAME}-wal"]
@@ -155,7 +155,7 @@ def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of nested mappings by dotted key."""
+    """Return (dotted key, value) of each value in nested mappings."""
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         is_section = isinstance(value, Mapping) and value

@@ -135,7 +135,7 @@ def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
 
 
 def read_filters(query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the filters in the query of an address, with their values as numbers where they are numbers.
+    """Return the filters of the list of groups in an address's query: by name a number or a text.
 
     Raises:
         ConfigError: a value is not a number.
@@ -159,7 +159,7 @@ def _integer(key: str, text: str) -> int:
 
 
 def group(request: Request) -> Response:
-    """Return the page of one group: its siblings side by side, and one answer token by token."""
+    """Return the page of one group: its answers side by side, and one of them token by token."""
     run = run_of(request)
     group_id = request.path_params["group_id"]
     row = run.files.journal.group(group_id)

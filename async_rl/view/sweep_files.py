@@ -39,7 +39,7 @@ class Cell:
 class SweepFiles:
     """The folder of one sweep. Safe to use from many threads.
 
-    Without its runs, as sweeps are committed, the tables in runs.csv are shown.
+    If the cells' run directories are missing, as in a sweep committed to git, the rows of runs.csv stand for them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class SweepFiles:
         return read_json(self.folder / "sweep.json")
 
     def revision(self) -> dict[str, str]:
-        """Return a text that differs once a cell has begun or finished."""
+        """Return by the key `cells` a text that differs once a cell has begun or finished."""
         files = sorted((self.folder / "cells").glob("*/cell.json"))
         running = sorted(path.name for path in (self.folder / "cells").glob("*"))
         return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{len(running)}"}
@@ -79,7 +79,7 @@ class SweepFiles:
             return self._runs
 
     def cells(self) -> list[Cell]:
-        """Return every cell: the finished ones with their values, those that run, and those that have to wait."""
+        """Return the finished cells with their values, those begun, and one entry for all that have to wait."""
         runs = {run.folder.name: run for run in self.runs()}
         wall_clock = _wall_clock(self._runs)
         found = []
@@ -97,7 +97,7 @@ class SweepFiles:
         return names
 
     def axes(self, cells: Iterable[Cell]) -> list[str]:
-        """Return the names of the axes, staleness first and the seed last."""
+        """Return the names of the sweep's axes (the settings that it varies), staleness first and the seed last."""
         names = dict.fromkeys([*self.plan.get("axes", {}), *(axis for cell in cells for axis in cell.labels)])
         return sorted(names, key=lambda axis: (axis == SEED, axis != STALENESS, axis))
 
@@ -128,8 +128,8 @@ class SweepFiles:
     def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
 
-        A point is the mean over the seeds with its standard error. A metric is a value of the report, or the key of a
-        metric, which counts as its mean over the steps after the first.
+        A point is the mean over the seeds with its standard error. `metric` is a value of the report, or the key of a
+        step's metric, of which a cell's mean over the steps after the first is taken.
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}

@@ -39,7 +39,7 @@ def sweep(request: Request) -> Response:
 
 
 def cells(request: Request) -> Response:
-    """Return the table of cells, which changes as cells arrive."""
+    """Return the table of cells, which the page loads again when a cell has begun or finished."""
     return page(request, "sweep_cells.html", _facts(request))
 
 
@@ -59,7 +59,7 @@ def _facts(request: Request) -> dict[str, Any]:
 
 
 def points(request: Request) -> Response:
-    """Return the lines of a plot of `metric` over `axis`."""
+    """Return as JSON the lines of a plot of `metric` over `axis`, both from the query; see SweepFiles.points."""
     metric, axis = request.query_params.get("metric", ""), request.query_params.get("axis", "")
     lines = _sweep(request).points(metric, axis)
     found = {"lines": lines, "title": TITLES.get(metric, metric), "axis": axis}

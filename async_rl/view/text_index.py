@@ -33,7 +33,7 @@ JOIN_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search."""
+    """The result of a search: groups, a snippet of the text of each by its id, and a note to the user."""
 
     group_ids: list[int]
     """The groups with the text, the newest first, at most MAX_HITS."""
@@ -66,7 +66,7 @@ class TextIndex:
             self.missing = f"The text can't be searched: this Python's SQLite has no FTS5 ({error})."
 
     def start(self) -> None:
-        """Begin to index, unless that has begun or can't be done."""
+        """Start the thread that indexes, unless it has started or `missing` says why it can't be done."""
         with self._lock:
             if self._thread is None and not self.missing:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="view-text-index")
@@ -116,7 +116,7 @@ class TextIndex:
                 self._closing.wait(IDLE_S)
 
     def _index_some(self) -> bool:
-        """Index up to GROUPS_A_ROUND groups; returns whether there was any."""
+        """Index the newest GROUPS_A_ROUND groups that are missing; return False if none is, or the index is full."""
         rows = self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")
         missing = [row["group_id"] for row in rows if row["group_id"] not in self._seen]
         if not missing or self._chars >= MAX_CHARS:

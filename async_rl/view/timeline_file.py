@@ -1,4 +1,4 @@
-"""Follows a run's timeline.json while it is written, and cuts the lanes of all pools for a window of steps from it."""
+"""Follows a run's timeline.json while it is written, and cuts a window of steps from it: each pool's states in time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The lanes of all pools over some steps. Times are in seconds from the start of the window."""
+    """The lane of each pool, its states in order, over some steps. Times are in seconds from the window's start."""
 
     first_step: int
     last_step: int
@@ -102,7 +102,7 @@ class TimelineFile:
         self._number += 1
 
     def step_ends_s(self) -> list[float]:
-        """Return the end of each step of the learner on the clock of the file."""
+        """Return when each step of the learner ended, in seconds on the clock of the file."""
         with self._lock:
             return step_ends_s(self._learner())
 
@@ -113,7 +113,7 @@ class TimelineFile:
         return self._spans.get((named or with_update or [-1])[0], [])
 
     def window(self, first: int, last: int, number_of_first: int) -> Window | None:
-        """Return the lanes over the steps `first` to `last`; None if the file does not have the end of such a step.
+        """Return the lanes over those of the steps `first` to `last` whose end is in the file; None if there are none.
 
         Args:
             number_of_first: the number of the first step in the file, which is 1 unless the run was resumed.
@@ -157,7 +157,7 @@ class TimelineFile:
 
 
 def step_ends_s(learner: Sequence[Span]) -> list[float]:
-    """Return the end of each step: the end of the learner's last span before it waits for the next batch."""
+    """Return when each step ended, in seconds: with the learner's last span before it waits for the next batch."""
     ends_s: list[float] = []
     has_trained, end_s = False, 0.0
     for span in learner:
@@ -170,14 +170,14 @@ def step_ends_s(learner: Sequence[Span]) -> list[float]:
 
 
 def _guess(spans: Sequence[Span], learner: Sequence[Span], pid: int) -> str:
-    """Name a pool whose name is not in the file yet, which an older version of this program wrote at its end."""
+    """Return a name for a pool that the file does not name yet; older versions of this program name it at the end."""
     if spans is learner:
         return "learner/0"
     return f"learner (process {pid})" if any(span.name == UPDATE for span in spans[:50]) else f"rollout ({pid})"
 
 
 def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segment]:
-    """Return the states of one pool over the window, without gap or overlap, from the start of the window on."""
+    """Return the states of one pool over the window, without gap or overlap, timed from the start of the window."""
     starts_s = [span.start_s for span in spans]
     segments: list[Segment] = []
     for state, from_s, to_s in state_changes(spans, start_s, end_s):
@@ -193,7 +193,7 @@ def _segments(spans: Sequence[Span], start_s: float, end_s: float) -> list[Segme
 
 
 def _merged(segments: list[Segment], shortest_s: float) -> list[Segment]:
-    """Return at most about MAX_SEGMENTS segments: neighbours shorter than `shortest_s` become one, of the longest."""
+    """Return at most about MAX_SEGMENTS segments: short neighbours become one, which has the state of the longest."""
     if len(segments) <= MAX_SEGMENTS:
         return segments
     merged: list[Segment] = []

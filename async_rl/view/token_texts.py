@@ -40,7 +40,7 @@ class TokenTexts:
         return None if self._tokenizer is None else str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text that each token adds. A token that ends inside a character adds "", and the next one all.
+        """Return the text that each token adds. The token that completes a character adds all of it, others of it "".
 
         None without a tokenizer.
         """
@@ -60,7 +60,7 @@ class TokenTexts:
 
 
 def find_tokenizer(run: RunFiles) -> Path | None:
-    """Return the tokenizer file of a run: its own copy first, then the one of the model that it began with.
+    """Return the tokenizer file of a run, its own copy or that of the model that it began with; None without any.
 
     A relative model.path is looked for in the working directory and in the folders above the run directory.
     """

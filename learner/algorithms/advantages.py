@@ -1,7 +1,7 @@
 """Advantages as pure functions of rewards, and of values where there is a critic.
 
-Functions of a rollout group take its rewards [G] and give one advantage for all tokens of a rollout;
-async_rl/seams/algorithms.py lists them.
+Functions of a rollout group take its rewards x [G] and give one advantage A_i for all tokens of rollout i; functions
+of tokens take [B, T], one row for each of B answers. async_rl/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
 
 
 def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
-    """Return (mean, 1 / sqrt(var + 1e-8)) of the values [n], or (0, 0) if they are too few to have a variance."""
+    """Return (mean, 1 / sqrt(var + 1e-8)) of the values [n], or (0, 0) if n <= ddof: too few for a variance."""
     if len(values) <= ddof:
         return values.new_zeros(()), values.new_zeros(())
     return values.mean(), (values.var(correction=ddof) + 1e-8).rsqrt()

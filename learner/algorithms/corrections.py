@@ -23,7 +23,7 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
 
 
 def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """rho_t: biased, because it ignores the ratios of the tokens before it, but of least variance. [N]
+    """The weight rho_t of each token: of least variance, but biased, as it ignores the tokens before it. [N]
 
     Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
     "Truncated importance sampling".
@@ -76,11 +76,11 @@ def dropped_tokens(
 
 
 def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]:
-    """Return (square, place) of the last token to keep: the largest squares are dropped until the mean of the rest is
-    below tau. One token always stays.
+    """Return (square, place) of the last token that M2PO keeps, ordered by square and, where equal, by place.
 
-    `squares` [M] are the (log rho)^2 of all trained tokens of the minibatch; the different `places` [M] order tokens
-    with equal squares. Source: M2PO, arXiv 2510.01161, algorithm 1.
+    The largest squares are dropped until the mean of the rest is below tau; one token always stays. `squares` [M] are
+    the (log rho)^2 of all trained tokens of the minibatch, `places` [M] their places in the batch, all different.
+    Source: M2PO, arXiv 2510.01161, algorithm 1.
     """
     if not len(squares):
         return 0.0, 0
@@ -93,7 +93,7 @@ def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]
 
 
 def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Tensor:
-    """Return which tokens M2PO drops: those after `limit`, see m2po_limit, but never a NaN. [N] bool"""
+    """Return which tokens M2PO drops, a bool [N]: those after the token `limit` in m2po_limit's order, but no NaN."""
     squares = log_rho.square()
     return (squares > limit[0]) | ((squares == limit[0]) & (places > limit[1]))
 

@@ -45,7 +45,7 @@ class MetricAccumulator:
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
-        """Add the values [N] of trained tokens to sums [BUCKETS] by staleness."""
+        """Add the values [N] of trained tokens to sums [11] by staleness: 0, 1, ..., 9, and 10 or more."""
         names = sorted(values)
         buckets = staleness.clamp(max=BUCKETS - 1)
         columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
@@ -128,7 +128,7 @@ def token_metrics(totals: Totals) -> list[Metric]:
     tokens with that sign of advantage.
 
     A mismatch is the mean absolute difference between logprobs of engine and learner at one version; that of tokens
-    sampled in place after an update, on KV of older weights, is `old_kv_mean_abs`. It is left out if no token has it.
+    sampled in place after an update, on KV of older weights, is `old_kv_mean_abs`. Each is left out if it has no token.
     """
     peaks = totals["rho_max"]
     by_bucket = {name: values for name, values in totals.items() if values.shape == (BUCKETS,) and name != "rho_max"}
@@ -175,7 +175,7 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
 
 
 def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
-    """Tally the moments from which `explained_variance` follows. All tensors are [N]."""
+    """Tally the sums over trained tokens of returns, returns - values, and their squares. All tensors are [N]."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
     tally.add(
@@ -185,7 +185,7 @@ def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trai
 
 
 def explained_variance(totals: Totals) -> float:
-    """Return 1 - Var(returns - values) / Var(returns), or 0 where the returns do not vary."""
+    """Return the critic's 1 - Var(returns - values) / Var(returns) from tally_critic's sums; 0 if returns are equal."""
     n = max(float(totals["critic_tokens"]), 1.0)
     unexplained = totals["residual_squared"] / n - (totals["residual"] / n) ** 2
     variance = totals["returns_squared"] / n - (totals["returns"] / n) ** 2
@@ -196,7 +196,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     """Return reward, staleness and length metrics, and the buffer's counters.
 
     Staleness of a rollout is that of its oldest trained token. `in_flight`, the part it aged while it was generated,
-    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens there are none of these.
+    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens staleness is left out.
     """
     rollouts = [r for group in batch.groups for r in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])

@@ -1,6 +1,7 @@
 """Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
-A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them.
+A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them. In its formula
+A is the advantage, r = exp(learner - centre logprobs), and low, high, dual and tv are those of algorithm.clip.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LossOutput:
 
 
 def ppo_clip_loss(x: LossInputs) -> LossOutput:
-    """PPO's clipped loss of each token, r = exp(learner - centre):
+    """PPO's clipped loss of each token, with r = exp(learner - centre logprobs) and its advantage A:
 
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
         L = min(L, -dual * A)  where A < 0 and dual > 0
@@ -76,9 +77,9 @@ def gspo_loss(x: LossInputs) -> LossOutput:
 
 
 def dppo_tv_loss(x: LossInputs) -> LossOutput:
-    """L = -keep r A + tv_pull (log r)^2: a token is dropped once its probability has moved from the centre's by more
-    than `tv` in the direction of its advantage. Rare tokens, whose ratios are large while their probability hardly
-    changes, stay.
+    """L = -keep r A + tv_pull (log r)^2: keep is 0 for a token whose probability has moved from the centre's by more
+    than `tv` in the direction of its advantage, else 1. Rare tokens, whose ratios are large while their probability
+    hardly changes, stay.
 
     Source: prime-rl's default loss (DPPO, binary total variation).
     """

@@ -81,8 +81,8 @@ class Objective:
     def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
         """Return the number, at least 1, that the summed policy loss of the (group, answer) `pairs` is divided by.
 
-        Trained tokens count, and so do those masked only for their age: masking these removes their loss and does not
-        amplify that of the others.
+        It follows from algorithm.aggregation. Trained tokens count, and so do those masked only for their age: masking
+        these removes their loss and does not amplify that of the others.
         """
         rollouts = [groups[g].rollouts[i] for g, i in pairs]
         counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
@@ -209,7 +209,7 @@ class Objective:
         return response.advantages, None
 
     def _mean_weight(self, minibatch: MiniBatch) -> float:
-        """Return the mean weight of a minibatch's trained tokens on all ranks. Collective."""
+        """Return the mean importance weight of a minibatch's trained tokens on all ranks, 1 if it is 0. Collective."""
         weights = []
         for micro in minibatch.micro_batches:
             log_rho = _log_rho_at_start(micro)
@@ -238,7 +238,7 @@ class Objective:
 
 
 def _computed(tensor: Tensor | None) -> Tensor:
-    """Return a tensor of step start, which the configuration has asked for."""
+    """Return the tensor itself: the configuration needs it, so it was computed at step start and is not None."""
     assert tensor is not None
     return tensor
 
@@ -248,7 +248,7 @@ def _log_rho_at_start(micro: MicroBatch) -> Tensor:
 
 
 def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
-    """Return the last token, of the trained ones of all ranks, that M2PO keeps. Collective. tau 0: the mask is off."""
+    """Return `m2po_limit` of a minibatch's trained tokens on all ranks; with tau 0 all are kept. Collective."""
     if tau == 0:
         return minibatch.m2po_limit
     squares, places = [], []

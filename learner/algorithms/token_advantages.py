@@ -21,7 +21,8 @@ from learner.packing.microbatches import ResponseTokens
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Return the advantages [group][answer], [T] each, of an estimator without critic; zeros for one with a critic.
 
-    They are whitened over the trained tokens of the batch if that is asked for, unless `whitens_at_start`.
+    They are whitened over the batch's trained tokens if the estimator or algorithm.whiten asks for that, unless
+    `whitens_at_start` leaves it for later.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
@@ -62,7 +63,7 @@ def critic_advantages(
     """Return (advantages [N], targets of the critic [N]). An answer's reward is given at its last trained token.
 
     Args:
-        function: `of_tokens` of the advantage's entry in async_rl/seams.
+        function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/seams/algorithms.py.
         values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
     """
     mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.lam

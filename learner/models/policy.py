@@ -121,7 +121,7 @@ def shard(
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:
-    """Return what the attention of every model allows micro-batches to share."""
+    """Return which rows the attention of every one of these models can compute: masked, sparse, at what cost."""
     names = {lm.config._attn_implementation for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)

@@ -108,7 +108,7 @@ class _Scorer(nn.Module):
 
 
 def _open_retokenizer(policy_path: str, reward_path: str) -> Callable[[IntArray, IntArray], list[int]] | None:
-    """Return a function (prompt, answer) -> the reward model's tokens of their text.
+    """Return a function that turns a prompt's and an answer's policy tokens into the reward model's tokens of the text.
 
     None: the policy's tokens can be used, as the model has the same vocabulary or no tokenizer.
     """

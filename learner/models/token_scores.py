@@ -78,7 +78,10 @@ def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
 def _grad_of_logits(
     logp: Tensor, targets: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Return g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V]; `logp` [n, V] is overwritten, the others are [n]."""
+    """Return the gradient of the logits z, g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V].
+
+    g_y and g_H are the gradients [n] of log p(y) and H, None for zeros; `logp` [n, V] is overwritten.
+    """
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:
         grad = logp.exp_().mul_(slope[:, None])

@@ -24,7 +24,10 @@ def attention_mask(
 
 
 def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
-    """Return where tokens start..end may attend: own segment and prompt, not ahead. [B, end - start, S] bool"""
+    """Return whether each of the tokens start..end - 1 may attend to each token of its row, a bool [B, end - start, S].
+
+    It may attend to the tokens of its own segment and of its prompt, not to later ones.
+    """
     own, root = segments[:, :, start:end, None]
     other = segments[0][:, None, :]
     place = torch.arange(segments.shape[2], device=segments.device)
@@ -57,6 +60,6 @@ def block_mask(segments: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of set blocks in each row [B, 1, q], numbers of the blocks, set ones first [B, 1, q, k])."""
+    """Return (number of True blocks in each row [B, 1, q], columns, those of True blocks first [B, 1, q, k])."""
     numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
     return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]

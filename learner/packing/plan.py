@@ -22,7 +22,7 @@ from async_rl.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A prompt with `answers`, the indices of some rollouts of `groups[group]`."""
+    """A prompt with `answers`, the indices of some rollouts of `groups[group]`; `length` is in tokens."""
 
     group: int
     answers: tuple[int, ...]
@@ -137,7 +137,10 @@ def _pack(
 
 
 def _cost(rows: Sequence[Sequence[Piece]], pair_cost: float) -> float:
-    """Return the cost of a micro-batch, in tokens; causal attention without a mask leaves half of the pairs out."""
+    """Return the cost of computing a micro-batch, padding and attention included, in tokens without attention.
+
+    Causal attention without a mask leaves half of the pairs out.
+    """
     width = max(sum(piece.length for piece in row) for row in rows)
     return len(rows) * width * (1 + pair_cost * width * (1.0 if needs_mask(rows) else 0.5))
 

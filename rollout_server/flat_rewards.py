@@ -14,7 +14,7 @@ _KEPT_GROUPS = 16
 
 
 class FlatRewards:
-    """Counts the groups in a row whose answers all had the same reward, and describes their answers in a warning.
+    """Counts groups in a row of which all answers had one and the same reward, and describes them in a warning.
 
     Args:
         limit: the number of groups in a row after which `add` returns the warning.
@@ -32,7 +32,7 @@ class FlatRewards:
         self._groups: deque[tuple[Prompt, Sequence[Completion]]] = deque(maxlen=_KEPT_GROUPS)
 
     def add(self, prompt: Prompt, completions: Sequence[Completion], rewards: Sequence[float]) -> str:
-        """Count a group, and return the warning if the row has reached its limit with it, else an empty text."""
+        """Count a group; return the warning if it is the `limit`-th in a row with the same reward, else ""."""
         if set(rewards) != {self._reward}:
             self._count, self._reward = 0, rewards[0]
             self._groups.clear()

@@ -1,4 +1,4 @@
-"""The held-out evaluation: measures the accuracy of sampled answers, with the engine that also rolls out."""
+"""The held-out evaluation: measures the accuracy of sampled answers, with the engine that samples the rollouts too."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Evaluation:
     async def run(self, version: int, *, beside_training: bool) -> EvaluationDone:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
-        eval.size prompts get eval.samples answers each. An answer whose reward fails counts as reward 0, and in
-        `eval/failed`.
+        eval.size prompts get eval.samples answers each. If the reward of one fails, all answers to its prompt count as
+        reward 0, and in `eval/failed`.
 
         Args:
             version: the policy version that the engine serves.
@@ -74,7 +74,7 @@ class Evaluation:
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> tuple[Sequence[float | None], list[Completion]]:
-        """Return the rewards of a prompt's answers, and the answers. If a reward fails: only Nones, and no answers."""
+        """Answer a prompt; return the answers' rewards and the answers. If a reward fails: Nones, and no answers."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -99,7 +99,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield avg@n, the mean share of right answers, and pass@k for each k in eval.pass_at, if eval.samples n > 1."""
+    """Yield avg@n, the share of right answers, and the mean pass@k for k in eval.pass_at, if n = eval.samples > 1."""
     samples = evaluation.samples
     if samples == 1:
         return
@@ -118,7 +118,7 @@ def _source_metrics(sources: Sequence[str], rewards: Sequence[Sequence[float | N
 
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
-    """Yield the oldest and newest token version, which differ if the weights changed during the evaluation."""
+    """Yield the oldest and newest version of the answers' tokens: they differ if weights changed meanwhile."""
     if versions:
         tokens = np.concatenate(versions)
         yield Metric("eval/oldest_version", float(tokens.min()), "min")

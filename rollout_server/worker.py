@@ -3,7 +3,7 @@
     loop     consumes           produces           waits for                 unblocked by
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
-    abort    dropped group ids  a cancelled task   the buffer's late policy  a hand-out without the group
+    abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 """
 
@@ -48,7 +48,7 @@ _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
 class Worker:
-    """Asks the buffer for slots, has one engine answer them, and sends the groups. Create it in its event loop."""
+    """Makes scored groups of the buffer's slots with one engine, and sends them back. Create it in its event loop."""
 
     def __init__(
         self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any,
@@ -122,7 +122,7 @@ class Worker:
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Run one task per slot, at most rollout.concurrency at once. The first task that raises ends all tasks."""
+        """Get slots from the buffer and run a task for each, rollout.concurrency at once. One that raises ends all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
@@ -145,13 +145,13 @@ class Worker:
             raise _first_error(group) from None
 
     def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
-        """Count the group as ended, also if its task was cancelled before its first step and ran no code."""
+        """Count the group of an ended task as ended, so also one whose task was cancelled before it ran any code."""
         del self._groups[group_id]
         self._stats.end_group(begun)
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Cancel the groups that the buffer has dropped, which aborts their requests at the engine."""
+        """Keep asking the buffer which groups it has dropped, and cancel them, which ends their engine requests too."""
         dropped: list[int] = []
         while True:
             dropped = await self._client.aborts(dropped)
@@ -189,7 +189,7 @@ class Worker:
         self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of the greedy answer, or None if the advantage does not use one (ReMax does)."""
+        """Sample a greedy answer to the prompt, return its reward; None unless the advantage needs it (ReMax does)."""
         if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
@@ -198,7 +198,7 @@ class Worker:
         return (await self._answer(greedy))[1][0]
 
     async def _answer(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
-        """Wait for the engine's completions and their rewards, and return both lists."""
+        """Have the engine sample the answers and the reward threads score them; return (completions, rewards)."""
         timeout_s = self._config.timeouts.generate_s
         try:
             with self._stats.waiting("generates", "its engine", timeout_s):
@@ -226,7 +226,7 @@ class Worker:
         return str(self._tokenizer.decode(completion.tokens, skip_special_tokens=True))
 
     def _note_failure(self, error: RewardError) -> None:
-        """Report the first error of each kind. Two errors are of one kind if they have type and place in common."""
+        """Note an error for the console, unless one of its type, raised at the same line of code, was noted before."""
         cause = error.__cause__ or error
         kind = (type(cause).__name__, raised_at(cause))
         if kind not in self._failure_kinds:
@@ -249,7 +249,7 @@ class Worker:
             await self._client.fail(slot.group_id, str(error), requeue=False)
 
     async def _report(self) -> WorkerReport:
-        """Return counts, timeline spans and load samples since the last report."""
+        """Return the report of the time since the last one: counts, console lines, timeline spans and load samples."""
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
@@ -275,7 +275,7 @@ def _make_rollout(completion: Completion, reward: float) -> Rollout:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception in the group that is not itself a group."""
+    """Return the first exception in the group or, if that is a group too, the first one in it, and so on."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

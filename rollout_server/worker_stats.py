@@ -58,7 +58,7 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count an evaluation as running while the block runs."""
+        """Count an evaluation as running while the `with` block runs."""
         self._close_span()
         self._num_evaluations += 1
         try:
@@ -69,7 +69,7 @@ class WorkerStats:
 
     @contextlib.contextmanager
     def waiting(self, doing: str, waits_on: str, limit_s: float) -> Iterator[None]:
-        """Show a request as waiting while the block runs. The caller enforces `limit_s`; here it is only shown."""
+        """Let `status` show a request as waiting while the `with` block runs. `limit_s` is only shown, not enforced."""
         wait = _Wait(doing, waits_on, time.monotonic(), limit_s)
         self._waits[id(wait)] = wait
         try:
@@ -78,7 +78,7 @@ class WorkerStats:
             del self._waits[id(wait)]
 
     def status(self) -> Status:
-        """Return how many requests are in which phase, and the wait that is closest to its limit."""
+        """Return for the watchdog how many requests are doing what, and the wait that is closest to its limit."""
         now_s = time.time()
         if not self._waits:
             doing, waits_on = "waits for admission", "buffer (learner)"
@@ -97,7 +97,10 @@ class WorkerStats:
         return self._timeline.drain()
 
     def drain_groups(self) -> list[Metric]:
-        """Return metrics of the groups that ended since the last call, from which the prediction reads the speed."""
+        """Return metrics of the groups that have ended since the last call, or [] if none has.
+
+        They are the means of the duration, of its square and of the groups in flight, for predicting the utilisation.
+        """
         finished, self._finished = self._finished, []
         if not finished:
             return []
@@ -118,7 +121,7 @@ class WorkerStats:
         self.in_flight += change
 
     def _close_span(self) -> None:
-        """Add the time since the last call to the timeline."""
+        """Add the time since the last call to the timeline, as busy, eval or wait_weights."""
         now_s = time.time()
         idle: State = "eval" if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)

@@ -32,7 +32,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One answer. The arrays have the length T >= 1; the end-of-text token is included if it was sampled."""
+    """One answer: T >= 1 sampled tokens, also the end-of-text token if it was sampled, with logprobs and versions."""
 
     tokens: IntArray  # [T]
     logprobs: FloatArray  # [T] of log_softmax(logits / temperature), before top_p
@@ -43,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load that an engine reports for one instant."""
+    """How busy an engine is at one instant: how many rollouts it is sampling, and how many it can at once."""
 
     running: int
     """The number of rollouts in the running batch."""
@@ -69,14 +69,14 @@ class Engine(Protocol):
         """
 
     async def load(self) -> Load | None:
-        """Return the load now, or None if it is not known. The worker calls this twice a second: it must be cheap."""
+        """Return the load of this moment, or None if it is not known. It must be cheap: it is called twice a second."""
 
     async def aclose(self) -> None:
         """End the engine and all processes and threads that it started, within `timeouts.shutdown_s`."""
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError if the prompt has no tokens, or a token outside the vocabulary, which would end an engine."""
+    """Raise ValueError if the prompt is empty or has a token outside the vocabulary: it would make an engine crash."""
     tokens = prompt.tokens
     if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
@@ -85,6 +85,6 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 
 def open_engine(config: Config, index: int, log_dir: Path) -> Engine:
-    """Return the engine of rollout server `index`, which is not started yet. ConfigError: it can't be imported."""
+    """Return the engine that rollout.engine names, not started yet. ConfigError: its class can't be imported."""
     engine: Engine = config.rollout.engine_entry.load()(config, index, log_dir)
     return engine

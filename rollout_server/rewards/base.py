@@ -29,14 +29,14 @@ _ARGUMENTS = ("prompt", "response", "answer", "extra")
 
 
 class Verifier(Protocol):
-    """The part of a task that rewards use."""
+    """The part of a task that `open_reward` needs: the function that scores a response if task.reward is empty."""
 
     def verify(self, question: Question, response: str) -> float:
-        """Return the reward of a response. It is used if task.reward is empty."""
+        """Return the task's own reward of a response. It is called, by many threads, only if task.reward is empty."""
 
 
 def open_reward(config: Config, task: Verifier) -> Reward:
-    """Return the reward that `task.reward` names, or the task's own verifier if `task.reward` is empty.
+    """Return the function (prompt, response) -> reward that `task.reward` names; the task's `verify` if it is empty.
 
     Raises:
         ConfigError: there is no such rule or function, or the function is `async def` or takes other arguments.
@@ -51,7 +51,7 @@ def open_reward(config: Config, task: Verifier) -> Reward:
 
 
 def num_threads(config: Config) -> int:
-    """Return how many answers are scored at once.
+    """Return the number of reward threads, that is how many answers a worker scores at once.
 
     A function of the user's may wait for other machines, so it gets many threads. Rules get one thread per math-verify
     process, because a thread's wait for a free process would count against timeouts.reward_s.

@@ -29,12 +29,12 @@ children; timeouts.reward_s usually ends its wait earlier."""
 
 
 def num_children() -> int:
-    """Return the number of child processes, of 60 MB each: one for each usable core, in 2..MAX_THREADS."""
+    """Return how many math-verify processes (60 MB each) a worker has: one per usable core, in 2..MAX_THREADS."""
     return min(MAX_THREADS, max(2, usable_cores()))
 
 
 class MathChecker:
-    """A pool of math-verify processes for any thread. They start when needed and end with this process."""
+    """A pool of math-verify processes that any thread may use. They start when needed and end with this process."""
 
     def __init__(self) -> None:
         self._num_children = num_children()
@@ -43,7 +43,7 @@ class MathChecker:
             self._idle.put(None)
 
     def is_equal(self, response: str, gold: str) -> bool:
-        """Return whether the response's final answer equals `gold`, a LaTeX expression, and is quick to compare.
+        """Return whether the response's final answer equals `gold`, in LaTeX; False if that takes over CHECK_TIMEOUT_S.
 
         Raises:
             RewardError: math-verify can't run, its process hangs, or no process was idle within 300 s.
@@ -71,7 +71,7 @@ class MathChecker:
 
 
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
-    """Send the request and return the child's line, or "" if the child has ended."""
+    """Send the request; return the reply, `true` or `false`, or "" if the child has ended. RewardError: it hung."""
     answers = cast(IO[str], child.stdout)
     try:
         print(json.dumps(request), file=child.stdin, flush=True)

@@ -40,7 +40,7 @@ class RewardThreads:
             self._start_thread()
 
     async def run(self, functions: Sequence[Callable[[], float]]) -> list[float]:
-        """Call all functions in threads, wait, and return their results in order.
+        """Call all functions in the threads, wait for them, and return their rewards in the same order.
 
         No further call begins once one has failed or `run` is cancelled.
 
@@ -89,7 +89,7 @@ class RewardThreads:
         threading.Thread(target=self._work, name="rewards", daemon=True).start()
 
     def _until_overdue_s(self) -> float:
-        """Return the time until the first of the running calls is overdue."""
+        """Return the seconds until the longest running call has taken `timeout_s`; 0 if it has already."""
         now_s = time.monotonic()
         return max(0.0, min(self._begun_s.copy().values(), default=now_s) + self._timeout_s - now_s)
 

@@ -38,7 +38,7 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
 
 
 def find_number(rule: str, response: str) -> str:
-    """Return the number that a rule of NUMBER_RULES compares with the reference answer, or an empty text."""
+    """Return the number in a response that `rule`, of NUMBER_RULES, compares with the reference answer; "" if none."""
     pattern = _MARKED_NUMBER if rule == "gsm8k" else _NUMBER
     return next(reversed(pattern.findall(response[-TAIL_CHARACTERS:])), "")
 
@@ -77,7 +77,7 @@ def rule_for_source(source: str) -> str:
 
 
 def check_reference(rule: str, answer: Any, where: str) -> None:
-    """Raise ConfigError if the rule of this name can't compare responses with the reference answer of a row."""
+    """Raise ConfigError if `rule` needs a number and the reference answer is neither text nor a number."""
     if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ConfigError(
             f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"

@@ -56,14 +56,14 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the reward of a response. It is used if task.reward is empty."""
+        """Return the task's own reward of a response. It is called, by many threads, only if task.reward is empty."""
 
     def rule_of(self, question: Question) -> str:
-        """Return the name of the reward rule for answers to the question; empty: `verify` or a function scores them."""
+        """Return the name of the rule or function that scores answers to the question; "" if `verify` does."""
         return self._config.reward
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
-        """Return whether the reward can read an answer from the response, or None if that is not known."""
+        """Return whether the reward finds an answer, right or wrong, in the response; None if the rule can't tell."""
         rule = self.rule_of(prompt.reference)
         return bool(find_number(rule, response)) if rule in NUMBER_RULES else None
 
@@ -86,7 +86,10 @@ class Task(ABC):
         return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
-        """Return (prompt tokens, answer tokens and the eos token) of each of the first `n` training prompts."""
+        """Return (prompt tokens, answer tokens) of each of the first `n` training prompts, for supervised fine-tuning.
+
+        The answer is the worked solution or, if there is none, the reference answer. It ends with the eos token.
+        """
         pairs = []
         for index in range(n):
             prompt = self.prompt(index)
@@ -102,13 +105,13 @@ class Task(ABC):
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
-        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one as skipped."""
+        """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one in `skipped_long`."""
         is_short = len(self._tokens(self._text(question))) <= self._config.max_prompt_tokens
         self.skipped_long += not is_short
         return is_short
 
     def _text(self, question: Question) -> str:
-        """Return the messages in the tokenizer's chat template, or without a template their contents, one per line."""
+        """Return the prompt's text: the messages in the chat template, or without one their contents, one per line."""
         if not self._tokenizer.chat_template:
             return "\n".join(message["content"] for message in question.messages)
         messages = list(question.messages)

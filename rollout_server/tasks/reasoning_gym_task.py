@@ -67,7 +67,7 @@ class ReasoningGymTask(Task):
         return bool(response.strip()) and self._score(prompt.reference, response) is not None
 
     def _score(self, question: Question, response: str) -> float | None:
-        """Return the dataset's score of a response, or None if the dataset can't read it."""
+        """Return the dataset's score of the response's answer, or None if its scorer raises on this answer."""
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
@@ -95,7 +95,7 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Question]:
-        """The held-out questions by their text, eval.size of them, generated at the first access."""
+        """The eval.size held-out questions as {text: question}, all generated at the first access."""
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
@@ -150,19 +150,17 @@ def _check_params(name: str, params: dict[str, Any]) -> None:
 
 
 def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
-    """Return the `datasets` parameter of reasoning_gym/composite as DatasetSpecs, which replace the YAML mappings."""
+    """Check task.params.datasets, the parts of a composite; return {"datasets": the DatasetSpecs made of them}."""
     parts = params.get("datasets")
-    must_be = (
-        "task.params.datasets of reasoning_gym/composite must be a list of {name, weight, config}; weight (1) and "
-        "config ({}) may be left out, got"
-    )
+    key = "task.params.datasets of reasoning_gym/composite"
+    form = "a list of {name, weight, config}; weight (1) and config ({}) may be left out"
     if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
-        raise ConfigError(f"{must_be} {parts!r}")
+        raise ConfigError(f"{key} must be {form}, got {parts!r}")
     specs = []
     for part in parts:
         spec = {"weight": 1.0, "config": {}, **part}
         if set(spec) != {"name", "weight", "config"} or not isinstance(spec["config"], dict):
-            raise ConfigError(f"{must_be} {part!r} in it")
+            raise ConfigError(f"{key} must be {form}, got {part!r} in it")
         if spec["name"] == _COMPOSITE:
             raise ConfigError(
                 "task.params.datasets: a composite can't be part of a composite, as its answers could not be scored. "

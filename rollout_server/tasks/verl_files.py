@@ -24,7 +24,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 class VerlFilesTask(Task):
-    """The rows of task.path and task.eval_path. Both files are read and checked when the task is created."""
+    """A task made of the rows of task.path and, held out, of task.eval_path. Creating it reads and checks the files."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -85,7 +85,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    """Return the rows of a file, with the columns that are used, and the names of all its columns."""
+    """Return the rows of a .parquet or .jsonl file as {column: value}, and the names of all its columns."""
     if not path.is_file():
         raise ConfigError(f"no such file: {path} (task.path, task.eval_path)")
     if path.suffix == ".parquet":

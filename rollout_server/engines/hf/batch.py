@@ -1,4 +1,4 @@
-"""Continuous batching over a transformers model: rows enter and leave between tokens, in one packed KV cache."""
+"""Continuous batching for the hf engine: each answer is a row of a batch that rows enter and leave between tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 class WindowLayer(CacheLayerMixin):
-    """The KV cache of one layer, right-aligned: the newest token of every row is in column `end - 1`."""
+    """The KV cache of one model layer for all rows, right-aligned: every row's newest token is in column `end - 1`."""
 
     is_sliding = False
     keys: Tensor  # type: ignore[assignment]  # [B, H, capacity, D]
@@ -65,13 +65,13 @@ class WindowLayer(CacheLayerMixin):
         return -1
 
     def keep(self, rows: Tensor, width: int) -> None:
-        """Keep only the last `width` columns of the given rows; a row may be given more than once."""
+        """Reduce the cache to the given rows, in which one may occur several times, and their last `width` columns."""
         self.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
         self.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
         self.end = width
 
     def append(self, other: WindowLayer) -> None:
-        """Add the rows of another layer; the narrower one is padded with zeros on the left."""
+        """Add the rows of `other`, the same layer's cache of new answers; the narrower one is padded on the left."""
         width = max(self.end, other.end)
         both = [(part, (0, 0, width - part.end, 0)) for part in (self, other)]
         self.keys, self.values = (
@@ -83,7 +83,7 @@ class WindowLayer(CacheLayerMixin):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One request and those of its answers that are complete."""
+    """A request, those of its answers that are complete, and the future that gets all of them."""
 
     request: GenerationRequest
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """One answer that is being sampled."""
+    """One answer that is being sampled, with the random numbers that decide its tokens."""
 
     group: Group
     sample: int
@@ -120,7 +120,7 @@ class _Row:
 
 
 class DecodingBatch:
-    """The running answers, one per row. A step samples one token for each."""
+    """The answers that are being sampled, one per row, with their KV cache. `step` samples one token for each."""
 
     def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class DecodingBatch:
         self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Prefill each group's prompt once and sample the first tokens; return the groups that this completes."""
+        """Prefill each new prompt once; sample the first token of each answer; return groups that have ended then."""
         complete: list[Group] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
@@ -156,7 +156,7 @@ class DecodingBatch:
         return complete
 
     def step(self, version: int) -> list[Group]:
-        """Sample one token for every row; return the groups that this completes."""
+        """Sample one token for every row; return the groups whose last unfinished answer has ended with it."""
         device = self._model.device
         self._recompute()
         self._compact()
@@ -171,7 +171,7 @@ class DecodingBatch:
         return self._record(self._rows, logits, version, self._sampling)
 
     def _recompute(self) -> None:
-        """Add the retracted rows again, with KV computed by the current weights."""
+        """Put the rows whose KV `retract` has dropped back into the batch, with KV computed by the current weights."""
         rows = [row for row in self._retracted if not row.group.cancelled]
         self._retracted = []
         for chunk in _chunks(rows, [row.length for row in rows]):
@@ -179,7 +179,7 @@ class DecodingBatch:
             self._join(chunk, cache)
 
     def _prefill(self, prompts: list[npt.NDArray[np.int32]]) -> tuple[list[WindowLayer], Tensor]:
-        """Run the model over the prompts; return its KV, as wide as the longest, and the next-token logits [B, V]."""
+        """Run the model over the prompts, padded on the left; return their KV cache and next-token logits [B, V]."""
         device = self._model.device
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
@@ -215,7 +215,7 @@ class DecodingBatch:
         version: int,
         sampling: tuple[Tensor, Tensor | None],
     ) -> list[Group]:
-        """Sample one token for each row from `logits`; return the groups whose last row has ended."""
+        """Sample a token for each row from `logits` and append it; return groups whose answers have all ended now."""
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
@@ -244,7 +244,7 @@ class DecodingBatch:
         self._sampling = None
 
     def _compact(self) -> None:
-        """Remove finished and cancelled rows, if they are many, and the columns that no other row needs."""
+        """Remove finished and cancelled rows once they exceed _COMPACT_FRACTION, and columns that only they needed."""
         keep = [i for i, row in enumerate(self._rows) if not (row.done or row.group.cancelled)]
         idle = len(self._rows) - len(keep)
         if not keep:
@@ -269,7 +269,7 @@ def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | 
 
 
 def _mask(lengths: list[int], width: int, device: torch.device) -> Tensor | None:
-    """Return the mask [B, width], True in the last `length` columns of each row, or None if it is True everywhere."""
+    """Return the attention mask [B, width], True in a row's last `length` columns, or None if it is True everywhere."""
     if all(length == width for length in lengths):
         return None
     first = width - torch.tensor(lengths, device=device)
@@ -283,7 +283,7 @@ def _keep(cache: list[WindowLayer], rows: list[int], width: int) -> None:
 
 
 def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
-    """Split `items` into lists of consecutive items with at most PREFILL_TOKENS padded tokens, or with one item."""
+    """Split `items` into consecutive lists for one prefill each: PREFILL_TOKENS at most with padding, or one item."""
     chunks: list[list[Item]] = []
     longest = 0
     for item, length in zip(items, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""The hf engine: a batched sampling loop over a transformers model in the worker's process; other engines' reference.
+"""The hf engine: samples with a transformers model in the worker's process, needs no server, and repeats exactly.
 
 One thread owns the model and advances all rows by one token at a time. Everything else that uses the model (a weight
 update, the logprobs for a verification) is a job that this thread runs between two tokens, so a token is sampled either
@@ -38,7 +38,7 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class HFEngine:
-    """The `Engine` that runs in this process and shares its log, so that it writes nothing into `log_dir`."""
+    """The hf engine. It runs in the worker's process and shares its log, so that it writes nothing into `log_dir`."""
 
     def __init__(self, config: Config, index: int, log_dir: Path | None = None) -> None:
         self.url = ""
@@ -99,10 +99,10 @@ class HFEngine:
             raise WaitTimeoutError(f"{self._name} waited {limit} for its decode thread to end")
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Stop sampling, and return when no token is being sampled any more.
+        """Stop sampling until `resume` is called; return when no token is being sampled any more.
 
-        Running answers wait for `resume` and then continue: with `keep_kv` from their KV, without it from KV that is
-        recomputed with the weights of that time.
+        Running answers then continue: with `keep_kv` on the KV that they have, without it on KV that is recomputed with
+        the weights at that time.
         """
         with self._changed:
             self._paused = True
@@ -114,7 +114,7 @@ class HFEngine:
             self._changed.notify()
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the model's weights and their version between two tokens."""
+        """Replace the model's weights by `tensors`, and its version, between two tokens; return when this is done."""
 
         def load() -> None:
             replace_weights(self.model, tensors)
@@ -134,7 +134,7 @@ class HFEngine:
         return await self.between_tokens(score)
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Run `job` in the thread that owns the model, also in a pause; return its result or raise its error.
+        """Run `job` in the thread that owns the model, also while it is paused; return its result or raise its error.
 
         Raises:
             WaitTimeoutError: the job was not done within timeouts.push_s.
@@ -152,7 +152,7 @@ class HFEngine:
             raise WaitTimeoutError(f"a weight request waited {limit} for {self._name}") from None
 
     async def _result_of(self, future: Future[Result]) -> Result:
-        """Wait for the result. If this is cancelled, so is the future."""
+        """Wait for a request's or job's `future` and return its result. If the wait is cancelled, so is the future."""
         self._futures.add(future)
         try:
             return await asyncio.wrap_future(future)
@@ -174,7 +174,7 @@ class HFEngine:
             self._changed.notify()
 
     def _decode(self) -> None:
-        """Sample and run jobs until the engine stops or fails. This is the thread that owns the model."""
+        """The decode thread, which owns the model: sample and run jobs until the engine is closed or fails."""
         try:
             with torch.inference_mode():
                 while self._advance():
@@ -187,7 +187,10 @@ class HFEngine:
             self._loop.call_soon_threadsafe(self._fail_all)
 
     def _advance(self) -> bool:
-        """Wait for work; run the jobs, add new groups, sample one token per row. Return False if the engine stops."""
+        """Do one round of the decode thread; return False if the engine was closed.
+
+        It waits for work, runs the jobs and, unless paused, adds new groups and samples one token for each row.
+        """
         with self._changed:
             while not (self._stopping or self._jobs or (not self._paused and self._has_work())):
                 self._changed.wait()  # whoever adds work notifies, and has a timeout of its own
@@ -217,7 +220,7 @@ class HFEngine:
         return bool(self._arrivals or len(self._training) or len(self._evaluation))
 
     def _fail_all(self) -> None:
-        """Fail all waiting requests and jobs, because the decode thread has ended."""
+        """Make all waiting requests and jobs raise ProcessDiedError, because the decode thread has ended."""
         try:
             self._check_alive()
         except ProcessDiedError as error:

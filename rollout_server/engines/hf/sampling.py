@@ -11,10 +11,10 @@ _WORD = 2**64
 
 
 def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """Return the first `count` random numbers in [0, 1) of the stream that belongs to (seed, prompt, sample). [count]
+    """Return the first `count` random numbers in [0, 1) of the stream of one answer: of (seed, prompt, sample).
 
-    Number t decides token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a function
-    of key and counter; the sample is the counter's highest word, so streams never overlap.
+    Number t decides the answer's token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+    is a function of key and counter; the sample is the counter's highest word, so streams never overlap.
     """
     key = (seed % _WORD) | (prompt_index % _WORD) << 64
     return np.random.Generator(np.random.Philox(key=key, counter=(sample % _WORD) << 192)).random(count)
@@ -45,7 +45,7 @@ def _nucleus(
     probabilities: Tensor,  # [B, V]
     top_p: Tensor,  # [B, 1]
 ) -> Tensor:
-    """Return `probabilities` [B, V] with 0 outside the smallest set of most probable tokens with mass `top_p`."""
+    """Return `probabilities` [B, V] with 0 outside the smallest set of most probable tokens that reaches `top_p`."""
     descending, order = probabilities.sort(dim=-1, descending=True)
     before = descending.cumsum(dim=-1) - descending  # mass of the more probable tokens
     return torch.zeros_like(probabilities).scatter(1, order, descending.masked_fill(before >= top_p, 0.0))

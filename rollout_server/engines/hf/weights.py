@@ -32,7 +32,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
 class WeightEndpoints:
-    """The engine's HTTP server, on a free port. A refused request gets status 400, `success: false` and the reason."""
+    """The hf engine's HTTP server. A request that it refuses gets status 400, `success: false` and the reason."""
 
     def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
@@ -78,7 +78,7 @@ class WeightEndpoints:
         return await handler(request)
 
     async def _accept(self, body: dict[str, Any]) -> None:
-        """Answer a request that asks for nothing else."""
+        """Do nothing: to /ready and /flush_cache the reply `success: true` is the whole answer."""
 
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
@@ -89,7 +89,7 @@ class WeightEndpoints:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])
 
     async def _pause(self, body: dict[str, Any]) -> None:
-        """Pause. Here no HTTP request holds an answer, so `abort` does the same as `retract`: it drops the KV."""
+        """Pause sampling. `in_place` keeps the KV of the running answers, `retract` and `abort` both drop it."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
@@ -139,7 +139,7 @@ class WeightEndpoints:
             self._receiver.end_push()
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the logprobs of the given tokens. Nothing is sampled."""
+        """Answer /generate with the logprobs of the tokens in `input_ids`, as SGLang does. Nothing is sampled."""
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
@@ -150,7 +150,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors` as its weights. No copy keeps the answers waiting."""
+    """Make the model use the memory of `tensors` as its weights: a copy would keep the running answers waiting."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
@@ -179,7 +179,7 @@ def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]
 
 
 def _check_complete(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError unless `tensors` replace every weight. For tied weights one of the names is enough."""
+    """Raise ValueError unless `tensors` has every weight of the model. For tied weights one of the names is enough."""
     state = model.state_dict()
     covered = {state[name].data_ptr() for name in tensors}
     missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]

@@ -55,11 +55,11 @@ class SGLangAdmin:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Leave all objects that the server has now out of garbage collection, which would take 0.3 s each time."""
+        """Exclude all Python objects that the server has now from garbage collection, which would stop it for 0.3 s."""
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
-        """Pause generation. After `retract` and `abort` no KV is in use and the prefix cache is flushed too.
+        """Pause generation as weight_sync.on_update says. All modes but `in_place` drop the KV and the prefix cache.
 
         While requests are paused in place, a server refuses to flush, and dies if the update asks for a flush.
         """
@@ -71,11 +71,11 @@ class SGLangAdmin:
             self.flush_when_idle()
 
     def flush_when_idle(self) -> None:
-        """Wait until no request uses the KV cache, at most FLUSH_S, and empty it."""
+        """Empty the prefix cache as soon as no request uses it, for which the server waits at most FLUSH_S."""
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
-        """End all requests; each is answered with the tokens sampled so far."""
+        """End all requests that the server is answering; each gets the tokens sampled so far as its reply."""
         self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
@@ -168,5 +168,5 @@ class SGLangAdmin:
 
 
 def _update(version: int | None) -> dict[str, Any]:
-    """Return the fields that every request with weights has. SGLang's default for `flush_cache` is true."""
+    """Return the fields of every request with weights: flush no cache (SGLang's default is to); version if given."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

@@ -19,7 +19,7 @@ from rollout_server.engines.sglang.decode_attention import decode_attention
 
 
 class BatchedDecodeBackend(TorchNativeAttnBackend):
-    """SGLang's torch_native backend with its two loops over sequences overridden. The arguments are SGLang's."""
+    """SGLang's torch_native backend, but sequences with one new token are computed together, not one by one."""
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
@@ -39,7 +39,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None, **options: Any,
     ) -> Tensor:
-        """Compute sequences with one new token, of which the cache has all others, as in decoding."""
+        """Compute a prefill: sequences with one uncached token, the last, as in decoding, the others as SGLang does."""
         plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") is None
         single = extend_seq_lens == (1 if plain else -1)  # [B]
         tokens = torch.repeat_interleave(single, extend_seq_lens)  # [tokens]: the only new one of its sequence?
@@ -61,7 +61,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Replace SGLang's backend and pause loop. Call this in the scheduler's process before the scheduler starts."""
+    """Make both changes to SGLang. Call this in the process of SGLang's scheduler before the scheduler starts."""
     ATTENTION_BACKENDS["torch_native"] = BatchedDecodeBackend
     Scheduler._record_scheduler_state_for_paused_engine = _wait_while_paused
 
@@ -72,7 +72,7 @@ _record_paused = Scheduler._record_scheduler_state_for_paused_engine
 def _wait_while_paused(scheduler: Scheduler) -> None:
     """Let a paused scheduler sleep until the next message, if the server has the flag `sleep-on-idle`.
 
-    SGLang's own scheduler polls, on a core that the learner needs for the push.
+    Unchanged, SGLang's scheduler polls while it is paused, on a core that the learner needs for the push.
     """
     _record_paused(scheduler)
     scheduler.maybe_sleep_on_idle()

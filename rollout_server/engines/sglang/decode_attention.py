@@ -18,7 +18,7 @@ def decode_attention(
     lengths: Tensor,  # [B] tokens of each sequence, the new one included
     scaling: float | None,
 ) -> Tensor:  # [B, H, D]
-    """Return softmax(q k^T * scaling) v over the cached tokens of each sequence."""
+    """Return softmax(q k^T * scaling) v, [B, H, D]: attention of each sequence's new token to its cached tokens."""
     order = torch.argsort(lengths)
     sorted_lengths = lengths[order].tolist()
     output = torch.empty_like(query)

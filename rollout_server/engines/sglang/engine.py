@@ -105,7 +105,7 @@ class SGLangEngine:
         return [answer.completion() for answer in answers]
 
     async def _generate(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Extend `answers` in place, each to its end or until a push aborts it."""
+        """Request the rest of `answers` and append it to them. Each then has ended, or a push has aborted it."""
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         key = f"{request.group_id}.{next(self._attempts)}."
         bodies = [request_body(request, answers, self._end_tokens, key)]
@@ -136,7 +136,7 @@ class SGLangEngine:
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
     async def _abort_cancelled(self) -> None:
-        """End the requests of cancelled callers on the server, for as long as the engine runs."""
+        """Tell the server to end each request whose caller was cancelled; runs for as long as the engine."""
         while True:
             rid = await self._cancelled.get()
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
@@ -147,7 +147,7 @@ class SGLangEngine:
             self._cancelled.task_done()
 
     async def load(self) -> Load | None:
-        """Return the load, which the server reads from shared memory, or None if it does not answer in time."""
+        """Return the load that the server reports, or None if it does not answer within LOAD_TIMEOUT_S."""
         rollout = self._config.rollout
         try:
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
@@ -171,10 +171,11 @@ class SGLangEngine:
 
 
 def attach_server(admin: SGLangAdmin, config: Config) -> None:
-    """Reset the server: end its requests, load the weights of model.path as version 0, and empty its cache.
+    """Reset a running server: end its requests, load the weights of model.path as version 0, and empty its cache.
 
     Raises:
         ConfigError: the server's settings would make it tag tokens with wrong versions.
+        WeightSyncError: the server can't be reached, or refuses one of these requests.
     """
     try:
         is_disabled = admin.server_info().get("disable_overlap_schedule")
@@ -240,10 +241,10 @@ def request_body(
 def extend_answer(
     answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int], *, may_abort: bool
 ) -> None:
-    """Append the tokens of the reply to `answer`, and set its finish_reason if it has ended.
+    """Append the tokens of the server's reply to `answer`, and set its finish_reason if it has ended.
 
     Raises:
-        AsyncRLError: the reply is incomplete, or the answer ended for another reason than stop, length or an abort.
+        AsyncRLError: the reply is incomplete, or ended by anything but stop, length or, with `may_abort`, an abort.
     """
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]
@@ -266,7 +267,7 @@ def extend_answer(
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:
-    """Return the version of each token, [num_tokens], from SGLang's spans `{version, start, end}`.
+    """Return the version of each token, [num_tokens], from SGLang's spans `{version, start, end}` (end excluded).
 
     Raises:
         AsyncRLError: the spans do not cover the tokens in order.
@@ -287,7 +288,7 @@ def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntAr
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:
-    """Return the text part of the model's config, the tokens that end an answer, and whether there is a GPU."""
+    """Return the text part of the config of the model at `path`, its end tokens, and whether this host has a GPU."""
     import torch
     from transformers import AutoConfig
 

@@ -70,7 +70,7 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """Stand in for @triton.jit, with or without options: return an Absent, as the function needs triton to run."""
+    """Replace the decorator @triton.jit, which may have options: make an Absent of the function, as it needs triton."""
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name
@@ -94,7 +94,7 @@ class _AbsentModule(ModuleType):
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
-            raise AttributeError(attribute)
+            raise AttributeError(f"a stub module has no {attribute}")
         name = f"{self.__name__}.{attribute}"
         value = _REAL[name] if name in _REAL else Absent(name)
         setattr(self, attribute, value)
@@ -116,7 +116,7 @@ class _Finder(MetaPathFinder, Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Create no names: `_AbsentModule` creates them when they are used."""
+        """Do nothing on the import of a stub: `_AbsentModule` creates its names when they are used."""
 
 
 def _is_usable(package: str) -> bool:
@@ -142,7 +142,7 @@ def _needed_here() -> tuple[str, ...]:
 def install(packages: Sequence[str] | None = None) -> tuple[str, ...]:
     """Install stubs for those `packages` that can't be imported; return their names. Call this before importing sglang.
 
-    None stands for the packages that SGLang can do without on this host.
+    If `packages` is None, it is those that SGLang can do without on this host: ON_GPU or ON_CPU.
     """
     packages = _needed_here() if packages is None else packages
     missing = tuple(package for package in packages if not _is_usable(package))

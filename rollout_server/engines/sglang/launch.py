@@ -21,9 +21,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL, and its children when it dies.
+    """Let the kernel kill this process when its parent dies, even by SIGKILL, and tell its children to do the same.
 
-    The first process of the server does so only if PARENT_VARIABLE is set.
+    The environment variable PARENT_VARIABLE names the parent; a process without it lives on when its parent dies.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":

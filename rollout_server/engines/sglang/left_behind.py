@@ -15,7 +15,7 @@ SETTLE_S = 600.0
 
 
 def sweep(shared_memory: Path = Path("/dev/shm")) -> None:
-    """Remove socket folders of this program's SGLang servers, and SGLang's load reports, that no process uses.
+    """Remove socket folders and load reports of SGLang servers that no process uses and that are older than SETTLE_S.
 
     A process uses a folder if the folder is its TMPDIR, and a report if it has mapped it. A server that is ended in
     order removes its own; see ServerProcess.aclose.

@@ -42,7 +42,7 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """Return SGLang's flags, without the port. `model` is the text part of the model's transformers config."""
+    """Return SGLang's flags {name: value}, with rollout.server_args, without port. `model`: the text model's config."""
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model-path": config.model.path, "host": config.network.host, "dtype": dtype, "random-seed": config.run.seed,
@@ -73,7 +73,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
 
 
 def _kv_tokens(config: Config, model: Any, dtype: str, free_memory_bytes: int) -> int:
-    """Return the KV cache's size in tokens: for all rollouts in flight if memory allows, for one rollout at least."""
+    """Return a CPU server's KV cache size in tokens: for all rollouts in flight if memory allows, at least for one."""
     groups = min(config.rollout.concurrency, config.max_slots)
     rollouts = groups * config.rollout.group_size + config.eval.size * config.eval.samples
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
@@ -84,7 +84,7 @@ def _kv_tokens(config: Config, model: Any, dtype: str, free_memory_bytes: int) -
 
 
 def command_line(flags: Flags) -> list[str]:
-    """Return `--key value ...`. True gives a flag without value, False no flag, a list several values, a dict JSON."""
+    """Return the words `--key value ...`: True gives no value, False no flag, a list several values, a dict JSON."""
     words: list[str] = []
     for key, value in flags.items():
         if value is False:
@@ -107,14 +107,14 @@ def free_port(host: str) -> int:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders in which installed wheels have put libcudart."""
+    """Return the folders in which installed Python packages have put the CUDA runtime, libcudart; [] without any."""
     nvidia = importlib.util.find_spec("nvidia")  # a namespace package of many wheels, in one or more site-packages
     roots = nvidia.submodule_search_locations if nvidia else None
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 class ServerProcess:
-    """The process that runs `rollout_server.engines.sglang.launch` with the given flags."""
+    """One SGLang server: a child process that runs `rollout_server.engines.sglang.launch` with the given flags."""
 
     def __init__(self, name: str, flags: Flags, threads: int, log_file: Path, config: Config) -> None:
         self.name = name
@@ -143,7 +143,7 @@ class ServerProcess:
         self._log_start_bytes = 0
 
     async def start(self) -> None:
-        """Start the server and return when it answers at `url`. If another process takes its port, try another one."""
+        """Start the server and return when it answers at `url`. If another process takes its port, try up to 3."""
         await asyncio.to_thread(sweep)
         for attempt in range(1, _START_ATTEMPTS + 1):
             port, identity = free_port(self._config.network.host), f"async-rl-{uuid.uuid4().hex}"
@@ -161,14 +161,14 @@ class ServerProcess:
                     raise
 
     def check_alive(self) -> None:
-        """Raise ProcessDiedError if the server has ended."""
+        """Raise ProcessDiedError, with advice and the end of the server's log, if the server has ended by itself."""
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             tail = log_tail(self.log_file, self._log_start_bytes)
             raise ProcessDiedError(f"{self.name} ended by itself ({how}). {_hint(self._log())}\n{tail}")
 
     async def aclose(self) -> None:
-        """Kill the server and its children, and remove their files. An orderly end would only take 5 s longer."""
+        """Kill the server (an orderly end takes 5 s longer) and its children; remove their sockets and load reports."""
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
@@ -209,7 +209,7 @@ class ServerProcess:
 
 
 def _answers(admin: SGLangAdmin, identity: str) -> bool:
-    """Return whether our server is ready, not another run's on the same port; if it is, also set it up."""
+    """Return whether the server is ready and is ours (serves `identity`); if so, freeze its garbage collection."""
     with suppress(WeightSyncError, WaitTimeoutError):
         if admin.is_ready() and admin.serves_model(identity):
             admin.freeze_garbage_collection()
@@ -218,7 +218,7 @@ def _answers(admin: SGLangAdmin, identity: str) -> bool:
 
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Kill the server and wait for its end. The kernel then ends its children; Python's resource tracker cleans up."""
+    """Kill the server and wait `timeout_s` at most; its children get 1 s to end and clean up before they are killed."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -230,7 +230,7 @@ def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
-    """Return the files of the schedulers' load reports, which SGLang does not remove."""
+    """Return the files in /dev/shm in which the server's children report their load: a killed server leaves them."""
     files: set[Path] = set()
     with suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -239,7 +239,7 @@ def _shared_memory_of(process: subprocess.Popen[bytes]) -> set[Path]:
 
 
 def _hint(log: str) -> str:
-    """Return the advice that most likely helps, chosen by words in the server's log."""
+    """Return a sentence of advice about a server that has ended by itself, chosen by words in its log."""
     for sign, hint in (
         ("out of memory", "Lower rollout.mem_fraction."),
         ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),

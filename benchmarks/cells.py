@@ -43,7 +43,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep. `labels` has its level's label on every axis, the seed included."""
+    """One run of a sweep. `labels` has, by name of each axis (the seed is one, too), the label of the cell's level."""
 
     labels: dict[str, str]
     overrides: tuple[str, ...]
@@ -55,7 +55,7 @@ class Cell:
 
 
 def key_axis(text: str) -> Axis:
-    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError."""
+    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError for other text."""
     key, equals, values = text.partition("=")
     levels = [value for value in values.split(",") if value]
     if not equals or not key or not levels:
@@ -84,7 +84,7 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Parse comma-separated whole numbers into an ascending list without repeats. Raises ConfigError."""
+    """Parse comma-separated whole numbers into an ascending list without repeats. Raises ConfigError for other text."""
     parts = text.split(",")
     if not all(re.fullmatch(r"\d+", part) for part in parts):
         raise ConfigError(f"{option} must be whole numbers, e.g. 0,1,2,4; got {text!r}")
@@ -168,7 +168,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Return the records of the finished cells in a sweep's folder, with `axes` only of cells on exactly these axes."""
+    """Return {cell's folder: record} of a sweep's finished cells, with `axes` only of cells on exactly these axes."""
     records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
     names = None if axes is None else set(axes)
     return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def describe_command(sentence: str, example: str) -> str:
-    """Return the description of a command, with which its --help begins."""
+    """Return a command's description, with which its --help begins: the sentence, and an example of a call."""
     return f"{sentence}\n\nexample: {example}"
 
 

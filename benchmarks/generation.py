@@ -48,7 +48,7 @@ Rates = tuple[float, float]
 
 
 async def plain_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Send `groups` requests of group_size samples to the server, wait for the replies, and return the rates."""
+    """Send `groups` requests of group_size samples to the server, await replies; return (rollouts/s, tokens/s)."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
@@ -74,7 +74,7 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
 
 
 async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Run worker and buffer until the consumer has taken `groups` groups, and return the rates."""
+    """Run worker and buffer until the consumer has taken `groups` groups; return (rollouts/s, tokens/s)."""
     batches = groups // config.learner.prompts_per_step
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives exactly `groups` slots
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
@@ -120,7 +120,7 @@ from sglang.benchmark.serving import cli_main; cli_main()"""
 
 
 def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
-    """Run SGLang's own benchmark on the same server, with as many answers in all and at once; return its tokens/s."""
+    """Run SGLang's own benchmark on the server, as many answers in all and at once as `plain_load`; return tokens/s."""
     rollout = config.rollout
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
         done = subprocess.run(
@@ -143,9 +143,9 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
 async def measure(
     config: Config, groups: int, rounds: int, with_sglang_bench: bool, logs: Path
 ) -> dict[str, list[float]]:
-    """Start a server and run all rounds; return the rate of each round, by the name of the rate.
+    """Start a server and run all rounds; return, by load (plain, pipeline, ...), a list of its rates, one per round.
 
-    Names without `_tokens` are of rollouts/s, names with it of tokens/s.
+    Keys that end with `_tokens` have tokens/s, the others rollouts/s.
     """
     engine = open_engine(config, 0, logs)
     rates: dict[str, list[float]] = {}

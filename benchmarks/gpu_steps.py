@@ -48,7 +48,7 @@ def _python(*words: str) -> list[str]:
 
 
 def _tests(*files: str) -> MakeCommand:
-    """Return a command that runs tests and keeps the logs of their servers in the folder for results."""
+    """Return the MakeCommand of a step that runs the `gpu` tests in `files`; their servers' logs go to `folder`."""
     return lambda folder, server, left: _python(
         "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", "--basetemp", str(folder / Path(files[0]).stem),
         *files,

@@ -137,7 +137,7 @@ class Suite:
 
 
 def _is_installed(need: str) -> bool:
-    """Return whether a package, or a file of a package, is installed, without importing it."""
+    """Return whether a package, or package/start of a file's name, is installed, without importing it."""
     package, _, file = need.partition("/")
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec else []

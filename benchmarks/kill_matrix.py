@@ -77,13 +77,14 @@ class Outcome:
 
 
 def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
-    """Start a run, kill one of its processes, see whether it recovers or can be resumed, and return the outcome.
+    """Start a run, kill one of its processes, wait until it works again or was resumed, stop it; return the outcome.
 
     A run survives the loss of a rollout server, a worker or the buffer. After the loss of the learner or the driver it
-    must end with one error and go on after a resume.
+    must end, and is resumed.
 
     Raises:
         WaitTimeoutError: the run does not start, or neither goes on nor ends.
+        RuntimeError: there is no such process, or the run ended although it should have survived.
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]

@@ -138,7 +138,10 @@ def _status_bytes(key: str) -> int:
 
 
 def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Run all sides in turn; return each side's seconds by round and peak bytes, and the sizes of the micro-batches."""
+    """Run all sides in turn; return a dict of each side's seconds by round, its peak bytes, and counts.
+
+    The counts are of micro-batches, and of their tokens: all that are fed, those that are not padding, those trained.
+    """
     updater = Updater(config, device)
     plain = Plain(config, device, updater.policy.compute_dtype)
     checkpointed = Updater(
@@ -193,7 +196,7 @@ def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) ->
 
 
 def _clock(device: torch.device) -> float:
-    """Return the time in seconds, on a CPU that in which this process ran, which other processes hardly disturb."""
+    """Return the time in seconds: on a CPU that of this process alone, on a GPU wall-clock once its work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -201,7 +204,7 @@ def _clock(device: torch.device) -> float:
 
 
 def report(found: dict[str, Any], header: str) -> str:
-    """Return the result as a Markdown page, and add the ratios of the step's speed to `found`."""
+    """Return `found` as a Markdown page, and add to it, by side, the `ratio` of the step's speed over that side's."""
     seconds, tokens = found["seconds"], found["trained_tokens"]
     found["ratio"], lines = {}, []
     for side, times in seconds.items():

@@ -15,7 +15,7 @@ PACKAGES = ("torch", "sglang", "transformers", "ray")
 
 
 def describe_machine() -> dict[str, str]:
-    """Return processor, cores, memory, GPUs, system, versions of the main packages, and this checkout's commit."""
+    """Return texts by name: processor, cores, memory, GPUs, system, versions of packages, this checkout's commit."""
     found = {
         "processor": _processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",

@@ -78,7 +78,7 @@ class MarkedCommand:
         return left
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End every process of the command: by SIGKILL, or by SIGTERM first if `grace_s` is given."""
+        """End every process of the command by SIGKILL; if `grace_s` is given, after SIGTERM and so many seconds."""
         if grace_s:
             processes = self.processes()
             for process in processes:

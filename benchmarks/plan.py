@@ -53,10 +53,10 @@ class Plan:
         return self.bounds[enough.index(True)]
 
     def closed_form(self, bound: int) -> float:
-        """Return the learner's utilisation min(Usat, (bound + 1) U0), which holds for light tails.
+        """Return the learner's utilisation by the formula min(Usat, (bound + 1) U0); it holds if few groups are slow.
 
-        U0 is the simulated one at bound 0, or that at the first bound over its bound + 1. Usat is the one that the
-        learner reaches if the slower pool never waits.
+        U0 is the simulated utilisation at the plan's smallest bound b, divided by b + 1. Usat is the utilisation that
+        the learner reaches if the slower pool never waits.
         """
         w, first = self.workload, self.results[0].utilisation / (self.bounds[0] + 1)
         learner_s = w.train_s + w.handout_s + w.sync_s / w.every_steps
@@ -79,7 +79,7 @@ def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
 
 
 def measured_workload(folder: Path) -> Workload:
-    """Return the workload of a run directory, or of all bounds of a sweep's first series.
+    """Return the workload to simulate, as measured in a run directory or over all bounds of a sweep's first series.
 
     Raises:
         ConfigError: durations were not measured, or the simulator does not cover the runs' rules.
@@ -117,7 +117,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def planned_workload(args: argparse.Namespace) -> Workload | None:
-    """Return the workload of RUN_DIR, with durations replaced by options, or None if neither is given.
+    """Return the workload to simulate: that of RUN_DIR, with values replaced by options; None if neither is given.
 
     Raises:
         ConfigError: the options are not enough for a workload, or contradict each other.
@@ -199,7 +199,7 @@ def _shares(result: Result) -> list[str]:
 
 
 def rules_text(workload: Workload) -> str:
-    """Return the rules that differ from their defaults, as `key=value, ...`."""
+    """Return as `key=value, ...` those settings of staleness, pushes and replay that differ from their defaults."""
     w, default = workload, Workload()
     settings = {
         "staleness.late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
@@ -212,7 +212,7 @@ def rules_text(workload: Workload) -> str:
 def split_devices(
     workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int
 ) -> dict[tuple[int, int], Result]:
-    """Simulate every split of the devices; return the results by (learner devices, rollout devices).
+    """Simulate every split of the devices into two pools; return results by (learner devices, rollout devices).
 
     With more devices the learner's time shrinks in proportion, and so does load_s, while rollout concurrency grows.
 

@@ -165,7 +165,7 @@ def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 def _curves(
     rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
 ) -> Any:
-    """Draw a panel for each series with a line for each bound; return None without rows."""
+    """Return a figure with a panel for each series, in which `draw` draws a line for each bound; None without rows."""
     if not rows:
         return None
     from matplotlib import colormaps
@@ -188,14 +188,17 @@ def _curves(
 
 
 def _mean_and_error(lines: Any) -> tuple[Any, Any]:
-    """Return mean and standard error over the seeds, [points] each, of `lines` [seeds, points]; 0 for a single seed."""
+    """Return mean and standard error [points] over the seeds of `lines` [seeds, points]; a single seed has error 0."""
     if len(lines) == 1:
         return lines[0], np.zeros_like(lines[0])
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
 def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
-    """Draw the share of time in each state as stacked bars for the first series; mark prediction, occupancy, NVML."""
+    """Draw, for each pool, the shares of time by state as stacked bars over the bounds of the first series.
+
+    Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
+    """
     if not rows:
         return None
     series, rows = next(iter(by_series(rows).items()))

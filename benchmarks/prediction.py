@@ -1,4 +1,4 @@
-"""Measures the durations of a run's stages, makes a workload of them, and compares the simulator's prediction."""
+"""Measures the durations of a run's stages, makes a workload of them, and compares simulated with measured values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _in_flight(run: Run) -> float:
 
 
 def _group_cv(run: Run) -> float:
-    """Return the standard deviation over the mean of the durations of groups within a step; nan if not measured."""
+    """Return the standard deviation of the durations of a step's groups, divided by their mean; nan if not measured."""
     variances, means = [], []
     for step in run.steps[1:]:
         mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
@@ -151,7 +151,7 @@ def work_conserving_bound(found: Stages, staleness: int) -> float:
 
 
 def first_series(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the first series, one for each bound, without runs in exact mode."""
+    """Return the rows of the first series, which differ only in the staleness bound, without runs in exact mode."""
     bounded = [row for row in rows if not row.exact]
     return [row for row in bounded if row.series == bounded[0].series]
 

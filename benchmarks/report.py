@@ -118,7 +118,7 @@ def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title:
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:
-    """Return a table of each bound's utilisation and staleness, measured and predicted; None without any bound."""
+    """Return a table of utilisation and staleness by bound, measured and predicted; None if `measured` is empty."""
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
         "predicted", "in flight, measured", "predicted", "both pools, measured", "work-conserving bound",
@@ -143,7 +143,7 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def dropped_groups(rows: Sequence[Row]) -> Table | None:
-    """Return a table of means over trained and over dropped groups, by drop reason, or None if none was dropped."""
+    """Return a table of mean length, reward and duration of trained and of dropped groups; None if none was dropped."""
     lines = []
     for row in rows:
         for outcome in ("trained", *(f"dropped_{reason}" for reason in DROP_REASONS)):

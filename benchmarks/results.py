@@ -53,12 +53,12 @@ class Run:
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
     def mean(self, key: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
-        """Return the average of a metric over the steps after the first, or nan if it was never measured."""
+        """Return the `average` of the metric `key` over the steps after the first, or nan if it was never measured."""
         values = [value for _, _, value in self.points(key, first=1)]
         return average(values) if values else math.nan
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
-        """Return (step, seconds since the end of the first step, value) of every step that measured the metric."""
+        """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
         return [
             (step.get("step") or 0.0, step.get("time/since_first_step_s") or 0.0, value)
             for step in self.steps[first:]
@@ -146,7 +146,7 @@ def _read_run(folder: Path) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The runs with one combination of settings, one for each seed."""
+    """The runs with one combination of settings, one for each seed. `values` has, by name, a value of each run."""
 
     runs: tuple[Run, ...]
     values: dict[str, list[float]]
@@ -172,7 +172,7 @@ class Row:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Return the mean over the seeds with its standard error, or for staleness_max the maximum over the seeds."""
+        """Return the mean of a value over the seeds with its standard error, but for staleness_max the maximum."""
         values = self.values[key]
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 

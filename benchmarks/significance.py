@@ -12,7 +12,7 @@ from benchmarks.tables import Table
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows by measured improvement per minute, best first, without rows of exact mode."""
+    """Return the rows by improvement per minute, best first, without those of exact mode or without a reward."""
 
     def gain(row: Row) -> float:
         return row.estimate("per_minute").mean
@@ -37,7 +37,7 @@ def best_row(rows: Sequence[Row]) -> str:
 
 
 def bounds_compared(rows: Sequence[Row]) -> Table | None:
-    """Return a table that compares each bounded row with the best row and with the baseline, or None for one row.
+    """Return a table that compares the rows of `ranked` with the best and with the baseline; None with less than two.
 
     The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
     data, so the p-values are corrected for the number of other rows.
@@ -67,8 +67,8 @@ def corrections_compared(rows: Sequence[Row]) -> list[Table]:
     """Return tables that compare each correction with none in runs with staleness.mode=exact.
 
     They compare at each staleness.max above 0 and on average over these. There is one table for the improvement per 100
-    steps and one for the mean reward; there is none if the rows hold no such runs. Holm's
-    correction is applied to all averages of a table together, and to all its single comparisons together.
+    steps and one for the mean reward; there is none if the rows hold no such runs. Holm's correction is applied to all
+    averages of a table together, and to all its single comparisons together.
     """
     pairs: dict[str, list[tuple[Row, Row]]] = {}
     exact = [row for row in rows if row.exact and row.staleness > 0]

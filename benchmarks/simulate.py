@@ -104,7 +104,7 @@ def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) 
 
 
 class _Simulation:
-    """One simulation and its state. Groups progress on a clock `_work_s`, slower with load and stopped in a push."""
+    """One simulation and its state. Groups have a clock of their own, slower with load and standing still in a push."""
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
@@ -155,7 +155,7 @@ class _Simulation:
         )
 
     def _generate(self, seconds: float | None) -> None:
-        """Let groups run for `seconds`, or (None) until the next one finishes."""
+        """Let groups run for `seconds` of simulated time, or (None) until the next one finishes."""
         left_s = np.inf if seconds is None else seconds
         while self._ends:
             pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s
@@ -182,7 +182,7 @@ class _Simulation:
         self._admit()
 
     def _abort(self) -> None:
-        """Stop the groups that the hand-out dropped, and start others in their slots."""
+        """Stop the groups that the store dropped as late at a batch's hand-out, and start others in their slots."""
         if late := set(self._store.aborts(WORKER)):
             self._store.acknowledge_aborts(WORKER, late)
             self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]

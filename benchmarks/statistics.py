@@ -43,7 +43,7 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """Return the mean of mean(a) - mean(b) over strata (a, b) of equal weight, and its p-value by Welch's test.
+    """Return the mean of mean(a) - mean(b) over the strata (a, b) in `pairs`, and its p-value by Welch's test.
 
     Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
     """

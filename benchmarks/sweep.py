@@ -91,7 +91,7 @@ def settings_of(cell: Cell) -> str:
 
 
 def run_and_report(sweep: Sweep) -> int:
-    """Run the cells that are not finished, write and print the report of the finished cells; return the exit code."""
+    """Run the cells that are not finished, write and print the report; return the exit code, 1 if a cell failed."""
     progress = run_sweep(sweep)
     for name, error in progress.failed.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
@@ -141,7 +141,7 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def run_in_process(sweep: Sweep, cell: Cell) -> str:
-    """Train one cell in a child process; return "", or its exit code with the first error line of its log."""
+    """Train a cell in a child process; return "" if it succeeds, else its exit code and its log's first error line."""
     log_file = sweep.folder / "logs" / f"{cell.name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]

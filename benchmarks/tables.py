@@ -38,7 +38,7 @@ class Table:
 
 
 def write_page(out: Path, page: str, numbers: Any) -> None:
-    """Print a result, and write it as out.md and its numbers as out.json. The suffix is added to the whole name."""
+    """Print the Markdown `page`, and write it to the file `out`.md and `numbers` to `out`.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(f"{out.name}.md").write_text(page)
     out.with_name(f"{out.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

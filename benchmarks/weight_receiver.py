@@ -97,7 +97,7 @@ def tensor_names(num_tensors: int) -> list[str]:
 
 
 async def serve(num_tensors: int, num_elements: int, join_s: float) -> None:
-    """Print the URL, and serve until stdin ends, which happens when the parent process ends."""
+    """Serve the weight endpoints and print their URL; return when stdin ends, which it does with the parent process."""
     endpoints = WeightEndpoints(TensorEngine(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

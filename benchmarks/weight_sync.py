@@ -60,7 +60,7 @@ Transfer = Callable[[], float]
 
 
 class PlainBroadcast:
-    """A plain transfer by gloo: this process is rank 0 of a group of two, and starts rank 1 as a process."""
+    """A plain transfer to a process that it starts. A call broadcasts the bytes by gloo and returns the seconds."""
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -87,7 +87,7 @@ class PlainBroadcast:
 
 
 def receive_plain(where: str) -> None:
-    """Take part in broadcasts until the sender ends; `where` is PORT:BYTES."""
+    """Run as rank 1 of a PlainBroadcast until rank 0 ends, and exit. `where` is PORT:BYTES: store's port, size."""
     port, num_bytes = map(int, where.split(":"))
     timeout = timedelta(seconds=WAIT_S)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
@@ -101,7 +101,7 @@ def receive_plain(where: str) -> None:
 
 
 def device_copy(num_bytes: int, device: torch.device) -> Transfer:
-    """Return a transfer that copies `num_bytes` within the device's memory."""
+    """Return a function that copies `num_bytes` within the device's memory, and returns the seconds that this took."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -118,7 +118,10 @@ def device_copy(num_bytes: int, device: torch.device) -> Transfer:
 def measure(
     config: Config, url: str, tensors: dict[str, Tensor], device: torch.device, rounds: int, plain: Transfer
 ) -> dict[str, Any]:
-    """Time `rounds` pushes and plain transfers in turn, after one of each to warm up; return medians and ratios."""
+    """Time `rounds` pushes and plain transfers in turn, after one of each to warm up; return a row of the table.
+
+    It has sizes, rates and ratios by name, from the medians over the rounds.
+    """
     publisher = open_publisher(config, [url], 0, device)
     publisher.connect()
     pushes, plain_s = [], []
@@ -139,7 +142,7 @@ def measure(
 
 
 def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
-    """Return the config with one of the transports."""
+    """Return the config with this transport and buckets of `bucket_mb` MB."""
     sync = WeightSyncConfig(transport=transport, bucket_bytes=bucket_mb * MB)
     return dataclasses.replace(config, weight_sync=sync)
 

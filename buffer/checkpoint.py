@@ -1,8 +1,8 @@
 """Makes the buffer's part of a training checkpoint, and restores the buffer of a resumed run from it.
 
-Groups and versions after the checkpoint are discarded. Of the groups that were in no batch yet, the resumed run keeps
-those whose payload is still in the journal of the earlier run; the prompts of the others are granted again, before
-new ones. So no prompt is lost, and none is trained on twice.
+Versions after the checkpoint and groups admitted after it are discarded. A group that was in no trained batch yet
+continues if its payload (the encoded group) is still in the journal of the earlier run; otherwise its prompt is granted
+again, before new ones. So no prompt is lost, and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from buffer.store_state import StoreState
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """Return the scalars and the groups that are in no trained batch yet, as plain values."""
+    """Return {"scalars": those of `state`, "live": the groups that are in no trained batch yet}, as plain values.
+
+    A group is there as [group id, prompt index, start version, number of its batch in exact mode or -1].
+    """
     live = [row for row in state.rows() if row.is_fresh]
     return {
         "scalars": state.scalars(),
@@ -27,12 +30,12 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
 
 
 def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, past: Mapping[int, Row]) -> None:
-    """Fill an empty state from the checkpoint `saved`.
+    """Fill the empty `state` from the checkpoint `saved`. The prompt of a group that is dropped here is granted again.
 
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
-    version are gone. A group that never arrived is dropped as `failed`. Groups over the capacity under `rules`, which
-    may have changed since, are dropped as `late`. `past` has, by id, the groups that arrived before the earlier run
-    ended, even after the checkpoint.
+    version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would stay
+    incomplete. Groups over the capacity under `rules`, which may have changed since, are dropped as `late`. `past` has,
+    by id, the groups that arrived before the earlier run ended, even after the checkpoint.
     """
     rows = [
         Row(group_id=g, prompt_index=p, start_version=s, worker="", batch=b) for g, p, s, b in saved.buffer["live"]
@@ -68,7 +71,7 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, pa
 
 
 def _has_all_groups(rows: list[Row], version: int, first_version: int, rules: Rules) -> bool:
-    """Return whether the groups of the next `staleness.max` batches are complete: later versions can't sample them."""
+    """Return whether `rows` fill the next `staleness.max` batches in exact mode; no later version can fill them."""
     bound = rules.max_staleness
     members = Counter(
         row.batch for row in rows

@@ -42,7 +42,7 @@ class LearnerClient:
     """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
 
     Every method raises WaitTimeoutError if the buffer does not answer within timeouts.wire_s, and WireError if it
-    refuses the request. `keys` is network.keys.
+    refuses the request. `keys` is the folder network.keys; "" connects without keys.
     """
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -56,7 +56,7 @@ class LearnerClient:
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
-        """Wait for batch number `version` and return it decoded; see `take_raw`."""
+        """Wait for batch number `version` and return it decoded. Raises the same errors as `take_raw`."""
         return decode_batch(self.take_raw(version))
 
     def take_raw(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> list[memoryview]:
@@ -76,13 +76,13 @@ class LearnerClient:
     def await_push(self, version: int) -> None:
         """Wait until `version`, the newest, may be pushed; raise WaitTimeoutError after timeouts.batch_s.
 
-        In exact mode that is when all groups of the old version are done. With `weight_sync.on_update: drain` it is
-        when no group runs; none is granted until `served`.
+        In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
+        is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
         """
         self._poll("may_push", version, f"to push version {version}", lambda: False)
 
     def trained(self, version: int) -> None:
-        """Report that the batch taken last yielded `version`; tokens of that version are legal from now on."""
+        """Report that the batch taken last yielded `version`; the buffer accepts tokens of this version from now on."""
         self._call("trained", version=version)
 
     def served(self, version: int) -> None:
@@ -90,7 +90,7 @@ class LearnerClient:
         self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
-        """Return the buffer's part of a checkpoint at `version`, the newest."""
+        """Return the buffer's part of a training checkpoint. `version` must be the number of batches trained so far."""
         return self._call("checkpoint", version=version).result
 
     def close(self) -> None:
@@ -98,7 +98,10 @@ class LearnerClient:
         self._context.term()
 
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> Reply | None:
-        """Repeat a request until the answer is not "wait", and return that answer; None if `interrupted`."""
+        """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
+
+        Raises WaitTimeoutError after timeouts.batch_s, which says what the learner waited for: `purpose`.
+        """
         limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
             left_s = limit.seconds - (time.monotonic() - start_s)
@@ -130,7 +133,7 @@ class LearnerClient:
 class WorkerClient:
     """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it at once.
 
-    Slots are granted to the name `worker`, which is unique in the run. `keys` is network.keys.
+    Slots are granted to the name `worker`, which is unique in the run. `keys` is the folder network.keys, "" for none.
     """
 
     def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -147,7 +150,7 @@ class WorkerClient:
         self._socket.connect(address)
 
     async def admit(self, max_groups: int) -> list[Slot]:
-        """Wait until there are slots, and return up to `max_groups`, sorted by group id; none after LONG_POLL_S.
+        """Wait until there are slots, and return up to `max_groups`, sorted by group id; [] after LONG_POLL_S seconds.
 
         Only one call may run at a time. The call after a cancelled one continues it, so that no granted slot is lost;
         it may return as many slots as the cancelled call asked for.
@@ -159,9 +162,9 @@ class WorkerClient:
         return read_slots(reply.result)
 
     async def aborts(self, acknowledged: Sequence[int]) -> list[int]:
-        """Wait until the buffer has dropped groups that this worker runs, and return their ids; none after LONG_POLL_S.
+        """Wait until the buffer has dropped groups that this worker runs, and return their ids; [] after LONG_POLL_S.
 
-        Ids are returned again until they are `acknowledged`, which is the result of the call before.
+        Ids are returned again until a later call gives them back as `acknowledged`: the worker has cancelled them.
         """
         reply = await self._call(
             next(self._ids), "aborts", "dropped groups", acknowledged=list(acknowledged), wait_s=LONG_POLL_S
@@ -178,7 +181,7 @@ class WorkerClient:
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
-        """Give up a running group: it counts as failed, and its slot is free. With `requeue` its prompt comes again."""
+        """Give up a running group: it is dropped as failed. With `requeue` its prompt is granted again."""
         sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
@@ -231,7 +234,7 @@ class WorkerClient:
 
 
 def _request_ids() -> itertools.count[int]:
-    """Count ids from a random start, so that the buffer can tell a restarted client's requests from earlier ones."""
+    """Return endless ids from a random start, so that a restarted client repeats no id of its earlier requests."""
     return itertools.count(secrets.randbits(61))
 
 

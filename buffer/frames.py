@@ -9,7 +9,7 @@ Frame = bytes | zmq.Frame
 
 
 def view(frame: Frame) -> memoryview:
-    """Return the bytes of a frame, not copied."""
+    """Return a view of the bytes of a frame, without copying them."""
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 

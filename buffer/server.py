@@ -64,7 +64,7 @@ class BufferServer:
     def serve(self, stop: threading.Event) -> None:
         """Answer messages, and return once `stop` is set.
 
-        Raises AsyncRLError if the journal can't be written, and StalenessError if a group would be too old: a bug.
+        Raises AsyncRLError if the journal can't be written, and StalenessError if a bug put too old a group in a batch.
         """
         router = self._socket.router
         poller = zmq.Poller()
@@ -95,7 +95,7 @@ class BufferServer:
             return self._operations.abandon(worker)
 
     def close(self) -> dict[str, float]:
-        """Wait until `serve` returns, drop the groups that are left as `shutdown`, and return the last counters.
+        """Wait until `serve` returns, drop running and finished groups as `shutdown`, and return the final metrics.
 
         Raises WaitTimeoutError if `serve` does not return within timeouts.shutdown_s: set its `stop` first.
         """
@@ -113,7 +113,7 @@ class BufferServer:
             return self._operations.counters()
 
     def _resume(self, saved: TrainingState, run_dir: Path) -> None:
-        """Restore the store from a training checkpoint and from the journal of the earlier run."""
+        """Restore the store from a training checkpoint and the earlier run's journal; import that into the new one."""
         past, groups = {}, {}
         ids = [group_id for group_id, *_ in saved.buffer["live"]]
         past_file = run_dir / PAST_FILE_NAME.format(lineage=saved.lineage)

@@ -104,12 +104,12 @@ class Rules:
 
 
 def admission_capacity(slots_held: int, rules: Rules) -> int:
-    """Return the number of groups that may start now."""
+    """Return the number of groups that may start while `slots_held` slots are held: (M + 1) F - slots_held or 0."""
     return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:
-    """Return, in the shape of `versions`, whether a token of each version may be trained on in batch `version`."""
+    """Return, in the shape of `versions`, whether batch `version` may train on a token of each of these versions."""
     trainable: BoolArray = version - versions <= max_staleness
     return trainable
 
@@ -142,7 +142,7 @@ def fresh_to_take(
 
 
 def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
-    """Return the first d for which batch `version` needs more groups with deadline <= d than have finished, or None."""
+    """Return the first d for which batch `version` must wait for running groups with deadline <= d; None if none."""
     required = _required_by_deadlines(finished, running, version, rules)
     return next((d for d, (_, missing) in required.items() if missing > 0), None)
 
@@ -150,10 +150,10 @@ def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: 
 def _required_by_deadlines(
     finished: Iterable[int], running: Iterable[int], version: int, rules: Rules
 ) -> dict[int, tuple[int, int]]:
-    """Return, by d in v..v+M, how many groups with deadline <= d batch v must take, and how many of them are missing.
+    """Return {d: (number, missing)} for d in v..v+M: batch v must take `number` groups with deadline <= d.
 
     Taking the n earliest leaves live(d) - min(n, finished(d)), so at least live(d) - (d - v) F must be taken.
-    A missing group is not finished yet.
+    `missing` of them have not finished yet; if it is 0 or below, none is missing.
     """
     done, live = Counter(finished), Counter(running)
     live.update(done)
@@ -169,9 +169,10 @@ def _required_by_deadlines(
 
 
 def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
-    """Return whether each finished group, by ascending deadline, may continue after a resume at `version`.
+    """Return whether each of the finished groups with these ascending deadlines may continue after a resume.
 
-    With the policy `wait` as many continue as (*) allows; otherwise all that have not missed their deadline.
+    The resume is at `version`. With the policy `wait` as many continue as (*) in the module's text allows; otherwise
+    all that have not missed their deadline.
     """
     fit: list[bool] = []
     number = 0

@@ -52,7 +52,7 @@ class Store:
     # --- for workers
 
     def capacity(self) -> int:
-        """Return the number of groups that may start now."""
+        """Return the number of groups that may start now; 0 before the first `served` and while a push drains."""
         if self._is_draining or self.state.served_version is None:
             return 0
         return admission_capacity(self.state.slots_held, self.rules)
@@ -93,7 +93,7 @@ class Store:
         return row.slot
 
     def finish(self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False) -> None:
-        """Store a running group that has arrived. With `drop_equal` it is dropped if its rewards are all equal."""
+        """Store a running group that has arrived; with `drop_equal` drop it instead if its rewards are all equal."""
         assert self.state.served_version is not None
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
@@ -118,7 +118,7 @@ class Store:
         return len(lost)
 
     def aborts(self, worker: str) -> list[int]:
-        """Return the groups that were dropped while `worker` ran them and that it has not acknowledged."""
+        """Return the ids of the groups that were dropped while `worker` ran them and that it has not acknowledged."""
         return self._aborts.get(worker, [])
 
     def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
@@ -133,10 +133,10 @@ class Store:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
     def take(self, version: int, now_s: float = 0.0) -> list[Row] | None:
-        """Return batch number `version`, sorted by group id; None while the learner has to wait. Does not block.
+        """Return the groups of batch `version`, sorted by id; None while the learner has to wait. Does not block.
 
-        The learner holds the batch until `trained`; until then each call returns it again. Raises WireError as
-        `check_version`, and StalenessError if a group has missed its deadline.
+        The learner holds the batch until `trained`; until then each call returns it again. Raises WireError if
+        `version` is not the number of batches trained so far, and StalenessError if a group has missed its deadline.
         """
         self.check_version(version)
         if not self.state.held:
@@ -153,7 +153,7 @@ class Store:
         return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
     def trained(self, version: int) -> None:
-        """Record that the held batch was trained on and yielded `version`, whose tokens are legal from now on.
+        """Record that the held batch was trained on and yielded `version`, whose tokens are accepted from now on.
 
         Raises WireError if the learner holds no batch that yields this version.
         """
@@ -176,8 +176,8 @@ class Store:
     def may_push(self) -> bool:
         """Return whether the newest version may be pushed now.
 
-        With `drain` it may once no group runs, and the question stops admission until `served`. In exact mode it may
-        once all groups of the old version are finished. Otherwise it always may.
+        With `drain` it may once no group runs, and this call stops admission until `served`. In exact mode it may once
+        all groups of the served version were admitted and have arrived. Otherwise it always may.
         """
         if self.rules.exact:
             return not (self.state.running or self.capacity())
@@ -238,7 +238,10 @@ class Store:
                 self.state.drop(row, "late", requeue=True, now_s=now_s)
 
     def _count_equal(self, reward: float) -> None:
-        """Count a group of equal rewards; after many in a row with the same reward, set `end_reason`."""
+        """Count a group whose rewards all are `reward`; set `end_reason` if it is one of too many such in a row.
+
+        Too many are EQUAL_BATCHES batches' worth of groups, all with the same reward.
+        """
         self._num_equal = self._num_equal + 1 if reward == self._equal_reward else 1
         self._equal_reward, self.end_reason = reward, ""
         if self._num_equal >= EQUAL_BATCHES * self.rules.prompts_per_step:
@@ -249,7 +252,7 @@ class Store:
             )
 
     def _choose(self, version: int) -> list[Row] | None:
-        """Return the rows of batch `version`, or None while the learner has to wait for it."""
+        """Return the groups that the hand-out rule selects for batch `version`; None while the learner has to wait."""
         if self.rules.exact:
             rows = [row for row in self.state.finished.values() if row.batch == version]
             return rows if len(rows) == self.rules.prompts_per_step else None
@@ -266,22 +269,22 @@ class Store:
         return sorted(finished, key=self._order)[:fresh] + used
 
     def _order(self, row: Row) -> tuple[int, int]:
-        """Return a sort key: the oldest start version, which has the earliest deadline, comes first; ties by id."""
+        """Return the key by which groups are sorted: oldest start version (earliest deadline) first, ties by id."""
         return row.start_version, row.group_id
 
     def _check_bound(self, row: Row, version: int) -> None:
-        """Raise StalenessError if a group is too old for batch `version`, or in exact mode not of its version."""
+        """Raise StalenessError if a group is too old for batch `version`, or of a version that exact mode forbids."""
         bound = self.rules.max_staleness
         if row.last_batch(self.rules) < version:
             raise StalenessError(
                 f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
-                f"{version}: over staleness.max = {bound}"
+                f"{version}: over staleness.max = {bound}; this is a bug"
             )
         only = exact_start_version(version, bound, self.state.first_version)
         if self.rules.exact and (row.start_version, row.newest_version) != (only, only):
             raise StalenessError(
                 f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
-                f"version {version}, which takes only version {only} in exact mode"
+                f"version {version}, which takes only version {only} in exact mode; this is a bug"
             )
 
     def _vacant_batches(self, number: int) -> list[int]:
@@ -296,7 +299,7 @@ class Store:
         return self.state.next_prompt - 1
 
     def _describe_expiring(self) -> str:
-        """Return which running groups delay a batch that has enough finished groups; empty if none does."""
+        """Return text on the running groups for which a batch with enough finished groups must wait; "" if none."""
         if self.rules.late != "wait" or self.rules.exact:
             return ""
         finished = [row.last_batch(self.rules) for row in self.state.finished.values()]

@@ -73,7 +73,10 @@ class Row(NamedTuple):
         return self.outcome.newest_version if self.outcome else self.start_version
 
     def last_batch(self, rules: Rules) -> int:
-        """Return the group's deadline: the last batch that may hold it. With `mask` its newest token decides."""
+        """Return the deadline, the number of the last batch that may hold the group: start version + staleness.max.
+
+        With the policy `mask` the version of the newest token takes the place of the start version.
+        """
         return (self.newest_version if rules.late == "mask" else self.start_version) + rules.max_staleness
 
     @property

@@ -40,7 +40,10 @@ class GroupAccounting:
     last_failure: str = ""
 
     def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
-        """Count a dropped group. Of a group that was still running only the duration up to `now_s` is measured."""
+        """Count a dropped group and add its length, reward and duration to the totals of its reason.
+
+        For a group that was still running, only the duration up to `now_s` is added.
+        """
         self.dropped[reason] += 1
         self._measure(reason, row, now_s)
 
@@ -51,7 +54,7 @@ class GroupAccounting:
             self._measure("trained", row, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of groups since the start, and means by outcome, which show what groups dropping favours."""
+        """Return metrics: numbers of groups since the start; mean length, reward and duration of groups by outcome."""
         values = {f"buffer/{name}": float(getattr(self, name)) for name in ("admitted", "trained", "uses", "requeued")}
         values |= {f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS}
         for outcome, stats in self.outcome_stats.items():
@@ -77,9 +80,10 @@ class GroupAccounting:
 
 
 class StoreState:
-    """Holds live rows by state, and scalars. `restore` makes the same state from the results of `rows` and `scalars`.
+    """Holds the rows of live groups (running, finished, held or used) by state, and the store's other values: scalars.
 
-    `record` is called with every row that is new or changed, also with rows in a final state, which are not kept here.
+    `restore` makes the same state from the results of `rows` and `scalars`. `record` is called with every row that is
+    new or changed, also with rows in a final state (trained, dropped), which are not kept here.
     """
 
     def __init__(self, record: Callable[[Row], None] | None = None) -> None:
@@ -117,7 +121,7 @@ class StoreState:
         return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
     def put(self, row: Row, state: State, **changes: Any) -> None:
-        """Move a row to `state` and change the given fields. A row in a final state is recorded and not kept."""
+        """Move a row to `state`, change the given fields, and record it. A row in a final state is not kept here."""
         self._live[row.state].pop(row.group_id, None)
         row = row._replace(state=state, **changes)
         if state in self._live:
@@ -149,7 +153,7 @@ class StoreState:
             )
 
     def counters(self) -> dict[str, float]:
-        """Return numbers of groups: depth (finished), running, held, used, slots_held now; others since the start."""
+        """Return metrics: numbers of groups by state now (buffer/depth: finished), slots held, and all of `metrics`."""
         return {
             "buffer/depth": float(len(self.finished)),
             "buffer/running": float(len(self.running)),
@@ -161,7 +165,7 @@ class StoreState:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Return everything but the rows, as plain values that JSON can hold."""
+        """Return all but the rows (versions, next ids, requeued prompts, counts) as plain values that JSON can hold."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
@@ -170,7 +174,7 @@ class StoreState:
         }
 
     def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
-        """Fill an empty state with `rows` and `scalars` of one moment. Rows in a final state are left out."""
+        """Fill an empty state with the `rows` and `scalars` of another. Trained and dropped rows are left out."""
         for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])

@@ -49,9 +49,10 @@ FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
 def export_trajectories(
     run_dir: Path, target: Path, add_texts: Callable[[dict[str, Any]], None] | None = None
 ) -> int:
-    """Write every rollout that arrived, before a resume too, to a Parquet file, and return their number.
+    """Write every rollout that arrived, before a resume too, to the Parquet file `target`; return their number.
 
-    The run may still be going on. `add_texts` fills the columns of TEXT_SCHEMA; without it the file does not have them.
+    The run may still be going on. `add_texts` is called with each row, to fill in the columns of TEXT_SCHEMA; without
+    it the file does not have them.
     Raises ConfigError if the journal is missing or empty, or if the file can't be written.
     """
     if target.suffix != ".parquet":
@@ -83,7 +84,7 @@ def export_trajectories(
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the Parquet file, in chunks of whole groups."""
+    """Yield the rows of the Parquet file, one per rollout, in lists of GROUPS_A_CHUNK whole groups."""
     cursor = database.execute(_ROLLOUTS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []
@@ -105,7 +106,10 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """Add the arrays of one group to its rows. Limits are not checked again: a resume may have changed them."""
+    """Add the arrays (tokens, logprobs, versions, mask) of an encoded group to its rows, without checking limits again.
+
+    A resume may have changed the limits of the config since the group arrived.
+    """
     limits = Limits(group_size=len(rows), max_prompt_tokens=len(payload), max_response_tokens=len(payload))
     group = decode_group(payload, limits)
     for row, rollout in zip(rows, group.rollouts, strict=True):

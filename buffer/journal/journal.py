@@ -3,9 +3,9 @@
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
     uses       one row for each batch that a group was trained in
-    payloads   the place of each encoded group in the files of PAYLOADS_NAME; groups in a final state are kept for
-               Config.journal_kept_steps
-    state      the scalars of buffer/store_state.py, as JSON
+    payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
+               Config.journal_kept_steps versions
+    state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
 
 Users may read the tables too, also while the run goes on: see "Trajectories in SQL" in the documentation.
 """
@@ -71,7 +71,7 @@ _IMPORT_PAST = (
 
 
 class Journal:
-    """Keeps what `record` and `record_group` are given. All of it is in the file once `commit` has returned.
+    """Collects the rows given to `record` and `record_group`. All are in the file once `commit` has returned.
 
     The payload of a trained or dropped group is kept for `keep_steps` versions; -1: for ever. Every method raises
     AsyncRLError if the file can't be read or written, the constructor also if it has another schema version.
@@ -94,7 +94,7 @@ class Journal:
             self._open_payloads()
 
     def load(self) -> tuple[list[Row], dict[str, Any]] | None:
-        """Return the live rows and the scalars of the last commit; None if there was none."""
+        """Return (rows of groups not trained for the last time or dropped, scalars); None if nothing was committed."""
         with self._reporting_errors():
             found = self._db.execute("SELECT scalars FROM state").fetchone()
             if found is None:
@@ -143,7 +143,7 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row of reward, length and versions for each rollout of a group; `commit` writes the rows to disk."""
+        """Add a row (reward, length, oldest and newest version, finish reason) for each rollout of an arrived group."""
         ends = list(itertools.accumulate(group.lengths))
         oldest = group.versions[[0, *ends[:-1]]].tolist()
         newest = group.versions[[end - 1 for end in ends]].tolist()
@@ -153,7 +153,7 @@ class Journal:
         )
 
     def commit(self, scalars: dict[str, Any]) -> None:
-        """Write everything recorded since the last commit, together with the scalars of this moment."""
+        """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
         if not self._rows and scalars == self._scalars:
             return
         version = scalars["version"]
@@ -232,9 +232,9 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
 
 
 def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
-    """Return, by id, those groups that arrived, were not dropped before the shutdown, and still have a payload.
+    """Return the rows, by id, of those groups that arrived, were not dropped before the shutdown, and have a payload.
 
-    The result is empty if there is no journal at `file`: a resumed run then generates the groups again.
+    Groups that can't be read, all if there is no journal at `file`, are left out: a resumed run generates them again.
     """
     rows = {}
     with contextlib.ExitStack() as stack:
@@ -267,7 +267,7 @@ def payload_folder(file: Path) -> Path:
 
 
 def _columns(row: Row, version: int) -> tuple[Any, ...]:
-    """Return the values of the row in the table of groups."""
+    """Return the values of a row for the table `groups`; if its state is final, `version` is its final_version."""
     return (*row[:_OUTCOME], *(row.outcome or (None,) * 5), version if row.state in FINAL else None)
 
 

@@ -26,9 +26,10 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    """Appends payloads to the files of a folder and removes files that hold none of the places in `kept` any more.
+    """Appends payloads to numbered files in a folder, and deletes a file once none of its payloads is kept any more.
 
-    Every method raises OSError if the folder or a file can't be read or written.
+    `kept` has the places of the payloads that an earlier buffer wrote and that are still kept; files without any are
+    deleted at once. Every method raises OSError if the folder or a file can't be read or written.
     """
 
     def __init__(self, folder: Path, kept: Iterable[Place]) -> None:
@@ -44,7 +45,7 @@ class PayloadFiles:
         self._file: BinaryIO | None = None
 
     def append(self, payloads: Sequence[memoryview]) -> list[Place]:
-        """Write payloads, and return the place of each."""
+        """Write payloads to the end of the newest file, or of a new one if it is full, and return the place of each."""
         places = []
         for payload in payloads:
             if self._end >= FILE_BYTES:
@@ -59,7 +60,7 @@ class PayloadFiles:
         return places
 
     def remove(self, places: Iterable[Place]) -> None:
-        """Give up payloads. A file that holds no other is deleted, unless it is the newest."""
+        """Stop keeping the payloads at `places`. A file that then has none is deleted, unless it is the newest."""
         for place in places:
             self._kept[place.file] -= 1
             if not self._kept[place.file]:
@@ -83,7 +84,7 @@ class PayloadFiles:
 def share_files(source: Path, target: Path) -> list[int]:
     """Link every file of the folder `source` into the folder `target`, or copy it if the disk can't link.
 
-    Returns the numbers of the files; none if there is no `source`. Both folders may use a file, as nothing is appended.
+    Returns the numbers of the files, [] without a folder `source`. A linked file is safe, as none is ever appended to.
     """
     paths = list(source.iterdir()) if source.is_dir() else []
     for path in paths:

@@ -23,7 +23,10 @@ DOMAIN = "buffer"
 
 
 class CurveAuthenticator:
-    """Admits to a socket only clients with the client keys of a folder, in a thread. Raises ConfigError as `_load`."""
+    """Admits to a socket only clients that hold the client key in `folder`; a thread of ZMQ's checks each of them.
+
+    Raises ConfigError if `folder` lacks client.key or server.key_secret, or if one of them is not usable.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], folder: Path) -> None:
         self._client_key, _ = _load(folder / "client.key")
@@ -44,7 +47,10 @@ class CurveAuthenticator:
 
 
 def new_keys(folder: Path) -> None:
-    """Make a folder with a key pair for each side; only its owner can read it. Raises ConfigError if it can't."""
+    """Make a folder with a key pair for each side; only its owner can read it.
+
+    Raises ConfigError if the folder holds keys already or can't be written.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         taken = sorted(file.name for file in folder.glob("*.key*"))

@@ -38,7 +38,7 @@ LEARNER = "learner"
 
 @dataclass(slots=True)
 class Parked:
-    """A request that waits for its answer."""
+    """A request that can't be fulfilled yet; it is answered once it can be, or at `until_s`, by time.monotonic."""
 
     identity: bytes
     request: Request
@@ -49,7 +49,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Answer:
-    """A reply to one client."""
+    """A reply to one client, which answers its requests with these `ids`."""
 
     identity: bytes
     ids: list[int]
@@ -64,8 +64,8 @@ class Answer:
 class Operations:
     """Applies the requests of one run's clients to its store.
 
-    Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked
-    once, so that the first worker does not get all slots. `record_group` is called with every group that is stored.
+    Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked for
+    slots once, so that the first worker does not get all. `record_group` is called with every group that is stored.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Operations:
         self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
 
     def restore(self, refused: int, restarts: int) -> None:
-        """Continue after a restart of the buffer, with a restored store, so that clients notice nothing."""
+        """Continue after a restart of the buffer, with a restored store, so that clients notice nothing.
+
+        `refused` and `restarts` are the numbers of refused messages and of restarts of the buffer so far.
+        """
         self.refused, self.restarts = refused, restarts
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
@@ -96,7 +99,7 @@ class Operations:
             self._seen_workers.update(self._workers)
 
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Handle one message. An invalid one is answered with the reason and changes nothing."""
+        """Apply or park a client's message, for `answers` to answer. An invalid one changes nothing and is refused."""
         try:
             request = read_request(frames)
             if request.op == "put":
@@ -108,7 +111,7 @@ class Operations:
             self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
     def answers(self, now_s: float) -> list[Answer]:
-        """Return the answers to the messages handled since the last call, and to parked requests that are due."""
+        """Return answers to the messages since the last call, and to parked requests now fulfilled or out of time."""
         if parked := self._parked.get((LEARNER, "")):  # it comes first: a batch may drop groups, which frees slots
             self._answer_learner(parked, now_s)
         shares = self._shares()
@@ -141,14 +144,14 @@ class Operations:
         return {**self.store.state.counters(), **more}
 
     def describe(self, now_s: float) -> str:
-        """Return what the next batch is waiting for."""
+        """Return text that says what the next batch is waiting for."""
         missing = len(self._workers) - len(self._seen_workers)
         if missing > 0:
             return f"{missing} of {len(self._workers)} rollout workers have not asked for prompts yet"
         return self.store.describe(now_s)
 
     def _apply(self, identity: bytes, request: Request) -> dict[str, Any] | None:
-        """Return the result of a request, or park it and return None."""
+        """Return the result of a request; None if it can't be fulfilled yet and was parked, for `answers` to answer."""
         fields = request.fields
         match request.op:
             case "admit":
@@ -190,7 +193,7 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. The puts of one worker that come between two calls of `answers` share a reply."""
+        """Answer a `put`. Puts of a worker with equal results share a reply until the next call of `answers`."""
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
@@ -223,7 +226,7 @@ class Operations:
         return True
 
     def _shares(self) -> Mapping[str, int]:
-        """Return the slots that each worker whose `admit` is parked may have now."""
+        """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""
         asked = {worker: parked.amount for (op, worker), parked in self._parked.items() if op == "admit"}
         if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
@@ -247,7 +250,7 @@ class Operations:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """Return the slots of each worker: one at a time goes to that with the fewest running, up to what it has `asked`.
+    """Return {worker: number of slots}: each slot goes to the worker with the fewest groups, up to what it `asked`.
 
     `capacity` groups may start now. `running` has the number of groups that each worker runs already.
     """

@@ -16,11 +16,14 @@ class WaitTimeoutError(AsyncRLError, TimeoutError):
 
 
 class ProcessDiedError(AsyncRLError):
-    """A process of the run ended early, or a call to it failed. The message names it and shows its last log lines."""
+    """A process of the run ended early or hangs, or Ray can't call it; the message names it.
+
+    An error that a call raises in a living process is not one of these.
+    """
 
 
 class ProcessKilledError(ProcessDiedError):
-    """A process has ended or hangs, in contrast to a call to it that failed; the driver may start it anew."""
+    """A process has ended or hangs, so that the driver may start it anew; Ray itself has not failed."""
 
 
 class StalenessError(AsyncRLError):

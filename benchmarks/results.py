@@ -53,7 +53,7 @@ class Run:
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
     def mean(self, key: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
-        """Return the `average` of the metric `key` over the steps after the first, or nan if it was never measured."""
+        """Return the mean, or another `average`, of the metric `key` over steps after the first; nan if none has it."""
         values = [value for _, _, value in self.points(key, first=1)]
         return average(values) if values else math.nan
 

@@ -252,7 +252,10 @@ class Store:
             )
 
     def _choose(self, version: int) -> list[Row] | None:
-        """Return the groups that the hand-out rule selects for batch `version`; None while the learner has to wait."""
+        """Return the groups of batch `version` by the hand-out rule of buffer/staleness.py.
+
+        It is None while too few have finished or, with staleness.late wait, a running group has to be waited for.
+        """
         if self.rules.exact:
             rows = [row for row in self.state.finished.values() if row.batch == version]
             return rows if len(rows) == self.rules.prompts_per_step else None

@@ -110,7 +110,7 @@ class Optimizer:
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
     def drop(self) -> None:
-        """Drop the gradients without a step."""
+        """Drop gradients that no step will use, because a KL limit has ended the update of this batch."""
         self._adamw.zero_grad(set_to_none=True)
 
     def largest_weight(self) -> Tensor:

@@ -49,7 +49,9 @@ class WeightSync:
                 return report, tuple(lost)
 
     def verify_once(self, batch: Batch) -> None:
-        """Compare servers' and learner's logprobs of an answer, once, after the first push to a server. Collective.
+        """Compare every server's logprobs of an answer with the learner's after the first push. Collective.
+
+        The first push is the first that reaches a server. Later calls do nothing: who joins later is not compared.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.

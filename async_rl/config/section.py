@@ -83,7 +83,10 @@ class Named:
 
 
 def checked(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
-    """Return an annotation for a field whose values `is_allowed` checks; the error says that they must be `allowed`."""
+    """Return a validator for the `Annotated[...]` of a field; it refuses values for which `is_allowed` is false.
+
+    The error says that the value must be `allowed`.
+    """
 
     def validate(value: Any) -> Any:
         if not is_allowed(value):

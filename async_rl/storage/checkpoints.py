@@ -93,7 +93,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _check_whole(folder: Path) -> None:
-    """Raise ConfigError if a file of the checkpoint is missing or cut short, and name the newest whole checkpoint."""
+    """Raise ConfigError, which names the newest whole checkpoint, if a file of this one is missing or cut short."""
     if not (damage := _damage(folder)):
         return
     others = [other for other in reversed(list_checkpoints(run_dir_of(folder)).values()) if not _damage(other)]

@@ -82,7 +82,7 @@ def pack_request(op: str, request_id: int, **fields: Any) -> bytes:
 def read_request(frames: Sequence[Frame]) -> Request:
     """Return the request in the frames of a message. Raises WireError if they are not a request."""
     if not frames:
-        raise WireError("message: 0 frames, allowed a header and its payload")
+        raise WireError("message: 0 frames, allowed 1 (a header), or 2 for put (a header and a group)")
     header = unpack(view(frames[0]))
     op = header.get("op") if isinstance(header, dict) else None
     if not isinstance(op, str) or op not in _OPERATIONS:

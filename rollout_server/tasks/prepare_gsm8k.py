@@ -23,7 +23,7 @@ def prepare_gsm8k(source: Path, target: Path) -> int:
     lines = enumerate(numbered_lines(source))
     rows = [_row(line, index, f"{source}, line {number}") for index, (number, line) in lines]
     if not rows:
-        raise ConfigError(f"{source} is empty")
+        raise ConfigError(f"{source} is empty. Download it again")
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".parquet":
         import pyarrow

@@ -39,8 +39,8 @@ class Outcome(NamedTuple):
 class Row(NamedTuple):
     """Holds all that the buffer knows of one group. A change makes a new row, so a journal may keep the old one.
 
-    A row is a tuple, which is fast to make, because rows change very often. The fields up to `outcome` are the columns
-    of the journal's table of groups, in the same order.
+    A row is a tuple, which is fast to make, because rows change very often. The fields before `outcome`, then those of
+    `outcome`, are the columns of the journal's table of groups, in that order; only its final_version is in no row.
     """
 
     group_id: int

@@ -61,7 +61,7 @@ class ServerMembership:
                 self._joining.pop(self._urls.pop(name)).set_result(None)
 
     def _fail(self, name: str) -> None:
-        """End the `join` of the server, if it waits, with an error."""
+        """End the `join` of the server, if it waits, with the error that the server has died."""
         if url := self._urls.pop(name, ""):
             error = WeightSyncError(f"{name} died before it had the learner's current weights")
             self._joining.pop(url).set_exception(error)

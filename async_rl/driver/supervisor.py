@@ -266,7 +266,7 @@ class Supervisor:
             self._changed.notify_all()
 
     async def _read_reports(self, name: str) -> None:
-        """Log the reports of a process until its `run` ends. No time limit: `_watch` finds a process that hangs."""
+        """Log the reports of a process and act on learner/0's, until its `run` ends. `_watch` finds one that hangs."""
         run: Any = self._processes.actors[name].run
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):

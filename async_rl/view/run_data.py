@@ -45,7 +45,7 @@ def series(request: Request) -> Response:
 
 
 def window(request: Request) -> Response:
-    """Return the lanes of all pools over the steps `from` to `to` of the query, at most MAX_STEPS_SHOWN steps."""
+    """Return each pool's states over the steps `from` to `to` of the query, of which the first MAX_STEPS_SHOWN count."""
     run = run_of(request).files
     first, last = int(_number(request, "from", 1)), int(_number(request, "to", 10))
     if not 1 <= first <= last:

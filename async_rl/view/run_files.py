@@ -27,7 +27,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", FILE
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run as its files tell it."""
+    """Whether a run goes on, by its status.json: a name for that, a sentence about it, and what each process did."""
 
     name: str
     """`running`, `ended`, `stopped writing` or `unknown`."""

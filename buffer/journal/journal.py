@@ -232,7 +232,9 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
 
 
 def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
-    """Return the rows, by id, of those groups that arrived, were not dropped before the shutdown, and have a payload.
+    """Return, by id, the rows of those groups of `group_ids` that arrived, have a payload and were not dropped.
+
+    A group that was dropped only because the run was shut down is returned.
 
     Groups that can't be read, all if there is no journal at `file`, are left out: a resumed run generates them again.
     """

@@ -187,7 +187,11 @@ class Objective:
         return metrics
 
     def _proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
-        """Return the proximal logprobs [N]: interpolated, of step start, or `logprobs`. Detached, 0 if untrained."""
+        """Return the proximal logprobs [N], detached, 0 if untrained.
+
+        They are interpolated between behaviour and `logprobs` if so configured, else those of step start, or `logprobs`
+        where step start computed none.
+        """
         if self.config.algorithm.proximal == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
         return logprobs.detach() if micro.proximal is None else micro.proximal

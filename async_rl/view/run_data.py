@@ -45,7 +45,7 @@ def series(request: Request) -> Response:
 
 
 def window(request: Request) -> Response:
-    """Return each pool's states over the steps `from` to `to` of the query, of which the first MAX_STEPS_SHOWN count."""
+    """Return each pool's states over steps `from` to `to` of the query, of which the first MAX_STEPS_SHOWN count."""
     run = run_of(request).files
     first, last = int(_number(request, "from", 1)), int(_number(request, "to", 10))
     if not 1 <= first <= last:

@@ -30,8 +30,14 @@ def records(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """The run's files but for its logs, status, lock, and the journal's write-ahead log, which SQLite takes in."""
-    found = [file for file in run_dir.rglob("*") if file.is_file() and "logs" not in file.parts]
+    """The run's files but for its logs, status, lock, and the journal's write-ahead log, which SQLite takes in.
+
+    A checkpoint that the kill cut short (step_N.partial) is not counted either: a resume removes it.
+    """
+    found = [
+        file for file in run_dir.rglob("*")
+        if file.is_file() and "logs" not in file.parts and ".partial/" not in str(file)
+    ]
     journal = [str(file) for file in found if file.name == "trajectories.sqlite"]
     others = {file for file in found if not file.name.startswith(("status.json", ".lock", "trajectories.sqlite"))}
     return {str(file): file.read_bytes() for file in others} | dict.fromkeys(journal, b"")

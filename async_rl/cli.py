@@ -15,7 +15,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.log_tail import split_tails
-from benchmarks.commands import add_benchmarks, describe_command
+from benchmarks.commands import add_benchmarks, add_command, describe_command
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -83,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_commands(commands: Any) -> None:
     quickstart = "configs/quickstart.yaml"
-    add = partial(_add, commands)
+    add = partial(add_command, commands)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
@@ -138,16 +138,6 @@ def _add_commands(commands: Any) -> None:
 
     doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
     _add_config(doctor, is_needed=False)
-
-
-def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
-    description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:

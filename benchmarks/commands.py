@@ -20,14 +20,15 @@ def add_benchmarks(commands: Any, add_config: Callable[[argparse.ArgumentParser]
     """
     _add_sweep(commands, add_config)
     sentence = "make table, plots and the page report.html of a sweep or a run"
-    report = _add(commands, "report", _report, sentence, "runs/quickstart-sweep")
+    report = add_command(commands, "report", _report, sentence, "runs/quickstart-sweep")
     report.add_argument("folder", type=Path, metavar="RUN_DIR")
     _add_plan(commands)
 
 
-def _add(
+def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
 ) -> argparse.ArgumentParser:
+    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
     description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(run=run)
@@ -35,7 +36,7 @@ def _add(
 
 
 def _add_sweep(commands: Any, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
-    sweep = _add(
+    sweep = add_command(
         commands, "sweep", _sweep, "train at every combination of settings and seeds, and report",
         "configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
@@ -52,7 +53,7 @@ def _add_sweep(commands: Any, add_config: Callable[[argparse.ArgumentParser], No
 
 
 def _add_plan(commands: Any) -> None:
-    plan = _add(
+    plan = add_command(
         commands, "plan", _plan, "predict utilisation at each staleness bound, and memory, before any run",
         "--train-s 40 --rollout-s 60 --devices 8 --now 4,4",
     )

@@ -66,7 +66,7 @@ class Learner:
         self._gpus = GpuSampler(f"learner/{rank}")
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
-        """What the pushes since the last report have measured: metrics, and the pauses of the servers."""
+        """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
         self._publisher = open_publisher(config, engine_urls, rank, self._device)
         self.servers = ServerMembership()
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""

@@ -17,7 +17,7 @@ _FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model
 
 @section("task")
 class TaskConfig:
-    """Which prompts a run trains on, and how their answers are scored."""
+    """The prompts that a run trains on, and the scoring of their answers."""
 
     name: str = ""
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file."""

@@ -160,7 +160,7 @@ class CheckpointConfig:
 
 @section("logging")
 class LoggingConfig:
-    """Where metrics go besides run_dir/metrics.jsonl: to wandb and trackio."""
+    """The loggers that get the metrics besides run_dir/metrics.jsonl: wandb and trackio."""
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online when the user is logged in, else disabled."""

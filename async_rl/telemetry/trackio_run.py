@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from async_rl.config import Config
+from async_rl.telemetry.tracker import Tracker
 
 
 def open_trackio_run(config: Config, note: Callable[[str], None]) -> TrackioRun | None:
@@ -35,27 +35,12 @@ def open_trackio_run(config: Config, note: Callable[[str], None]) -> TrackioRun 
     return TrackioRun(run, note)
 
 
-class TrackioRun:
-    """Passes values to trackio. After the first failure, which `note` reports, nothing more is passed on."""
+class TrackioRun(Tracker):
+    """Passes values to trackio."""
 
-    def __init__(self, run: Any, note: Callable[[str], None]) -> None:
-        self._run = run
-        self._note = note
-        self._failed = False
+    library = "trackio"
 
     def log(self, record: Mapping[str, float]) -> None:
         """Pass on a record, whose key `step` is the step; values that are not finite are left out."""
         values = {key: value for key, value in record.items() if key != "step" and math.isfinite(value)}
         self._attempt(lambda: self._run.log(values, step=int(record["step"])))
-
-    def close(self) -> None:
-        self._attempt(self._run.finish)
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        if self._failed:
-            return
-        try:
-            call()
-        except Exception as error:  # nothing that trackio raises may end the run
-            self._failed = True
-            self._note(f"trackio: off from here on: {type(error).__name__}: {error}")

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from async_rl.config import Config
+from async_rl.telemetry.tracker import Tracker
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
@@ -68,32 +69,16 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
     return WandbRun(run, note)
 
 
-class WandbRun:
-    """Passes values to wandb. After the first failure, which `note` reports, nothing more is passed on."""
+class WandbRun(Tracker):
+    """Passes values to wandb. `close` waits at most FINISH_TIMEOUT_S for uploads; `wandb sync` sends the rest."""
 
-    def __init__(self, run: Any, note: Callable[[str], None]) -> None:
-        self._run = run
-        self._note = note
-        self._failed = False
+    library = "wandb"
 
     def log(self, record: dict[str, float]) -> None:
         self._attempt(lambda: self._run.log(record))
 
     def alert(self, text: str) -> None:
         self._attempt(lambda: self._run.alert(title="async-rl alarm", text=text))
-
-    def close(self) -> None:
-        """End the wandb run; waits at most FINISH_TIMEOUT_S for uploads, and leaves the rest to `wandb sync`."""
-        self._attempt(self._run.finish)
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        if self._failed:
-            return
-        try:
-            call()
-        except Exception as error:  # nothing that wandb raises may end the run
-            self._failed = True
-            self._note(f"wandb: off from here on: {type(error).__name__}: {error}")
 
 
 def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tuple[Mode, str]:

@@ -18,7 +18,7 @@ FILE_BYTES = 64 * 2**20
 
 
 class Place(NamedTuple):
-    """Where a payload is: the number of its file, its first byte, and its length."""
+    """The place of a payload: the number of its file, its first byte, and its length."""
 
     file: int
     start: int

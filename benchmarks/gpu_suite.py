@@ -71,7 +71,7 @@ class Suite:
         return self.end_s - time.monotonic()
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """Run every step that has not succeeded and can start, and call `after_step` after each of them."""
+        """Run each step that can start and has not succeeded, or that each call continues; then call `after_step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in self.steps:
             if self.is_done(step.name) and not step.continues:

@@ -69,7 +69,7 @@ class Progress:
         return [cell for cell in self.cells if cell.name not in self.seconds and cell.name not in self.failed]
 
     def time_left(self) -> str:
-        """Return the expected time until the last cell ends, as text.
+        """Return the expected time until the last cell ends, as a text such as "about 90 min left".
 
         A cell is expected to take as long as finished cells with the same settings, or else as the average cell.
         """

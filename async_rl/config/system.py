@@ -62,7 +62,7 @@ class WeightSyncConfig:
 
 @section("placement.learner")
 class LearnerPlacement:
-    """How many ranks the learner has, on how many nodes, and whether each has a GPU."""
+    """The placement of the learner: the number of its ranks, their nodes, and whether each rank has a GPU."""
 
     nodes: PositiveInt = 1
     """Nodes that hold learner ranks."""

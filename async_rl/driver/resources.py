@@ -27,7 +27,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDemand:
-    """The resources that one host must offer, and the processes that run there."""
+    """The CPUs, GPUs and Ray resource that one host must offer, and the processes that run there."""
 
     gpus_of: Mapping[str, float]
     """The number of GPUs of each process. A learner rank and a server also take one CPU each, the buffer none."""

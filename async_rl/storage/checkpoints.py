@@ -104,7 +104,7 @@ def _check_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Return which file of the checkpoint is missing, or not as long as when it was written; "" if none is."""
+    """Return what is damaged: a file that is missing, has another length than when written, or is no JSON; else ""."""
     try:
         sizes = json.loads((folder / STATE_FILE).read_text()).get("file_bytes", {})
     except FileNotFoundError:  # of format 1

@@ -89,7 +89,7 @@ class Timeline:
 
 
 class Usage:
-    """The share of a window of time that each pool spent in each state, and the means of the samples in it.
+    """The share of a window of time that each pool spent in each state, and the mean of each kind of sample in it.
 
     Time that no span covers is `other`, and PRIORITY decides where spans overlap. Sums are exact: even if the window is
     added in many parts, the shares of a pool add up to 1 up to the rounding of seven floats.

@@ -82,7 +82,7 @@ class TextIndex:
         self._folder.cleanup()
 
     def search(self, text: str) -> Found:
-        """Return the groups whose prompt or answers contain `text`, whatever its case."""
+        """Find `text`, whatever its case, in the prompts and answers indexed so far; the note of `Found` tells gaps."""
         if self.missing:
             return Found([], {}, self.missing)
         if len(text) < LEAST_CHARS:

@@ -35,7 +35,7 @@ class BucketPublisher(WeightPublisher):
 
     @abstractmethod
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
-        """Start to send `bucket`; returns at once a function that waits until every server has loaded it."""
+        """Start to send `bucket`; returns at once a function that waits until every server has received it."""
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""

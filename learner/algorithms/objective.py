@@ -89,8 +89,8 @@ class Objective:
         return float(max(1, self._normaliser(counted, self.config.rollout.max_response_tokens)))
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return all minibatches of a batch, after the forward passes at step start, with `whitening`, `m2po_limit` and
-        `mean_weight` set: numbers that depend on the tokens of all ranks. Collective.
+        """Return all minibatches of a batch with `whitening`, `m2po_limit` and `mean_weight` set, which depend on the
+        tokens of all ranks. Collective. The forward passes at step start must have been made before.
         """
         correction, mean, scale = self.config.algorithm.correction, 0.0, 1.0
         if self._whitens_at_start:

@@ -76,7 +76,7 @@ class RewardThreads:
     def limit_s(self, num_calls: int) -> float:
         """Return the time limit of `run` for `num_calls`: twice the time needed if every call took the whole timeout.
 
-        The calls that are already queued count too. The factor of two is for a busy host.
+        The queued calls count too, and as one more round those that run. The factor of two is for a busy host.
         """
         rounds = 1 + math.ceil((self._queue.qsize() + num_calls) / self._num_threads)
         return 2 * rounds * self._timeout_s

@@ -45,7 +45,7 @@ class WeightEndpoints:
         self._staged_version: int | None = None
 
     async def start(self) -> str:
-        """Start to listen on a free port, and return the base URL."""
+        """Start to serve on a free port, in the running event loop, and return the base URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_key])
         app.router.add_get("/ready", _as_endpoint(self._accept))
         for path, handler in {

@@ -31,6 +31,7 @@ from learner.algorithms.diagnostics import MetricAccumulator, Totals, batch_metr
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
 from learner.algorithms.token_advantages import batch_advantages
+from learner.log_ratios import LogRatioRecorder
 from learner.models.critic import load_critic
 from learner.models.policy import layout_of, load_policy, shard
 from learner.models.reference import Reference
@@ -75,8 +76,11 @@ class Updater:
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)
 
-    def update(self, batch: Batch) -> list[Metric]:
+    def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective.
+
+        Args:
+            recorder: gets the logprobs of every pass.
 
         Raises:
             AsyncRLError: learner.max_skipped_steps optimizer steps in a row had no finite numbers, or weights became
@@ -99,6 +103,8 @@ class Updater:
         is_skipped = is_stopped = False
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
             losses, logprobs = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
+            if recorder:
+                recorder.add(minibatch, logprobs, self.objective.proximal)
             if algorithm.skip_batch_kl and not any(steps.values()):
                 is_skipped = self._kl_behaviour_proximal(minibatches, logprobs) > algorithm.skip_batch_kl
             if is_skipped:

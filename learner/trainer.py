@@ -15,6 +15,7 @@ import torch.distributed as dist
 from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
+from async_rl.telemetry.completions import choose_completions
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
@@ -28,6 +29,7 @@ from learner.batch_checks import TrainedGroupLedger, check_staleness
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.handout import NoBatch, ask_buffer, share_handout
+from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.ranks import init_distributed
 from learner.server_membership import ServerMembership
@@ -82,12 +84,13 @@ class Learner:
         self._saved_version = 0
         self._served_version = 0
         """The version that every live server serves."""
-        if config.run.resume:
-            state = self._checkpointer.load(Path(config.run.resume))
+        state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
+        if state:
             self.version = self._saved_version = state.version
             self.evaluations.resume(state.version)
             self._updater.objective.kl_coef = state.kl_coef
             self._trained_groups = TrainedGroupLedger(config.buffer.max_uses, state.trained_groups)
+        self._log_ratios = LogRatioRecorder(config, rank, state) if config.buffer.journal else None
 
     def stop(self) -> None:
         """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
@@ -166,8 +169,10 @@ class Learner:
         with self._timeline.span("busy", "update"):
             batch, metrics = check_staleness(batch, self.version, self.config.staleness)
             self._trained_groups.add(group.group_id for group in batch.groups)
-            metrics += self._updater.update(batch)
+            metrics += self._updater.update(batch, self._log_ratios)
         self.version += 1
+        if self._log_ratios:
+            self._log_ratios.write(batch, self.version)
         self._checkpointer.check()  # a failed write ends the run now, not when the next checkpoint is due
         if self._client:
             self._client.trained(self.version)
@@ -226,7 +231,8 @@ class Learner:
             Metric("throughput/trained_tokens_per_s", trained_tokens / max(step_s, 1e-9)),
         ]
         alarms, states = self._alarms.check(self.version, metrics)
-        return replace(report, metrics=(*metrics, *states), alarms=alarms)
+        completions = choose_completions(batch) if self.config.logging.wandb != "disabled" else ()
+        return replace(report, metrics=(*metrics, *states), alarms=alarms, completions=completions)
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
         """Return (metrics of the pushes, all spans) since the last report, each of them once."""
@@ -314,6 +320,8 @@ class Learner:
     def _close(self) -> None:
         with self._timeline.span("checkpoint", "write"):
             self._checkpointer.close()
+            if self._log_ratios:
+                self._log_ratios.close()
         if self._client:
             self._client.close()
         self._publisher.close()

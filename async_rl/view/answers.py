@@ -7,17 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.storage.log_ratios import AnswerLogRatios, Float16Array
 from async_rl.types import Rollout, RolloutGroup
 from async_rl.view.token_texts import TokenTexts
 
 PREVIEW_CHARS = 400
 
 
-def answer_columns(group: RolloutGroup, number: int, texts: TokenTexts, trained_at: int | None) -> dict[str, Any]:
+def answer_columns(
+    group: RolloutGroup, number: int, texts: TokenTexts, trained_at: int | None, ratios: AnswerLogRatios | None
+) -> dict[str, Any]:
     """Return one answer for the page: by name, lists with one entry a token (ids, versions, ...), and whole texts.
 
     Args:
         trained_at: version of the learner that trained on the group last; None: nobody did, staleness is not known.
+        ratios: log importance ratios from that training; None: they are not known.
     """
     rollout = group.rollouts[number]
     ids = rollout.tokens.tolist()
@@ -28,12 +32,18 @@ def answer_columns(group: RolloutGroup, number: int, texts: TokenTexts, trained_
         "versions": versions,
         "logprobs": [round(value, 5) for value in rollout.logprobs.tolist()],
         "mask": [int(value) for value in rollout.mask.tolist()],
+        "log_ratios": _rounded(ratios.proximal) if ratios else None,
+        "learner_log_ratios": _rounded(ratios.learner) if ratios and ratios.learner is not None else None,
         "old_kv": [int(value) for value in group.old_kv(rollout).tolist()],
         "trained_at": trained_at,
         "text": texts.decode(ids),
         "prompt_ids": group.prompt_tokens.tolist(),
         "prompt_text": texts.decode(group.prompt_tokens.tolist()),
     }
+
+
+def _rounded(values: Float16Array) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
 
 
 def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, Any]:

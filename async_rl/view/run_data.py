@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.storage.log_ratios import read_log_ratios
 from async_rl.view.answers import answer_columns
 from async_rl.view.charts import staleness_buckets
 from async_rl.view.live import event_stream
@@ -104,7 +105,8 @@ def answer(request: Request) -> Response:
     if row is None or payload is None or number >= len(payload.rollouts):
         raise NotKeptError(f"The tokens of answer {number} of group {group_id} are not kept in this run directory.")
     trained_at = row["steps"][-1] - 1 if row["steps"] else None
-    return _json(answer_columns(payload, number, run.texts, trained_at))
+    ratios = read_log_ratios(run.files.folder, row["steps"][-1], group_id, number) if row["steps"] else None
+    return _json(answer_columns(payload, number, run.texts, trained_at, ratios))
 
 
 async def events(request: Request) -> Response:

@@ -33,6 +33,7 @@ assert ORDER_TITLES.keys() == ORDERS.keys()
 STEPS_SHOWN = 10
 COLORINGS = {
     "version": "policy version",
+    "ratio": "importance ratio",
     "logprob": "behaviour logprob",
     "mask": "mask",
 }

@@ -123,7 +123,7 @@ class Objective:
         algorithm, response = self.config.algorithm, micro.response
         trained = response.trained
         logprobs = torch.where(trained, logprobs, 0.0)  # -inf where not trained would make gradients NaN
-        proximal = self._proximal(micro, logprobs)
+        proximal = self.proximal(micro, logprobs)
         log_rho = log_ratios(proximal, response.behaviour, trained)
         old_values = values.detach() if values is not None and micro.values is None else micro.values
         at_start = _computed(micro.proximal) if self._whitens_at_start else proximal
@@ -186,7 +186,7 @@ class Objective:
             metrics.append(Metric("vtrace/reach", math.exp(float(totals["log_trace"]) / tokens * float(median))))
         return metrics
 
-    def _proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
+    def proximal(self, micro: MicroBatch, logprobs: Tensor) -> Tensor:
         """Return the proximal logprobs [N], detached, 0 if untrained.
 
         They are interpolated between behaviour and `logprobs` if so configured, else those of step start, or `logprobs`

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from async_rl.view.app import make_app
 from async_rl.view.library import Library
+from tests.view.chromium import open_browser
 from tests.view.factories import make_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 class Client:
@@ -36,3 +42,9 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(run_dir: Path) -> Client:
     return Client(run_dir)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser

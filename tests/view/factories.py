@@ -11,6 +11,7 @@ import numpy as np
 
 from async_rl.config.loading import dump_config, load_config
 from async_rl.messages.codec import encode_group
+from async_rl.storage.log_ratios import LogRatioWriter, StepLogRatios
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.status import Status, write_status
 from async_rl.telemetry.timeline import Span
@@ -138,6 +139,18 @@ def write_timeline(run_dir: Path, steps: int) -> None:
     trace.close()
 
 
+def write_log_ratios(run_dir: Path, step: int, group: RolloutGroup) -> None:
+    """The first token of each answer was masked by the learner; the others have the log ratio 0.5."""
+    lengths = [len(rollout.tokens) for rollout in group.rollouts]
+    values = [np.array([np.nan] + [0.5] * (length - 1), np.float16) for length in lengths]
+    writer = LogRatioWriter(run_dir, 0, -1)
+    writer.write(step, StepLogRatios(
+        np.full(len(lengths), group.group_id), np.arange(len(lengths), dtype=np.int32), np.array(lengths, np.int32),
+        np.concatenate(values), None,
+    ))
+    writer.close()
+
+
 def make_run(run_dir: Path, steps: int = 12, note: str = "ended normally", groups: int = 4) -> Path:
     """Write the directory of a run with `steps` steps, and twice as many groups as `groups`, half of them dropped."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -154,7 +167,9 @@ def make_run(run_dir: Path, steps: int = 12, note: str = "ended normally", group
     write_tokenizer(run_dir / "model")
     journal = JournalWriter(run_dir)
     for i in range(groups):
-        journal.add(make_group(i, ["right answer", HOSTILE], prompt=f"question {i} {HOSTILE}", version=1), step=i + 3)
+        group = make_group(i, ["right answer", HOSTILE], prompt=f"question {i} {HOSTILE}", version=1)
+        journal.add(group, step=i + 3)
+        write_log_ratios(run_dir, i + 3, group)
         journal.add(make_group(groups + i, ["late", "later"], version=1), drop_reason="late")
     journal.close()
     return run_dir

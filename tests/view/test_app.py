@@ -56,6 +56,8 @@ def test_an_answer_comes_with_versions_logprobs_and_texts(client: Client) -> Non
     assert answer["old_kv"] == [0] * 6 + [1] * 6
     assert (answer["logprobs"][0], answer["logprobs"][-1], answer["trained_at"]) == (-0.1, -2.0, 3)
     assert answer["prompt_text"].startswith("question 1 ")
+    assert answer["log_ratios"] == [None] + [0.5] * 11
+    assert client.get("/run/data/answers/5/0").json()["log_ratios"] is None  # it was dropped
 
 
 def test_without_a_tokenizer_ids_are_shown_and_the_page_says_why(run_dir: Path) -> None:

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.view.chromium import needs_chromium
 from tests.view.factories import HOSTILE, JournalWriter, append_step, make_group, make_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-try:
-    from playwright.sync_api import Browser, Page, expect, sync_playwright
-except ImportError:
-    sync_playwright = None  # type: ignore[assignment]
+with suppress(ImportError):  # then the tests are skipped
+    from playwright.sync_api import Browser, Page, expect
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        CHROMIUM is None or sync_playwright is None,
-        reason="needs Chromium and playwright: scripts/chromium.sh and pip install -e '.[dev]' install them",
-    ),
-]
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+pytestmark = [pytest.mark.processes, needs_chromium]
 START_LIMIT_S = 60.0
 READY_LIMIT_MS = 30_000
 LIVE_LIMIT_S = 2.0
@@ -62,14 +50,6 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]
     server = Server(run_dir)
     yield run_dir, server.url
     server.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -157,8 +137,14 @@ def test_an_answer_is_coloured_and_shown_as_text_and_as_ids(page: Page) -> None:
     page.get_by_label("behaviour logprob").check()
     assert page.locator(".t.p0").count() < 12
     assert "color=logprob" in page.url
+    page.get_by_label("importance ratio").check()
+    assert page.locator(".t.r5").count() == 11  # log ratio 0.5
+    assert page.locator(".t.m0").count() == 1  # the learner masked the first token
+    page.locator("#tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "importance ratio 1.6487" in page.locator("#token-facts").inner_text()
     page.get_by_label("mask").check()
-    assert page.locator(".t.m1").count() == 12
+    assert page.locator(".t.m1").count() == 11
     page.locator("#tokens").focus()
     page.keyboard.press("End")
     assert "token 11" in page.locator("#token-facts").inner_text()

@@ -1,16 +1,22 @@
-// One answer token by token: coloured by version, behaviour logprob or mask; turns of others are folded.
+// One answer token by token: coloured by version, importance ratio, behaviour logprob or mask; turns of others are folded.
 import { base, element, getJson } from "./page.js";
 
 const panel = document.getElementById("answer");
 const MASKED_FOLD = 8; // shorter stretches of tokens that the model did not sample stay open
+const RATIO_LEVELS = [0.5, 0.8, 0.95, 1.05, 1.25, 2];
 let shown = null;
 let chosen = 0;
 
 const setting = (name) => document.querySelector(`input[name=${name}]:checked`).value;
 
+/** exp(proximal - behaviour logprob) of a token: how much more likely it had become when it was trained on. */
+const ratio = (at) => (shown.log_ratios?.[at] == null ? null : Math.exp(shown.log_ratios[at]));
+const isTrained = (at) => shown.mask[at] && (!shown.log_ratios || ratio(at) !== null);
+
 function tokenClass(at, coloring) {
   if (coloring === "version") return `v${(shown.versions[at] - Number(panel.dataset.startVersion)) % 8}`;
-  if (coloring === "mask") return shown.mask[at] ? "m1" : "m0";
+  if (coloring === "mask") return isTrained(at) ? "m1" : "m0";
+  if (coloring === "ratio") return ratio(at) === null ? "m0" : `r${RATIO_LEVELS.filter((limit) => ratio(at) >= limit).length}`;
   if (!shown.mask[at]) return "m0";
   const probability = Math.exp(shown.logprobs[at]);
   return `p${[0.99, 0.9, 0.7, 0.5, 0.25, 0.1, 0.01].filter((limit) => probability < limit).length}`;
@@ -26,9 +32,20 @@ function legend(coloring) {
     });
   }
   if (coloring === "mask") return [entry("m1", "trained on"), entry("m0", "masked: not sampled by the model, or too old")];
+  if (coloring === "ratio") return ratioLegend(entry);
   return ["above 99 %", "90 %", "70 %", "50 %", "25 %", "10 %", "1 %", "below 1 %"]
     .map((text, level) => entry(`p${level}`, text));
 }
+
+function ratioLegend(entry) {
+  if (shown.trained_at === null) return [entry("m0", "the learner has not trained on this answer, so there is no ratio")];
+  if (!shown.log_ratios) return [entry("m0", "the run directory does not hold the ratios of this answer")];
+  const names = ["below 0.5", "0.5 to 0.8", "0.8 to 0.95", "about 1", "1.05 to 1.25", "1.25 to 2", "above 2"];
+  const levels = names.map((text, level) => entry(`r${level}`, text));
+  return isMasked() ? [...levels, entry("m0", "not trained on")] : levels;
+}
+
+const isMasked = () => shown.ids.some((_, at) => !isTrained(at));
 
 function piece(at) {
   const text = shown.pieces ? shown.pieces[at] : String(shown.ids[at]);
@@ -82,7 +99,9 @@ function facts(at, isChosen = true) {
   const staleness = shown.trained_at === null ? "not trained on" : `staleness ${shown.trained_at - shown.versions[at]}`;
   const parts = [`token ${at}`, `id ${shown.ids[at]}`, shown.pieces ? JSON.stringify(shown.pieces[at]) : "",
     `version ${shown.versions[at]}`, staleness, `logprob ${shown.logprobs[at].toFixed(4)}`,
-    `probability ${(100 * Math.exp(shown.logprobs[at])).toFixed(2)} %`, shown.mask[at] ? "" : "masked",
+    `probability ${(100 * Math.exp(shown.logprobs[at])).toFixed(2)} %`, isTrained(at) ? "" : "masked",
+    ratio(at) === null ? "" : `importance ratio ${ratio(at).toFixed(4)}`,
+    shown.learner_log_ratios?.[at] == null ? "" : `learner / proximal ${Math.exp(shown.learner_log_ratios[at]).toFixed(4)}`,
     shown.old_kv[at] ? "sampled on KV of older weights" : ""];
   document.getElementById("token-facts").textContent = parts.filter(Boolean).join("  ·  ");
 }

@@ -1,0 +1,71 @@
+"""The learner records, for every trained token, its log importance ratio at the step in which it was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config import AlgorithmConfig, BufferConfig, RunConfig
+from async_rl.storage.log_ratios import FOLDER, read_log_ratios
+from async_rl.types import Batch
+from learner.log_ratios import LogRatioRecorder
+from learner.train_step import Updater
+from learner.trainer import Learner
+from tests.learner.fakes import FakePublisher
+from tests.learner.test_train_step import reference_logprobs
+from tests.learner.test_trainer import open_learner
+from tests.learner.tiny_batches import make_batch, make_config
+
+
+def record(path: Path, tmp_path: Path, batch: Batch, algorithm: AlgorithmConfig) -> None:
+    config = make_config(path, algorithm=algorithm, run=RunConfig(dir=str(tmp_path)))
+    config.run_dir.mkdir()
+    recorder = LogRatioRecorder(config, 0, None)
+    Updater(config, torch.device("cpu")).update(batch, recorder)
+    recorder.write(batch, 1)
+    recorder.close()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_recorded_ratios_are_those_of_the_model_at_the_start_of_the_step(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None, epochs: int
+) -> None:
+    batch = make_batch()
+    record(tiny_model_path, tmp_path, batch, AlgorithmConfig(epochs=epochs, minibatches=epochs))
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    for group in batch.groups:
+        for number, rollout in enumerate(group.rollouts):
+            found = read_log_ratios(tmp_path / "run", 1, group.group_id, number)
+            assert found is not None
+            with torch.no_grad():
+                proximal = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).numpy()
+            expected = np.where(rollout.mask, proximal - rollout.logprobs, np.nan)
+            np.testing.assert_allclose(found.proximal, expected, rtol=2e-3, atol=1e-4)
+            assert (found.learner is None) == (epochs == 1)
+            if found.learner is not None and rollout.mask.any():
+                np.testing.assert_array_equal(np.isnan(found.learner), ~rollout.mask)
+                assert np.nanmax(np.abs(found.learner)) > 0
+
+
+def test_a_run_with_a_journal_keeps_the_ratios_of_each_step(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    run = RunConfig(steps=2, dir=str(tmp_path))
+    (tmp_path / "run").mkdir()
+    list(open_learner(tiny_model_path, run=run, buffer=BufferConfig(journal=True)).run())
+    assert sorted(path.name for path in (tmp_path / "run" / FOLDER).iterdir()) == [
+        "step_1.rank_0.npz", "step_2.rank_0.npz",
+    ]  # fmt: skip
+    assert read_log_ratios(tmp_path / "run", 2, 3, 0) is not None  # the second batch begins with group 3
+
+
+def test_a_run_without_a_journal_keeps_no_ratios(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner: Learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
+    list(learner.run())
+    assert not (tmp_path / "run" / FOLDER).exists()

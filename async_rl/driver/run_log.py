@@ -169,7 +169,7 @@ class RunLog:
             write_config(self._config)
         self._note_values(report.version, values)
         self._prune()
-        self.logger.log(report.version, values)
+        self.logger.log(report.version, values, report.completions)
 
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`; returns it.

@@ -1,4 +1,4 @@
-"""The messages that the processes of a run send to the driver: events and measurements, never rollouts or weights.
+"""The messages that the processes of a run send to the driver: events, measurements, and a few example answers.
 
 The driver acts on the events of learner rank 0, and logs the spans and samples of all ranks. A rollout worker sends a
 WorkerReport twice a second, and EvaluationDone in answer to a request for an evaluation.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from async_rl.telemetry.completions import Completion
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Sample, Span
 
@@ -22,6 +23,8 @@ class StepDone:
     """The metrics of all ranks together; reported by rank 0 alone, as are the alarms."""
     alarms: tuple[str, ...] = ()
     """Alarms that began with this step, each as one line for the console."""
+    completions: tuple[Completion, ...] = ()
+    """Example answers of the batch; empty with logging.wandb disabled."""
     spans: tuple[Span, ...] = ()
     samples: tuple[Sample, ...] = ()
 

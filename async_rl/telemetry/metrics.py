@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.config import Config
+from async_rl.telemetry.completions import Completion
 from async_rl.telemetry.trackio_run import open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
 
@@ -94,9 +95,9 @@ class MetricsLogger:
         self._wandb = open_wandb_run(config, run_dir, self.note)
         self._trackio = open_trackio_run(config, self.note)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Write and print the metrics of a finished step."""
-        self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values})
+    def log(self, step: int, values: dict[str, float], completions: Sequence[Completion] = ()) -> None:
+        """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
+        self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values}, completions)
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
@@ -119,11 +120,11 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.alert(text)
 
-    def _write(self, record: dict[str, float]) -> None:
+    def _write(self, record: dict[str, float], completions: Sequence[Completion] = ()) -> None:
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            self._wandb.log(record)
+            self._wandb.log(record, completions)
         if self._trackio is not None:
             self._trackio.log(record)
 

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import netrc
 import os
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from async_rl.config import Config
+from async_rl.telemetry.completions import COLUMNS, Completion, CompletionTable
 from async_rl.telemetry.tracker import Tracker
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
+TABLE_EVERY_S = 10.0
+"""The least time between two tables of completions, as each is a file; a table holds those of all steps since."""
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -66,7 +71,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
     except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
-    return WandbRun(run, note)
+    return WandbRun(run, note, CompletionTable(config.model.path))
 
 
 class WandbRun(Tracker):
@@ -74,8 +79,33 @@ class WandbRun(Tracker):
 
     library = "wandb"
 
-    def log(self, record: dict[str, float]) -> None:
-        self._attempt(lambda: self._run.log(record))
+    def __init__(self, run: Any, note: Callable[[str], None], table: CompletionTable) -> None:
+        super().__init__(run, note)
+        self._table = table
+        self._waiting: list[Completion] = []
+        """The completions that are in no table yet."""
+        self._table_s = -math.inf
+        """time.monotonic() of the last table."""
+
+    def log(self, record: dict[str, float], completions: Sequence[Completion] = ()) -> None:
+        """Pass on a record, and completions in tables with the key `completions`, at most one in TABLE_EVERY_S."""
+        if self._failed:
+            return
+        self._waiting += completions
+        is_due = self._waiting and time.monotonic() - self._table_s >= TABLE_EVERY_S
+        self._attempt(lambda: self._run.log(record | self._completions() if is_due else record))
+
+    def close(self) -> None:
+        if self._waiting:
+            self._attempt(lambda: self._run.log({"step": self._waiting[-1].step} | self._completions()))
+        super().close()
+
+    def _completions(self) -> dict[str, Any]:
+        import wandb
+
+        rows = self._table.rows(self._waiting)
+        self._waiting, self._table_s = [], time.monotonic()
+        return {"completions": wandb.Table(columns=list(COLUMNS), data=rows)}
 
     def alert(self, text: str) -> None:
         self._attempt(lambda: self._run.alert(title="async-rl alarm", text=text))

@@ -1,0 +1,81 @@
+"""Example completions: a few answers of each batch, which learner rank 0 reports and wandb shows as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from async_rl.storage.model_folder import load_tokenizer
+from async_rl.types import Batch
+
+ROWS_A_STEP = 4
+MAX_TOKENS = 4096
+"""A prompt or an answer is cut after so many tokens."""
+COLUMNS = ("step", "group", "answer", "prompt", "completion", "reward", "staleness", "tokens", "finish_reason")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer of a trained batch, with its prompt."""
+
+    step: int
+    group_id: int
+    number: int
+    """The number of the answer in its group."""
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    num_tokens: int
+    """The length of the answer before it was cut to MAX_TOKENS."""
+    reward: float
+    staleness: int
+    finish_reason: str
+
+
+def choose_completions(batch: Batch) -> tuple[Completion, ...]:
+    """Return an answer of each of ROWS_A_STEP groups that are spread over the batch; which answer changes by step."""
+    chosen = []
+    for place in np.unique(np.linspace(0, len(batch.groups) - 1, ROWS_A_STEP).round().astype(int)).tolist():
+        group = batch.groups[place]
+        number = batch.version % len(group.rollouts)
+        rollout = group.rollouts[number]
+        chosen.append(
+            Completion(
+                step=batch.version + 1,
+                group_id=group.group_id,
+                number=number,
+                prompt_tokens=tuple(group.prompt_tokens[:MAX_TOKENS].tolist()),
+                tokens=tuple(rollout.tokens[:MAX_TOKENS].tolist()),
+                num_tokens=len(rollout.tokens),
+                reward=rollout.reward,
+                staleness=batch.version - int(rollout.versions.min()),
+                finish_reason=rollout.finish_reason,
+            )
+        )
+    return tuple(chosen)
+
+
+class CompletionTable:
+    """Turns completions into rows of a table with the columns COLUMNS, with the tokenizer in a model folder."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model_path)
+
+    def rows(self, completions: Iterable[Completion]) -> list[list[Any]]:
+        return [
+            [
+                each.step, each.group_id, each.number, self._text(each.prompt_tokens), self._text(each.tokens),
+                each.reward, each.staleness, each.num_tokens, each.finish_reason,
+            ]
+            for each in completions
+        ]  # fmt: skip
+
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))

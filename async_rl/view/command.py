@@ -44,7 +44,8 @@ def serve(folder: Path, port: int, host: str) -> None:
         timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
     )  # fmt: skip
     shown_host = "localhost" if is_loopback else socket.gethostname()
-    print(f"{folder}: http://{shown_host}:{listener.getsockname()[1]}  (Ctrl-C ends it)", flush=True)
+    advice = "  (Ctrl-C ends it)" if sys.stdin.isatty() else ""
+    print(f"{folder}: http://{shown_host}:{listener.getsockname()[1]}{advice}", flush=True)
     if not is_loopback:
         print(f"Whoever reaches {host} can read this run: there is no password.", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order

@@ -15,8 +15,10 @@ from async_rl.view.sweep_files import TITLES, SweepFiles
 from benchmarks.cells import SEED
 from benchmarks.report import LEARNING, TRADE_OFF
 
-SHOWN = ("per_100_steps", "learner", "per_minute")
-"""The three charts of the trade-off: what a step teaches, how busy the learner is, what a minute brings."""
+SHOWN = ("per_100_steps", "learner", "per_minute", "ess", "kl")
+"""The charts of the trade-off are those of the first NUM_SHOWN that were measured: what a step teaches, how busy the
+learner is, what a minute brings. Sweeps in exact mode measure no times."""
+NUM_SHOWN = 3
 COLUMNS = ("accuracy_end", "per_100_steps", "learner", "rollout", "ess", "staleness_mean", "steps_per_minute")
 FORMS = {key: form for key, (_, form) in {**TRADE_OFF, **LEARNING}.items()}
 MAX_COMPARED = 6
@@ -52,7 +54,8 @@ def _facts(request: Request) -> dict[str, Any]:
     return {
         "run": None, "cells": listed, "axes": axes, "plot_axes": [a for a in axes if a != SEED] or axes,
         "metrics": metrics, "keys": found.metric_keys(), "columns": [c for c in COLUMNS if c in measured],
-        "titles": TITLES, "forms": FORMS, "shown": [key for key in SHOWN if key in measured], "plan": found.plan,
+        "titles": TITLES, "forms": FORMS, "plan": found.plan,
+        "shown": [key for key in SHOWN if key in measured][:NUM_SHOWN],
         "problem": found.problem, "compared": request.query_params.getlist("cell")[:MAX_COMPARED],
         "compared_keys": COMPARED_KEYS, "finished": sum(cell.state == "finished" for cell in listed),
     }  # fmt: skip

@@ -43,7 +43,8 @@ class Window:
     shares: dict[str, dict[str, float]]
     """[pool][state] share of the window."""
     waits_s: dict[str, float]
-    """The seconds that learner/0 did not compute, by the name of what it did or waited for."""
+    """The seconds that learner/0 did not compute, by the name of what it did or waited for. The wait for a batch is
+    split by what the rollout pools did meanwhile: `batch/busy`, `batch/sync` and so on."""
 
 
 class TimelineFile:
@@ -130,12 +131,15 @@ class TimelineFile:
             learner = self._learner()
             pools = {pid: self._pools.get(pid, _guess(of_pid, learner, pid)) for pid, of_pid in self._spans.items()}
         shown_ends_s = [end - start_s for end in ends_s[first_index : last_index + 1]]
-        lanes, shares = {}, {}
+        lanes, shares, rollout = {}, {}, []
         for pid in sorted(spans, key=lambda pid: pools[pid]):
             segments = _segments(spans[pid], start_s, end_s)
             shares[pools[pid]] = _shares(segments, end_s - start_s)
             lanes[pools[pid]] = _merged(segments, (end_s - start_s) / MAX_SEGMENTS)
-        waits_s = _waits_s([span for span in learner if span.start_s < end_s and span.end_s > start_s], start_s, end_s)
+            if pools[pid].startswith("rollout"):
+                rollout.append(segments)
+        waiting = [span for span in learner if span.start_s < end_s and span.end_s > start_s]
+        waits_s = _waits_s(waiting, start_s, end_s) | _batch_waits_s(waiting, rollout, start_s, end_s)
         return Window(
             first_index + number_of_first,
             last_index + number_of_first,
@@ -218,9 +222,31 @@ def _shares(segments: Sequence[Segment], duration_s: float) -> dict[str, float]:
 def _waits_s(learner: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
     waits_s: dict[str, float] = {}
     for span in learner:
-        if span.name != UPDATE:
+        if span.name not in (UPDATE, BATCH):
             seconds = min(span.end_s, end_s) - max(span.start_s, start_s)
             waits_s[span.name or span.state] = waits_s.get(span.name or span.state, 0.0) + seconds
-    busy_s = sum(min(s.end_s, end_s) - max(s.start_s, start_s) for s in learner if s.name == UPDATE)
-    rest_s = (end_s - start_s) - busy_s - sum(waits_s.values())
+    named_s = sum(min(s.end_s, end_s) - max(s.start_s, start_s) for s in learner if s.name in (UPDATE, BATCH))
+    rest_s = (end_s - start_s) - named_s - sum(waits_s.values())
     return waits_s | ({"other": rest_s} if rest_s > 1e-6 else {})
+
+
+def _batch_waits_s(
+    learner: Sequence[Span], rollout: Sequence[Sequence[Segment]], start_s: float, end_s: float
+) -> dict[str, float]:
+    """Return the seconds of the learner's waits for a batch by `batch/STATE`, the mean over the pools of `rollout`.
+
+    The segments of each pool cover the window from `start_s` to `end_s` without a gap, timed from its start.
+    """
+    waits_s: dict[str, float] = {}
+    for span in learner:
+        if span.name != BATCH:
+            continue
+        first_s, last_s = max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s
+        for segments in rollout or [[Segment("other", "", 0.0, end_s - start_s)]]:
+            begin = bisect_right(segments, first_s, key=lambda segment: segment.end_s)
+            end = bisect_left(segments, last_s, key=lambda segment: segment.start_s)
+            for segment in segments[begin:end]:
+                seconds = min(segment.end_s, last_s) - max(segment.start_s, first_s)
+                key = f"{BATCH}/{segment.state}"
+                waits_s[key] = waits_s.get(key, 0.0) + seconds / max(1, len(rollout))
+    return waits_s

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.timeline import Span
 from async_rl.view.timeline_file import MAX_SEGMENTS, Segment, TimelineFile, _merged, step_ends_s
 from tests.view.factories import write_timeline
@@ -22,7 +23,23 @@ def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:
     names = [(segment.state, segment.name) for segment in window.lanes["learner/0"]]
     assert names == [("wait_data", "batch"), ("busy", "update"), ("sync", "push")] * 2
     assert window.shares["rollout/0"] == pytest.approx({"busy": 0.9, "sync": 0.1})
-    assert window.waits_s == pytest.approx({"batch": 0.6, "push": 0.2})
+    assert window.waits_s == pytest.approx({"batch/busy": 0.6, "push": 0.2})
+
+
+def test_a_wait_for_a_batch_is_split_by_what_rollout_did(tmp_path: Path) -> None:
+    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
+    trace.add(
+        [
+            Span("learner/0", "busy", 0, 1, "update"), Span("learner/0", "wait_data", 1, 4, "batch"),
+            Span("learner/0", "busy", 4, 5, "update"), Span("rollout/0", "sync", 0, 2), Span("rollout/0", "busy", 2, 5),
+            Span("rollout/1", "wait_weights", 0, 3), Span("rollout/1", "busy", 3, 5),
+        ],
+        [],
+    )  # fmt: skip
+    trace.close()
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(2, 2, number_of_first=1)
+    assert window is not None
+    assert window.waits_s == pytest.approx({"batch/sync": 0.5, "batch/wait_weights": 1.0, "batch/busy": 1.5})
 
 
 def test_steps_of_a_resumed_run_keep_their_numbers(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ const form = document.getElementById("window");
 const place = document.getElementById("lanes");
 const problem = document.getElementById("lanes-problem");
 const WAITS = {
-  batch: "a batch (rollout has not generated enough)", drain: "running groups, before a push",
+  "batch/busy": "a batch, while rollout generated", "batch/sync": "a batch, while servers took new weights",
+  "batch/wait_weights": "a batch, while no group was allowed to start", "batch/eval": "a batch, while servers evaluated",
+  "batch/other": "a batch, while rollout did something else", drain: "running groups, before a push",
   "held push": "an evaluation, before a push", push: "a weight push", "release memory": "the servers' memory",
   copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "other work",
 };

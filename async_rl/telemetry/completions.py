@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch
 
 ROWS_A_STEP = 4
@@ -59,14 +59,19 @@ def choose_completions(batch: Batch) -> tuple[Completion, ...]:
 
 
 class CompletionTable:
-    """Turns completions into rows of a table with the columns COLUMNS, with the tokenizer in a model folder."""
+    """Turns completions into rows of a table with the columns COLUMNS.
+
+    The texts need the file tokenizer.json of the model folder; without it they are token ids.
+    """
 
     def __init__(self, model_path: str) -> None:
-        self._model_path = model_path
+        self._file = Path(model_path) / "tokenizer.json"
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self._model_path)
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self._file)) if self._file.is_file() else None
 
     def rows(self, completions: Iterable[Completion]) -> list[list[Any]]:
         return [
@@ -78,4 +83,6 @@ class CompletionTable:
         ]  # fmt: skip
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
+        if self._tokenizer is None:
+            return " ".join(map(str, tokens))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -52,6 +52,8 @@ def test_rows_have_texts(tokenizer_folder: Path) -> None:
     completion = dataclasses.replace(completion, tokens=tuple(tokenizer("olleh")["input_ids"]))
     ((step, group, number, _, text, reward, *_),) = CompletionTable(str(tokenizer_folder)).rows([completion])
     assert (step, group, number, text, reward) == (1, 0, 0, "olleh", completion.reward)
+    ((*_, ids, _, _, _, _),) = CompletionTable("no such folder").rows([completion])
+    assert ids == " ".join(map(str, completion.tokens))
 
 
 def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(

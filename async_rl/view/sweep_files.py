@@ -97,9 +97,14 @@ class SweepFiles:
         return names
 
     def axes(self, cells: Iterable[Cell]) -> list[str]:
-        """Return the names of the sweep's axes (the settings that it varies), staleness first and the seed last."""
-        names = dict.fromkeys([*self.plan.get("axes", {}), *(axis for cell in cells for axis in cell.labels)])
-        return sorted(names, key=lambda axis: (axis == SEED, axis != STALENESS, axis))
+        """Return the settings that the sweep varies, staleness first; it and the seed, the last, are never left out."""
+        levels: dict[str, set[str]] = {}
+        for cell in cells:
+            for axis, label in cell.labels.items():
+                levels.setdefault(axis, set()).add(label)
+        varied = {axis for axis, found in levels.items() if len(found) > 1 or axis in (SEED, STALENESS)}
+        varied |= {axis for axis, planned in self.plan.get("axes", {}).items() if len(planned) > 1}
+        return sorted(varied, key=lambda axis: (axis == SEED, axis != STALENESS, axis))
 
     def metric_keys(self) -> list[str]:
         """Return the keys of all metrics that a finished cell measured in its steps."""
@@ -133,6 +138,7 @@ class SweepFiles:
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}
+        axes = self.axes(cells)
         lines: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
             value = cell.values.get(metric, math.nan)
@@ -140,7 +146,7 @@ class SweepFiles:
                 value = runs[cell.name].mean(metric)
             if math.isnan(value) or axis not in cell.labels:
                 continue
-            others = [f"{key} {label}" for key, label in cell.labels.items() if key not in (axis, SEED)]
+            others = [f"{key} {cell.labels.get(key)}" for key in axes if key not in (axis, SEED)]
             lines.setdefault(", ".join(others), {}).setdefault(cell.labels[axis], []).append(value)
         found = []
         for name, by_label in sorted(lines.items()):

@@ -13,7 +13,8 @@ from tests.benchmarks.factories import make_sweep
 from tests.view.conftest import Client
 from tests.view.factories import make_run
 
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep_cpu"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+COMMITTED = RESULTS / "sweep_cpu"
 
 
 @pytest.fixture
@@ -72,6 +73,17 @@ def test_a_sweep_without_its_runs_is_shown_from_its_tables() -> None:
     (line,) = sweep.points("learner", "staleness")
     assert line["labels"] == plan["axes"]["staleness"]
     assert Client(COMMITTED).get("/sweep").status_code == 200
+
+
+def test_a_sweep_in_exact_mode_shows_what_was_measured_and_no_constant_axis() -> None:
+    sweep = SweepFiles(RESULTS / "exact")
+    assert sweep.axes(sweep.cells()) == ["staleness", "correction", "seed"]
+    names = [line["name"] for line in sweep.points("ess", "staleness")]
+    assert names == ["correction coupled", "correction decoupled_tis", "correction none"]
+    page = Client(RESULTS / "exact").get("/sweep").text
+    assert [metric in page for metric in ('data-metric="ess"', 'data-metric="kl"', 'data-metric="learner"')] == [
+        True, True, False,
+    ]  # fmt: skip
 
 
 def test_a_sweep_is_its_own_first_page(sweep_dir: Path) -> None:

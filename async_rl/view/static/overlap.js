@@ -89,7 +89,8 @@ function row(cells, tag = "td") {
 }
 
 function writeTables() {
-  const states = [...new Set(Object.values(shown.shares).flatMap(Object.keys))];
+  const measured = new Set(Object.values(shown.shares).flatMap(Object.keys));
+  const states = [...document.querySelectorAll("#legend li")].map((item) => item.dataset.state).filter((s) => measured.has(s));
   const shares = document.getElementById("shares");
   shares.replaceChildren(shares.caption, element("thead", {}, row(["pool", ...states.map((s) => s.replace("_", " "))], "th")),
     element("tbody", {}, ...Object.entries(shown.shares).map(([pool, of]) => row([pool, ...states.map((s) => percent(of[s]))]))));
@@ -97,7 +98,7 @@ function writeTables() {
   for (const [name, seconds] of Object.entries(shown.waits_s)) sums[WAITS[name] || name] = (sums[WAITS[name] || name] || 0) + seconds;
   const waits = document.getElementById("waits");
   const ordered = Object.entries(sums).sort((a, b) => b[1] - a[1]);
-  waits.replaceChildren(waits.caption, element("thead", {}, row(["the learner waited for", "seconds", "of the window"], "th")),
+  waits.replaceChildren(waits.caption, element("thead", {}, row(["what", "seconds", "of the window"], "th")),
     element("tbody", {}, ...ordered.map(([what, seconds]) => row([what, seconds.toFixed(2), percent(seconds / shown.duration_s)]))));
 }
 

@@ -150,6 +150,10 @@ def _check_engine(config: Config) -> None:
         "It can't split a model over more devices. Raise placement.rollout.servers for more.",
     )
     check(
+        not rollout.python or bool(entry.python), "rollout.python", rollout.python, f"empty {with_engine}",
+        f"It runs in the environment of this project. {_engines_with(lambda e: bool(e.python))}",
+    )
+    check(
         not rollout.server_url or entry.attaches_to_url, "rollout.server_url", rollout.server_url,
         f"empty {with_engine}", f"It can't take over a server. {_engines_with(lambda e: e.attaches_to_url)}",
     )

@@ -43,6 +43,8 @@ class EngineEntry:
     """The model runs in the worker's own process, not in a process that the engine starts."""
     packages: tuple[str, ...] = ()
     """Python packages that the engine needs and that are not requirements of this project."""
+    python: str = ""
+    """The Python that runs the engine's servers, in the project's folder, if they need an environment of their own."""
     refuses_model: Code | None = None
     """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
 
@@ -91,6 +93,16 @@ ENGINES: dict[str, EngineEntry] = {
         attaches_to_url=True,
         packages=("sglang",),
         refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
+    ),
+    "vllm": EngineEntry(
+        open="rollout_server.engines.vllm.engine:VLLMEngine",
+        open_admin="rollout_server.engines.vllm.admin:VLLMAdmin",
+        update_policies=UPDATE_POLICIES,
+        receives=("nccl", "gloo", "folder"),
+        updates_in_background=True,
+        max_tensor_parallel=0,
+        python=".venv-vllm/bin/python",
+        refuses_model="rollout_server.engines.vllm.flags:refuse_model",
     ),
     "hf": EngineEntry(
         open="rollout_server.engines.hf.engine:HFEngine",

@@ -1,0 +1,148 @@
+"""Runs the process of a rollout server: its port, its log, its start, and its end with all its children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from async_rl.config import Config
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+
+LOG_TAIL_LINES = 20
+_START_ATTEMPTS = 3
+_PROJECT = Path(__file__).parents[2]
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free now and below the range that the kernel uses for outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+
+
+class ServerProcess:
+    """A server in a process of its own, which `start` starts; then `url` is its address.
+
+    Args:
+        name: the server's name in messages.
+        command: (port) -> the words of the command line.
+        environment: the environment of the process; its TMPDIR is replaced.
+        is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
+        hints: words in the log, and the advice to give for each; the first that matches is used.
+    """
+
+    def __init__(
+        self, name: str, log_file: Path, config: Config, *, command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str], is_ready: Callable[[str], bool], hints: Sequence[tuple[str, str]],
+    ) -> None:
+        self.name = name
+        self.url = ""
+        self.log_file = log_file
+        self._config = config
+        self._command = command
+        self._environment = environment
+        self._is_ready = is_ready
+        self._hints = hints
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start_bytes = 0
+
+    async def start(self) -> None:
+        """Start the server and return when it is ready. If another process takes its port first, try another port.
+
+        Raises:
+            ProcessDiedError: the server ended. The message has the last lines of its log.
+            WaitTimeoutError: the server was not ready within `timeouts.server_start_s`.
+        """
+        host = self._config.network.host
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            port = free_port(host)
+            self.url = f"http://{host}:{port}"
+            self._process = self._spawn(self._command(port))
+            try:
+                await self._wait_ready()
+                return
+            except BaseException as error:
+                died = isinstance(error, ProcessDiedError)
+                clash = died and "address already in use" in self._log().lower()
+                await self.aclose()
+                if not clash or attempt == _START_ATTEMPTS:
+                    raise
+
+    def check_alive(self) -> None:
+        """Raise ProcessDiedError, with the last lines of the log and a hint, if the server has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise ProcessDiedError(
+                f"{self.name} ended by itself ({how}). {self._hint()}\nlast lines of {self.log_file}:\n"
+                + self.log_tail()
+            )
+
+    def log_tail(self) -> str:
+        return "\n".join("    " + line for line in self._log().splitlines()[-LOG_TAIL_LINES:])
+
+    async def aclose(self) -> None:
+        """Kill the server and its children, and remove their files. An orderly end would only take longer."""
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.mkdtemp(prefix="async-rl-server-")  # for sockets and files, which stay after SIGKILL
+        with self.log_file.open("ab") as log:
+            self._log_start_bytes = log.tell()
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**self._environment, "TMPDIR": self._scratch}, cwd=_PROJECT,
+                start_new_session=True,  # Ctrl-C goes to the driver only, which then ends the server
+            )
+
+    async def _wait_ready(self) -> None:
+        timeout_s = self._config.timeouts.server_start_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await asyncio.to_thread(self._is_ready, self.url):
+                    self.check_alive()
+                    await asyncio.sleep(0.1)  # the server sends no event when it is ready
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
+                f"last lines of {self.log_file}:\n{self.log_tail()}"
+            ) from None
+
+    def _log(self) -> str:
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start_bytes)
+            return log.read().decode(errors="replace")
+
+    def _hint(self) -> str:
+        """Return the advice that most likely helps, chosen by words in the server's log."""
+        log = self._log()
+        found = [hint for sign, hint in self._hints if sign in log]
+        return (found or ["If nothing is logged, the kernel may have killed it for lack of memory: see `dmesg`."])[0]
+
+
+def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Kill the server and wait for its end. The kernel then ends its children; Python's resource tracker cleans up."""
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(timeout_s)
+    psutil.wait_procs(children, timeout=1.0)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,129 @@
+"""The client of a vLLM server's HTTP endpoints for administration: pauses, weight updates, scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from async_rl.config import Config, Limit
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.network import authorization
+from rollout_server.engines.http_json import ask
+
+if TYPE_CHECKING:
+    from async_rl.weights.buckets import Bucket
+
+PAUSES = {
+    "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",
+    "drain": "mode=keep&clear_cache=true", "abort": "mode=abort&clear_cache=true",
+}  # fmt: skip
+"""The query of /pause for each weight_sync.on_update. Each waits until no forward runs and each token that was sampled
+has its version. clear_cache=true also takes the KV of running requests, which is computed again when they resume. When
+`drain` pauses, only evaluations can still be running."""
+GENERATE = "/inference/v1/generate"
+_PROBE = Limit(3.0, "of a probe")
+
+
+class VLLMAdmin:
+    """The `ServerAdmin` of a vLLM server: its methods send HTTP requests and wait for the replies."""
+
+    def __init__(self, config: Config, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._headers = authorization(config.network)
+        self._timeouts = config.timeouts
+        self._version: int | None = None
+        """The version of the weights that the server received in this update; None: the last of them are missing."""
+
+    def is_ready(self) -> bool:
+        with suppress(WeightSyncError, WaitTimeoutError):
+            self.ask("GET", "/health", limit=_PROBE)
+            return True
+        return False
+
+    def serves_model(self, name: str) -> bool:
+        """Return whether this is the server that was started with `--served-model-name name`."""
+        return name in str(self.ask("GET", "/v1/models"))
+
+    def set_version(self, version: int) -> None:
+        """Give the weights that the server holds another version."""
+        self.ask("POST", "/update_weight_version", {"new_version": str(version)})
+
+    def served_version(self) -> str:
+        return str(self.ask("GET", "/weight_info")["weight_version"])
+
+    def pause(self, on_update: str) -> None:
+        """Pause generation. All policies but `in_place` empty the prefix cache; that relies on cache keys (salts) that
+        no two groups share.
+        """
+        self.ask("POST", f"/pause?{PAUSES[on_update]}")
+
+    def resume(self) -> None:
+        self.ask("POST", "/resume")
+
+    def begin_update(self) -> None:
+        self._drop_update()
+        self.ask("POST", "/start_weight_update")
+
+    def end_update(self) -> None:
+        """Load the weights that were received. If the last of them are missing, drop them: the learner gives up."""
+        version, self._version = self._version, None
+        if version is None:
+            self._drop_update()
+        else:
+            self.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    def _drop_update(self) -> None:
+        self._version = None
+        self.ask("POST", "/collective_rpc", {"method": "drop_weight_update"})
+
+    def join_group(
+        self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        info = {
+            "name": name, "host": host, "port": port, "first_rank": first_rank, "world_size": world_size,
+            "backend": backend, "join_timeout_s": self._timeouts.join_s, "push_timeout_s": self._timeouts.push_s,
+        }
+        limit = self._timeouts.limit("join_s")
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, limit)
+
+    def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
+        self._receive({"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}, version)
+
+    def load_folder(self, folder: Path, version: int | None) -> None:
+        self._receive({"folder": str(folder)}, version)
+
+    def _receive(self, part: dict[str, Any], version: int | None) -> None:
+        self.ask("POST", "/update_weights", {"update_info": part})
+        self._version = version
+
+    def leave_group(self, name: str) -> None:
+        self.ask("POST", "/shutdown_weight_transfer_engine", limit=self._timeouts.limit("join_s"))
+
+    def map_bucket(self, bucket: Bucket, version: int | None) -> None:
+        raise NotImplementedError("vLLM's entry in ENGINES does not declare shared_memory")
+
+    def release_memory(self) -> None:
+        raise NotImplementedError("vLLM's entry in ENGINES does not declare releases_memory")
+
+    def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Do nothing, because no memory was released."""
+
+    def score_tokens(self, tokens: Sequence[int]) -> list[float]:
+        body = {
+            "token_ids": list(tokens), "cache_salt": f"score-{time.time_ns()}",  # a new salt: no KV of older weights
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0},
+        }
+        entries = self.ask("POST", GENERATE, body)["prompt_logprobs"][1:]
+        return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
+        """Send one request and return the JSON of the reply; the limit is timeouts.push_s by default.
+
+        Raises:
+            WeightSyncError: the server can't be reached, or refused.
+            WaitTimeoutError: the server did not answer in time.
+        """
+        return ask(self.url, method, path, self._headers, limit or self._timeouts.limit("push_s"), body)

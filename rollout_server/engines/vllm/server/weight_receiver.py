@@ -1,0 +1,187 @@
+"""The half of a weight push that runs in vLLM's workers: a backend of vLLM's own weight-transfer endpoints.
+
+vLLM imports the module of its worker extension in each worker before it makes the model and the transfer engine, so
+what is registered and replaced when this module is imported holds for the whole server.
+
+An update is received beside the running model, in a thread, so that the server can generate meanwhile. Nothing is
+loaded before the end of the update: one that breaks off, lacks a tensor or brings one of a wrong shape changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+BACKEND = "async_rl"
+"""The name of this backend in the flag --weight-transfer-config."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """The torch.distributed group to join: the learner is rank 0, worker i of this server is first_rank + i."""
+
+    host: str
+    port: int
+    first_rank: int
+    world_size: int
+    name: str
+    backend: str
+    join_timeout_s: float
+    push_timeout_s: float
+
+
+@dataclass
+class PartInfo(WeightTransferUpdateInfo):
+    """One part of an update: a bucket that rank 0 of the group broadcasts or, with `folder`, a model folder."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    """Torch names without the prefix, e.g. `float32`."""
+    shapes: list[list[int]] = field(default_factory=list)
+    folder: str = ""
+
+
+class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
+    """Receives buckets and folders in a thread of its own, and loads them at the end of the update."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = PartInfo
+    _group: dist.ProcessGroup | None = None
+    _timeout_s: float | None = None
+    """The limit of the wait for one part. None: parts are folders, which are read without waiting for anybody."""
+
+    def init_transfer_engine(self, info: GroupInfo) -> None:
+        self.shutdown()
+        self._timeout_s = info.push_timeout_s
+        timeout = timedelta(seconds=info.join_timeout_s)
+        rank = info.first_rank + self.parallel_config.rank
+        store = dist.TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
+        # torch.distributed.new_group requires that all members are in one default group, which these are not
+        self._group, _ = _new_process_group_helper(
+            info.world_size, rank, [], Backend(info.backend), PrefixStore(info.name, store),
+            group_name=GroupName(info.name), timeout=timedelta(seconds=info.push_timeout_s),
+        )
+        _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
+
+    def start_weight_update(self) -> None:
+        self.drop_update()
+
+    def drop_update(self) -> None:
+        """Forget the update in progress, with its thread and its memory, to which that thread may still write."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight update")
+        self._parts: list[Future[dict[str, Tensor]]] = []
+
+    def receive_weights(self, info: PartInfo) -> None:
+        """Begin to receive one part. It is checked at the end of the update: a sender must not hang on a refusal."""
+        receive = self._read_folder if info.folder else self._receive_bucket
+        self._parts.append(self._thread.submit(receive, info))
+
+    def _receive_bucket(self, info: PartInfo) -> dict[str, Tensor]:
+        types = [getattr(torch, name) for name in info.dtypes]
+        sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(types, info.shapes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, group=self._group, group_src=0)
+        if data.is_cuda:
+            torch.cuda.synchronize(data.device)
+        parts = zip(info.names, types, info.shapes, data.split(sizes), strict=True)
+        return {name: part.view(dtype).view(torch.Size(shape)) for name, dtype, shape, part in parts}
+
+    def _read_folder(self, info: PartInfo) -> dict[str, Tensor]:
+        files = weight_files(Path(info.folder))
+        return {name: tensor for file in files for name, tensor in load_file(file, device=str(self.device)).items()}
+
+    def finish_weight_update(self) -> None:
+        """Wait for the parts, check them, and load them. ValueError: a tensor is missing, unknown or misshaped."""
+        tensors: dict[str, Tensor] = {}
+        for part in self._parts:
+            tensors |= part.result(self._timeout_s)
+        check_tensors(tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
+        # vLLM's linear layers may compute from a packed copy of their weights, which load_weights alone does not renew
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(tensors.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._is_tied and self.device.type == "cpu":
+            head = self.model.lm_head  # reloading renews the packed copy of the embeddings, but not of a tied head
+            head.quant_method.process_weights_after_loading(head)
+        self.drop_update()
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(self.model_config.hf_text_config.tie_word_embeddings)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class WorkerExtension:
+    """A further base class of vLLM's worker; its methods can be called by POST /collective_rpc."""
+
+    def drop_weight_update(self) -> None:
+        """Forget an update that was not finished, if there is one. vLLM would refuse to start the next one."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.drop_update()  # type: ignore[attr-defined]
+
+
+class FullLogprobs(TopKTopPSampler):
+    """Reports logprobs of all tokens, log_softmax(logits / temperature), also where top_p narrows the choice."""
+
+    def __call__(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        full = None if p is None else logits.log_softmax(-1, dtype=torch.float32)  # sampling overwrites the logits
+        sampled, logprobs = super().__call__(logits, generators, k, p)
+        return sampled, logprobs if full is None else full
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a model folder, from the headers of its safetensors files."""
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def weight_files(folder: Path) -> Sequence[Path]:
+    """Return the safetensors files of a model folder: those that its index names, if it has one."""
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is_tied: bool) -> None:
+    """Raise ValueError unless `tensors` are those of the checkpoint. A tied output layer may be given or left out."""
+    ignored = {"lm_head.weight"} if is_tied else set()
+    got = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} must have shape {expected.get(name, '(none: no such tensor)')}, got {got.get(name, 'none')}"
+        for name in sorted((expected.keys() | got.keys()) - ignored) if expected.get(name) != got.get(name)
+    ]
+    if wrong:
+        raise ValueError(f"the update differs from the checkpoint in {len(wrong)} tensors: {'; '.join(wrong[:5])}")
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
+sampler.TopKTopPSampler = FullLogprobs

@@ -1,0 +1,93 @@
+"""The process of a vLLM server: the Python that runs it, its command line and its environment variables."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from async_rl.config import Config
+from async_rl.config.check import check
+from async_rl.cores import threads_per_process
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.network import api_key
+from rollout_server.engines.server_process import ServerProcess
+from rollout_server.engines.vllm.admin import VLLMAdmin
+from rollout_server.engines.vllm.flags import Flags, command_line
+from rollout_server.engines.vllm.server.launch import PARENT_VARIABLE
+from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE
+
+_SERVER_FOLDER = Path(__file__).parent / "server"
+_PROJECT = Path(__file__).parents[3]
+_HINTS = (
+    ("out of memory", "Lower rollout.mem_fraction."),
+    ("No available memory for the cache blocks", "Raise rollout.mem_fraction, or lower rollout.max_response_tokens."),
+    ("No module named 'vllm'", "rollout.python must be the Python of an environment with vLLM: `make vllm` makes one."),
+    ("Unsupported CPU attention configuration", "Take a model with another head size, or another rollout.engine."),
+    ("are not supported for now", "vLLM does not know this architecture: set rollout.engine=hf."),
+    ("SafetensorError", "A weight file of model.path is damaged or cut off."),
+    ("unrecognized arguments", "A key of rollout.server_args is no flag of this vLLM."),
+)
+
+
+def vllm_process(name: str, flags: Flags, log_file: Path, config: Config, *, on_gpu: bool) -> ServerProcess:
+    """Return the process of a vLLM server with these flags, before its start.
+
+    Raises:
+        ConfigError: there is no environment with vLLM.
+    """
+    python = server_python(config)
+    identity = f"async-rl-{uuid.uuid4().hex}"
+    guard = {"middleware": "require_key.RequireKey"} if api_key(config.network) else {}
+    words = command_line(flags | {"served-model-name": identity} | guard)
+
+    def is_ready(url: str) -> bool:
+        """Return whether our server is ready, not another run's on the same port."""
+        admin = VLLMAdmin(config, url)
+        with suppress(WeightSyncError, WaitTimeoutError):
+            return admin.is_ready() and admin.serves_model(identity)
+        return False
+
+    return ServerProcess(
+        name, log_file, config, is_ready=is_ready, hints=_HINTS, environment=server_environment(config, python, on_gpu),
+        command=lambda port: [python, str(_SERVER_FOLDER / "launch.py"), *words, "--port", str(port)],
+    )
+
+
+def server_python(config: Config) -> str:
+    """Return the Python that runs the server: rollout.python, or the one in the project's folder.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    chosen = config.rollout.python or str(_PROJECT / config.rollout.engine_entry.python)
+    path = os.path.abspath(chosen)  # it stays a link: an environment's Python finds its packages by where the link is
+    check(
+        os.access(path, os.X_OK), "rollout.python", chosen, "the Python of an environment with vLLM",
+        "`make vllm` makes one in .venv-vllm.",
+    )
+    return path
+
+
+def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, str]:
+    """Return the environment variables of the server's process."""
+    environment = os.environ | {
+        PARENT_VARIABLE: str(os.getpid()),
+        "PYTHONPATH": str(_SERVER_FOLDER),  # and nothing of this environment, whose packages have other versions
+        "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)]),
+        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints for pauses and weight updates
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # By default a server closes an idle connection after 5 s, perhaps while the next request is on its way. The
+        # clients close theirs after 15 s.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(config)))
+    if key := api_key(config.network):
+        environment[API_KEY_VARIABLE] = key
+    if not on_gpu:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # placement.pin_cpus chooses the cores
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling the sampler would delay the first answer
+    return environment

@@ -27,7 +27,7 @@ STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 """Audit events of a new process."""
 SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
 """Programs that a unit test may run: they end at once."""
-PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks"}
+PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks", "vllm_server"}
 """Who uses one of these is marked `processes` without saying so."""
 _unit_test: str | None = None
 """The test that runs now, if it must not start a process."""

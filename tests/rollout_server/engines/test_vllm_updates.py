@@ -1,0 +1,153 @@
+"""Answers of a real vLLM server when weights change while they run, and updates that it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.errors import WeightSyncError
+from async_rl.weights import open_publisher
+from rollout_server.engines.base import Completion
+from rollout_server.engines.vllm.admin import VLLMAdmin
+from tests.conftest import EngineInThread
+from tests.rollout_server.engines.hf_cases import request_for, sharp_model
+from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
+from tests.rollout_server.engines.tags import check_tags
+from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, push, pushing
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
+
+TEMPERATURE = 0.3
+"""Low, so that answers rarely end early."""
+WAYS = [
+    *((on_update, "gloo", False) for on_update in ("in_place", "retract", "drain", "abort")),
+    ("in_place", "disk", False), ("in_place", "gloo", True), ("abort", "disk", True),
+]
+
+
+@pytest.mark.parametrize(("on_update", "transport", "background"), WAYS)
+def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
+    vllm_server: EngineInThread, on_update: str, transport: str, background: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `drain` only answers of an evaluation can be running while weights change."""
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, on_update, transport, background=background)
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    request = request_for(6, n=16, max_tokens=450, temperature=TEMPERATURE)
+    first = push(config, url)
+
+    async def generate_over_two_updates() -> list[Completion]:
+        running = asyncio.create_task(server.engine.generate(request))
+        for _ in range(2):
+            for _ in range(3 if on_update == "abort" else 1):  # the group runs then, after an abort anew
+                await server.engine.generate(request_for(7))
+            await asyncio.to_thread(push, config, url)
+        return await running
+
+    answers = server.run(generate_over_two_updates())
+    models = {version: MODELS[version] for version in range(first, first + 3)}
+    spanning = [a for a in answers if len(set(a.versions.tolist())) == 3]
+    assert len(spanning) >= 2
+    assert all((np.diff(a.versions) >= 0).all() for a in answers)
+    keeps_kv = on_update == "in_place"
+    mismatches = [check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]]
+    assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
+
+    # The same prompt again: its KV cache must be of the newest version too.
+    (last,) = generate(server, request)
+    assert {v for a in last for v in a.versions.tolist()} == {first + 2}
+    for answer in last:
+        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+def without_one(named: dict[str, Tensor]) -> None:
+    del named["model.layers.1.mlp.up_proj.weight"]
+
+
+def with_one_too_short(named: dict[str, Tensor]) -> None:
+    named["model.norm.weight"] = named["model.norm.weight"][:-1]
+
+
+def with_one_too_many(named: dict[str, Tensor]) -> None:
+    named["model.layers.2.mlp.up_proj.weight"] = named["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_one, r"layers\.1\.mlp\.up_proj\.weight must have shape \[384, 96\], got none"),
+        (with_one_too_short, r"model\.norm\.weight must have shape \[96\], got \[95\]"),
+        (with_one_too_many, r"layers\.2\.mlp\.up_proj\.weight must have shape \(none: no such tensor\)"),
+    ],
+)
+def test_a_wrong_update_is_refused_and_the_old_weights_serve_on(
+    vllm_server: EngineInThread, transport: str, tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None],
+    message: str,
+) -> None:
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, "in_place", transport)
+    version = push(config, url)
+    named = {name: parameter.detach() for name, parameter in sharp_model("tiny-qwen3", 1).named_parameters()}
+    spoil(named)
+    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
+    publisher.connect()
+    with pytest.raises(WeightSyncError, match=message):
+        publisher.push(named.items(), next(VERSIONS))
+    publisher.close()
+    admin = VLLMAdmin(server.config, url)
+    assert admin.served_version() == str(version)
+    admin.resume()
+    request = request_for(2)
+    (answers,) = generate(server, request)
+    assert {v for a in answers for v in a.versions.tolist()} == {version}
+    assert largest_error(MODELS[version], [request], [answers]) < TOLERANCE
+
+
+def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
+    vllm_server: EngineInThread, tmp_path: Path
+) -> None:
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, "retract", "disk")
+    version = push(config, url)
+    folder = tmp_path / "half"
+    sharp_model("tiny-qwen3", 1).save_pretrained(folder)
+    admin = VLLMAdmin(server.config, url)
+    admin.pause("retract")
+    admin.begin_update()
+    admin.load_folder(folder, None)
+    admin.end_update()  # the learner gives up: it has not sent the version
+    admin.resume()
+    request = request_for(4)
+    (answers,) = generate(server, request)
+    assert largest_error(MODELS[version], [request], [answers]) < TOLERANCE
+    admin.begin_update()  # by a learner that ends right after
+    assert push(config, url) == version + 1
+
+
+def test_requests_with_a_shared_cache_key_read_stale_kv(vllm_server: EngineInThread, tmp_path: Path) -> None:
+    """A counterpart of the tests above: when requests share a salt, vLLM uses the KV of old weights."""
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, "in_place", "disk")
+    admin = VLLMAdmin(server.config, url)
+    tokens = list(range(5, 105))  # longer than a block of the cache
+
+    def logprob_error(salt: str, version: int) -> float:
+        sampling = {"max_tokens": 1, "logprobs": 0}
+        body = {"token_ids": tokens, "cache_salt": salt, "sampling_params": sampling}
+        entry = admin.ask("POST", "/inference/v1/generate", body)["choices"][0]["logprobs"]["content"][0]
+        with torch.no_grad():
+            logits = MODELS[version](input_ids=torch.tensor([tokens])).logits[0, -1]
+        return abs(float(torch.log_softmax(logits, -1)[entry["token_id"]]) - entry["logprob"])
+
+    assert logprob_error("shared", push(config, url)) < TOLERANCE
+    version = push(config, url)
+    assert logprob_error("shared", version) > 100 * TOLERANCE
+    assert logprob_error("own", version) < TOLERANCE

@@ -1,0 +1,67 @@
+"""Configurations of a vLLM server, and pushes of new weights into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, WeightSyncConfig
+from async_rl.errors import ConfigError
+from async_rl.weights import open_publisher
+from async_rl.weights.base import Tolerance
+from rollout_server.engines.vllm.vllm_process import server_python
+from tests.conftest import EngineInThread
+from tests.rollout_server.engines.hf_cases import sharp_model
+
+START_S = 280.0
+VERSIONS = itertools.count(10)
+MODELS: dict[int, PreTrainedModel] = {}
+"""The weights that the server was given, by version."""
+
+
+def vllm_config(model: Path, **rollout: Any) -> Config:
+    """Prompts and answers together fit the tiny models' positions exactly."""
+    return Config(
+        model=ModelConfig(path=str(model)),
+        task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=512),
+        rollout=RolloutConfig(engine="vllm", max_response_tokens=512, concurrency=32, **rollout),
+        learner=LearnerConfig(prompts_per_step=32),
+    )
+
+
+def needs_vllm() -> None:
+    """Skip the test where there is no environment with vLLM."""
+    try:
+        server_python(vllm_config(Path("model")))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str, **sync: Any) -> Config:
+    return dataclasses.replace(
+        server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
+        weight_sync=WeightSyncConfig(
+            on_update=on_update, transport=transport, bucket_bytes=300_000, **sync,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def push(config: Config, url: str) -> int:
+    """Make the server serve a new version, very different from all others, and return its number."""
+    version = next(VERSIONS)
+    model = MODELS[version] = sharp_model("tiny-qwen3", 100 + version).eval()
+    publisher = open_publisher(config, [url], 0, torch.device("cpu"))
+    publisher.connect()
+    publisher.push(model.named_parameters(), version)
+    tokens = list(range(5, 30))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0], dim=-1)
+    publisher.verify(tokens, [float(logprobs[i, t]) for i, t in enumerate(tokens[1:])], Tolerance(1e-4, 1e-4))
+    publisher.close()
+    return version

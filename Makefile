@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 QUICKSTART := configs/quickstart.yaml
 QUICKSTART_MODEL := runs/quickstart-sft/model
 
-.PHONY: demo unit test nightly check venv
+.PHONY: demo unit test nightly check venv vllm
 
 demo: $(QUICKSTART_MODEL)/config.json  ## set up, warm-start a tiny model, train it, print the result
 	$(BIN)/async-rl train $(QUICKSTART)
@@ -20,7 +20,7 @@ test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 unit: venv  ## the tests that start no process, in under two minutes
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
-nightly: venv  ## the long tests
+nightly: venv vllm  ## the long tests
 	$(BIN)/python -m pytest -m nightly
 
 check: venv  ## sizes, import direction, ruff, mypy
@@ -28,3 +28,6 @@ check: venv  ## sizes, import direction, ruff, mypy
 
 venv:  ## make or update .venv: the CUDA set with an NVIDIA GPU, else the CPU set
 	@ASYNC_RL_VENV=$(VENV) bash scripts/setup.sh
+
+vllm:  ## make or update .venv-vllm, the environment of vLLM's servers (rollout.engine: vllm)
+	@bash scripts/vllm.sh

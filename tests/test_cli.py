@@ -209,7 +209,7 @@ def test_sft_from_a_base_that_is_not_there_names_the_nearest(
 ) -> None:
     assert main(["sft", str(config_file), "sft.base=tiny-qwen"]) == 2
     error = capsys.readouterr().err
-    assert "sft.base must be tiny-qwen2 or tiny-llama or a Hugging Face folder, got 'tiny-qwen'" in error
+    assert "sft.base must be tiny-qwen2 or tiny-llama or tiny-qwen3 or a Hugging Face folder, got 'tiny-qwen'" in error
     assert "there is no such folder. Did you mean tiny-qwen2?" in error
     (tmp_path / "empty").mkdir()
     assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2

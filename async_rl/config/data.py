@@ -52,7 +52,7 @@ class RolloutConfig:
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
     """The engine that generates answers. hf computes in the worker's own process, and is for CPUs and tests."""
-    python: str = ""
+    python: PathText = ""
     """The Python that runs the servers of an engine with an environment of its own (vllm: `make vllm` makes it).
     Empty: the engine's own choice, .venv-vllm/bin/python in the project's folder."""
     group_size: PositiveInt = 8

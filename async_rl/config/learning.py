@@ -114,8 +114,8 @@ class SftConfig:
     """How `async-rl sft` makes model.path by supervised fine-tuning."""
 
     base: PathText = "tiny-qwen2"
-    """The model to start from: tiny-qwen2 or tiny-llama (made from scratch, with a character tokenizer), or a Hugging
-    Face folder."""
+    """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the
+    last one has heads that vLLM takes), or a Hugging Face folder."""
     steps: PositiveInt = 200
     """The largest number of optimizer steps."""
     batch_size: PositiveInt = 128

@@ -99,10 +99,9 @@ ENGINES: dict[str, EngineEntry] = {
         open_admin="rollout_server.engines.vllm.admin:VLLMAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
-        updates_in_background=True,
         max_tensor_parallel=0,
         python=".venv-vllm/bin/python",
-        refuses_model="rollout_server.engines.vllm.flags:refuse_model",
+        refuses_model="rollout_server.engines.vllm.refusals:refuse_run",
     ),
     "hf": EngineEntry(
         open="rollout_server.engines.hf.engine:HFEngine",

@@ -169,7 +169,7 @@ SMALL = (f"rollout.engine={HERE}:SMALL_ENGINE", "weight_sync.on_update=drain")
     ("overrides", "message"),
     [
         (["weight_sync.on_update=in_place"], f"must be drain or abort with rollout.engine {HERE}:SMALL_ENGINE, got"),
-        (["weight_sync.on_update=in_place"], "got 'in_place' (command line). Or set rollout.engine: sglang or hf."),
+        (["weight_sync.on_update=in_place"], "got 'in_place' (command line). Or set rollout.engine: sglang, vllm or"),
         (["weight_sync.transport=gloo"], f"must be auto or disk with rollout.engine {HERE}:SMALL_ENGINE, got 'gloo'"),
         (["placement.rollout.tp=8"], "placement.rollout.tp must be at most 4 with rollout.engine"),
         (["rollout.server_url=http://there"], "It can't take over a server. Or set rollout.engine: sglang."),

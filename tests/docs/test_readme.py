@@ -36,6 +36,8 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml",
     "async-rl train configs/quickstart.yaml staleness.max=0 run.steps=60 run.seed=1",
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
+    "async-rl sft configs/quickstart.yaml sft.base=tiny-qwen3 model.path=runs/qwen3-sft/model",
+    "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model rollout.engine=vllm",
     "async-rl train configs/quickstart.yaml algorithm.preset=dr_grpo",
     "async-rl train configs/quickstart.yaml algorithm.preset=decoupled_ppo critic.lr=3e-4",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
@@ -64,6 +66,7 @@ ELSEWHERE = {
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",
     "make nightly": "it runs this file",
+    "make vllm": "a part of make nightly",
     f"{QUICKSTART_SWEEP} presets --staleness 2 --axis algorithm.preset=grpo,dr_grpo,rloo,reinforce_pp,"
     "reinforce_pp_baseline,ppo,decoupled_ppo,vtrace,cispo,gspo,dppo_tv,m2po,icepop rollout.engine=hf run.steps=200 "
     "learner.decay_fraction=0 eval.samples=4 critic.lr=1e-3 critic.warmup_steps=10": "benchmarks/results, by hand",

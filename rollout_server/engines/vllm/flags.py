@@ -8,7 +8,6 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.storage.model_folder import check_positions
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes for which vLLM 0.32 has an attention kernel on CPUs."""
@@ -33,7 +32,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     """Return vLLM's flags, without the port. `model` is the text part of the model's transformers config.
 
     Raises:
-        ConfigError: the configured lengths exceed the model's, or rollout.server_args holds a flag that is set here.
+        ConfigError: rollout.server_args holds a flag that is set here.
     """
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
     check(
@@ -41,11 +40,11 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         f"without {', '.join(_SET_HERE)}", "async-rl sets these: leave them out.",
     )
     positions = getattr(model, "max_position_embeddings", None)
-    check_positions(config.model.path, positions, config.longest_tokens)
     length = config.longest_tokens + _RESERVED_TOKENS
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
-        "model": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype, "seed": config.run.seed,
+        "model": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
+        "seed": config.run.seed,
         "max-model-len": min(length, positions or length),
         "max-num-seqs": min(_MAX_RUNNING, _rollouts(config)),
         "tokens-only": True,  # tokens in, tokens out: nothing to detokenize
@@ -92,20 +91,6 @@ def _kv_bytes(config: Config, model: Any, dtype: str, free_memory_bytes: int) ->
 def head_size(model: Any) -> int:
     """Return the size of one attention head of a model, from the text part of its transformers config."""
     return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-
-
-def refuse_model(config: Config) -> str:
-    """Return why vLLM can't serve the model of model.path on this host, or "" if it can."""
-    import torch
-    from transformers import AutoConfig
-
-    size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
-    if torch.cuda.is_available() or size in CPU_HEAD_SIZES:
-        return ""
-    return (
-        f"on CPUs vLLM has attention kernels for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this model "
-        f"has heads of {size}. Take another model (sft.base: tiny-qwen3 makes a tiny one) or another rollout.engine"
-    )
 
 
 def command_line(flags: Flags) -> list[str]:

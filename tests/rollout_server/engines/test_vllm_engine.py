@@ -75,7 +75,7 @@ def test_the_longest_prompt_gets_the_longest_answer(vllm_server: EngineInThread,
     group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # it repeats itself
     (answers,) = generate(vllm_server, group)
     assert any(len(a.tokens) == 512 for a in answers)
-    assert largest_error(MODELS[served], [group], [answers]) < 10 * TOLERANCE  # at T = 0.1 errors are ten times as large
+    assert largest_error(MODELS[served], [group], [answers]) < 10 * TOLERANCE  # errors grow by 1 / T
 
 
 def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(vllm_server: EngineInThread) -> None:

@@ -26,19 +26,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 TEMPERATURE = 0.3
 """Low, so that answers rarely end early."""
 WAYS = [
-    *((on_update, "gloo", False) for on_update in ("in_place", "retract", "drain", "abort")),
-    ("in_place", "disk", False), ("in_place", "gloo", True), ("abort", "disk", True),
+    *((on_update, "gloo") for on_update in ("in_place", "retract", "drain", "abort")), ("in_place", "disk"),
 ]
 
 
-@pytest.mark.parametrize(("on_update", "transport", "background"), WAYS)
+@pytest.mark.parametrize(("on_update", "transport"), WAYS)
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
-    vllm_server: EngineInThread, on_update: str, transport: str, background: bool, tmp_path: Path,
+    vllm_server: EngineInThread, on_update: str, transport: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `drain` only answers of an evaluation can be running while weights change."""
     server, url = vllm_server, vllm_server.engine.url
-    config = pushing(server, tmp_path, on_update, transport, background=background)
+    config = pushing(server, tmp_path, on_update, transport)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     request = request_for(6, n=16, max_tokens=450, temperature=TEMPERATURE)
     first = push(config, url)
@@ -151,3 +150,9 @@ def test_requests_with_a_shared_cache_key_read_stale_kv(vllm_server: EngineInThr
     version = push(config, url)
     assert logprob_error("shared", version) > 100 * TOLERANCE
     assert logprob_error("own", version) < TOLERANCE
+
+
+from tests.e2e.test_vllm import (  # noqa
+    test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answer,
+    vllm_yaml,
+)

@@ -43,11 +43,11 @@ def needs_vllm() -> None:
         pytest.skip(str(error))
 
 
-def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str, **sync: Any) -> Config:
+def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str) -> Config:
     return dataclasses.replace(
         server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
         weight_sync=WeightSyncConfig(
-            on_update=on_update, transport=transport, bucket_bytes=300_000, **sync,  # type: ignore[arg-type]
+            on_update=on_update, transport=transport, bucket_bytes=300_000,  # type: ignore[arg-type]
         ),
     )
 

@@ -3,8 +3,8 @@
 vLLM imports the module of its worker extension in each worker before it makes the model and the transfer engine, so
 what is registered and replaced when this module is imported holds for the whole server.
 
-An update is received beside the running model, in a thread, so that the server can generate meanwhile. Nothing is
-loaded before the end of the update: one that breaks off, lacks a tensor or brings one of a wrong shape changes nothing.
+An update is received beside the running model. Nothing is loaded before its end: one that breaks off, lacks a tensor
+or brings one of a wrong shape changes nothing. This needs memory for a second copy of the weights during a push.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,17 +58,14 @@ class PartInfo(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
-    """Receives buckets and folders in a thread of its own, and loads them at the end of the update."""
+    """Receives buckets and folders, and loads them at the end of the update."""
 
     init_info_cls = GroupInfo
     update_info_cls = PartInfo
     _group: dist.ProcessGroup | None = None
-    _timeout_s: float | None = None
-    """The limit of the wait for one part. None: parts are folders, which are read without waiting for anybody."""
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         self.shutdown()
-        self._timeout_s = info.push_timeout_s
         timeout = timedelta(seconds=info.join_timeout_s)
         rank = info.first_rank + self.parallel_config.rank
         store = dist.TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
@@ -84,14 +80,12 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         self.drop_update()
 
     def drop_update(self) -> None:
-        """Forget the update in progress, with its thread and its memory, to which that thread may still write."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight update")
-        self._parts: list[Future[dict[str, Tensor]]] = []
+        """Forget what was received since the last update."""
+        self._tensors: dict[str, Tensor] = {}
 
     def receive_weights(self, info: PartInfo) -> None:
-        """Begin to receive one part. It is checked at the end of the update: a sender must not hang on a refusal."""
-        receive = self._read_folder if info.folder else self._receive_bucket
-        self._parts.append(self._thread.submit(receive, info))
+        """Receive one part. It is checked only at the end of the update: a sender must not hang on a refusal."""
+        self._tensors |= self._read_folder(info) if info.folder else self._receive_bucket(info)
 
     def _receive_bucket(self, info: PartInfo) -> dict[str, Tensor]:
         types = [getattr(torch, name) for name in info.dtypes]
@@ -108,14 +102,11 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         return {name: tensor for file in files for name, tensor in load_file(file, device=str(self.device)).items()}
 
     def finish_weight_update(self) -> None:
-        """Wait for the parts, check them, and load them. ValueError: a tensor is missing, unknown or misshaped."""
-        tensors: dict[str, Tensor] = {}
-        for part in self._parts:
-            tensors |= part.result(self._timeout_s)
-        check_tensors(tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
+        """Check what was received, and load it. ValueError: a tensor is missing, unknown or misshaped."""
+        check_tensors(self._tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
         # vLLM's linear layers may compute from a packed copy of their weights, which load_weights alone does not renew
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors.items())
+        self.model.load_weights(self._tensors.items())
         finalize_layerwise_reload(self.model, self.model_config)
         if self._is_tied and self.device.type == "cpu":
             head = self.model.lm_head  # reloading renews the packed copy of the embeddings, but not of a tied head

@@ -1,0 +1,44 @@
+"""Reasons for which vLLM can't serve a run on this host, found before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from rollout_server.engines.vllm.flags import CPU_HEAD_SIZES, head_size
+from rollout_server.engines.vllm.vllm_process import server_python
+
+_FIND_TIMEOUT_S = 60
+_FIND_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+
+
+def refuse_run(config: Config) -> str:
+    """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
+
+    Raises:
+        ConfigError: the environment of the servers is missing, or has no vLLM.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    check_environment(config)
+    size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
+    if torch.cuda.is_available() or size in CPU_HEAD_SIZES:
+        return ""
+    return (
+        f"on CPUs vLLM has attention kernels for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this "
+        f"model has heads of {size}. Take another model (sft.base: tiny-qwen3 makes a tiny one) or another "
+        "rollout.engine"
+    )
+
+
+def check_environment(config: Config) -> None:
+    """Raise ConfigError unless the Python of the servers finds vLLM."""
+    python = server_python(config)
+    try:
+        done = subprocess.run([python, "-c", _FIND_VLLM], capture_output=True, text=True, timeout=_FIND_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.python {python} can't be run: {error}. `make vllm` makes one that can") from None
+    if done.returncode:
+        raise ConfigError(f"rollout.python {python} finds no package vllm. `make vllm` makes .venv-vllm, which has it")

@@ -1,0 +1,239 @@
+"""The parts of the vLLM engine that need no vLLM: flags, the environment, requests and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import (
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    PlacementConfig,
+    RolloutConfig,
+    RolloutPlacement,
+    TaskConfig,
+    WeightSyncConfig,
+)
+from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.engines.vllm.engine import VLLMEngine
+from rollout_server.engines.vllm.flags import command_line, server_flags
+from rollout_server.engines.vllm.refusals import refuse_run
+from rollout_server.engines.vllm.requests import Answer, extend_answer, group_answers, request_body, token_versions
+from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
+from rollout_server.engines.vllm.vllm_process import server_environment, server_python
+from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
+
+MODEL = SimpleNamespace(
+    max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_size=128,
+)
+
+
+def config(**rollout: Any) -> Config:
+    return Config(
+        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/x", max_prompt_tokens=100),
+        rollout=RolloutConfig(engine="vllm", group_size=4, **({"max_response_tokens": 50} | rollout)),
+        learner=LearnerConfig(prompts_per_step=8), eval=EvalConfig(size=10, samples=2),
+    )
+
+
+def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
+    return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "token_ids": [7, 8], "finish_reason": "length",
+        "logprobs": {"content": [{"logprob": -1.5}, {"logprob": -2.0}]},
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
+    return whole | changes
+
+
+def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
+    # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation; 158 tokens are 5 blocks of 32, and one more
+    # a token takes 2 * 2 layers * 2 heads * 32 wide * 4 bytes = 1024
+    chosen = flags(config())
+    assert chosen["max-num-seqs"] == 8 * 4 + 20
+    assert chosen["kv-cache-memory-bytes"] == (8 * 4 + 20) * 6 * 32 * 1024
+
+
+def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
+    assert flags(config(), free_memory_bytes=4 * 10**6)["kv-cache-memory-bytes"] == 10**6
+    assert flags(config(), free_memory_bytes=0)["kv-cache-memory-bytes"] == 6 * 32 * 1024
+
+
+def test_on_a_gpu_the_memory_fraction_and_the_tensor_parallel_size_are_used() -> None:
+    wide = dataclasses.replace(
+        config(mem_fraction=0.4), placement=PlacementConfig(rollout=RolloutPlacement(tp=2))
+    )
+    chosen = flags(wide, on_gpu=True)
+    assert (chosen["gpu-memory-utilization"], chosen["tensor-parallel-size"]) == (0.4, 2)
+    assert chosen["dtype"] == "bfloat16"
+    assert not {"kv-cache-memory-bytes", "enforce-eager"} & set(chosen)
+
+
+@pytest.mark.parametrize(("on_update", "is_off"), [("in_place", True), ("retract", False)])
+def test_async_scheduling_is_off_on_gpus_for_pauses_in_place(on_update: str, is_off: bool) -> None:
+    pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
+    assert flags(pausing, on_gpu=True)["no-async-scheduling"] == is_off
+
+
+def test_a_users_flags_replace_defaults_except_those_the_engine_needs() -> None:
+    assert flags(config(server_args={"max_num_seqs": 7}))["max-num-seqs"] == 7
+    with pytest.raises(ConfigError, match=r"rollout\.server_args must be without model, .*async-rl sets these"):
+        flags(config(server_args={"scheduling_policy": "fcfs"}))
+
+
+def test_flags_become_words_of_the_command_line() -> None:
+    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
+    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
+
+
+def test_a_model_without_an_attention_kernel_is_refused_by_name(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("rollout_server.engines.vllm.refusals.check_environment", lambda config: None)
+    small = dataclasses.replace(config(), model=ModelConfig(path=str(model_folder)))
+    assert "this model has heads of 24. Take another model (sft.base: tiny-qwen3" in refuse_run(small)
+    wide = dataclasses.replace(config(), model=ModelConfig(path=str(save_sharp_model(tmp_path, "tiny-qwen3"))))
+    assert refuse_run(wide) == ""
+
+
+def test_the_python_of_the_server_is_found_or_the_error_says_how_to_make_it(tmp_path: Path) -> None:
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    assert server_python(config(python=str(link))) == str(link)  # not where the link points
+    with pytest.raises(ConfigError, match=r"rollout\.python must be the Python of an environment with vLLM.*make vllm"):
+        server_python(config(python=str(tmp_path / "none")))
+
+
+@pytest.mark.processes
+def test_an_environment_without_vllm_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"finds no package vllm\. `make vllm` makes \.venv-vllm"):
+        refuse_run(config(python=sys.executable))
+
+
+def test_a_python_is_refused_where_the_engine_runs_in_this_one() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.python must be empty with rollout\.engine hf.*engine: vllm"):
+        dataclasses.replace(config(), rollout=RolloutConfig(engine="hf", python="/usr/bin/python3"))
+
+
+def test_the_server_sees_none_of_this_projects_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    environment = server_environment(config(), "/venv/bin/python", on_gpu=False)
+    assert environment["PYTHONPATH"].endswith("rollout_server/engines/vllm/server")
+    assert environment["PATH"] == "/venv/bin:/usr/bin"
+    assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(config(), "/venv/bin/python", on_gpu=True)
+
+
+def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
+    request = request_for(0, temperature=0.7, max_tokens=9)
+    body = request_body(request, [Answer()] * 3, [2, 5], "8.1", 4)
+    expected = {"temperature": 0.7, "max_tokens": 9, "stop_token_ids": [2, 5], "n": 3, "logprobs": 0}
+    full_support = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+    assert (expected | full_support).items() <= body["sampling_params"].items()
+    assert (body["token_ids"], body["cache_salt"], body["priority"]) == (request.prompt.tokens.tolist(), "8.1", 4)
+
+
+def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -> None:
+    new, begun, other = Answer(), Answer(tokens=[7]), Answer(tokens=[8, 9])
+    assert group_answers([begun, new, other]) == [[new], [begun], [other]]
+    assert group_answers([begun]) == [[begun]]
+    request = request_for(0, max_tokens=9)
+    body = request_body(request, [other], [2], "k", 0)
+    assert body["token_ids"] == [*request.prompt.tokens.tolist(), 8, 9]
+    assert (body["sampling_params"]["max_tokens"], body["sampling_params"]["n"]) == (7, 1)
+
+
+def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
+    answer = before or Answer()
+    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5])
+    return answer
+
+
+def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
+    completion = extended(choice()).completion()
+    assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
+    assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
+    assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
+
+
+def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
+    assert extended(choice(finish_reason="abort"), max_tokens=5).finish_reason == ""
+    assert extended(choice(finish_reason="abort"), max_tokens=2).finish_reason == "length"
+    assert extended(choice(finish_reason="abort", token_ids=[7, 5]), max_tokens=5).finish_reason == "stop"
+    nothing = {"token_ids": [], "logprobs": None, "weight_versions": None, "finish_reason": "abort"}
+    before = Answer(tokens=[9], logprobs=[-1.0], versions=[2])
+    assert extended(nothing, before, max_tokens=5) == Answer(tokens=[9], logprobs=[-1.0], versions=[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": {"content": [{"logprob": -1.5}]}}, r"one logprob for each token, got 2 tokens"),
+        ({"token_ids": [], "logprobs": None}, r"one logprob for each token, got 0 tokens"),
+        ({"finish_reason": "error"}, r"did not finish an answer: finish_reason error"),
+        ({"weight_versions": None}, r"must cover 2 tokens with whole-number versions, got None"),
+    ],
+)
+def test_an_incomplete_reply_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(AsyncRLError, match=message):
+        extended(choice(**changes))
+
+
+@pytest.mark.parametrize("spans", [
+    [{"version": "default", "start": 0, "end": 2}], [{"version": "1", "start": 1, "end": 2}],
+    [{"version": "1", "start": 0, "end": 1}],
+])
+def test_versions_that_do_not_cover_the_tokens_are_refused(spans: list[dict[str, Any]]) -> None:
+    with pytest.raises(AsyncRLError, match="must cover 2 tokens"):
+        token_versions(spans, 2)
+
+
+def test_groups_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:
+    engine = VLLMEngine(config(), 0, tmp_path)
+    engine.vocab_size, engine._end_tokens = 200, [2]
+    priorities = []
+
+    async def post(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+        priorities.append(body["priority"])
+        return [choice(weight_versions=[{"version": "9", "start": 0, "end": 2}])] * body["sampling_params"]["n"]
+
+    async def generate() -> None:
+        for index, start_version in ((1, 7), (2, 6), (-1, 0)):
+            await engine.generate(request_for(abs(index), group_id=index, start_version=start_version))
+
+    engine._post = post  # type: ignore[method-assign]
+    asyncio.run(generate())
+    assert priorities == [7, 6, 7]
+
+
+@pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])
+def test_a_request_without_the_key_is_answered_with_401(
+    given: bytes | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "right")
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append("app")
+
+    async def send(message: Any) -> None:
+        seen.append(message.get("status"))
+
+    scope = {"type": "http", "headers": [(b"authorization", given)] if given else []}
+    asyncio.run(RequireKey(app)(scope, None, send))  # type: ignore[arg-type]
+    assert seen == (["app"] if passes else [401, None])

@@ -150,9 +150,3 @@ def test_requests_with_a_shared_cache_key_read_stale_kv(vllm_server: EngineInThr
     version = push(config, url)
     assert logprob_error("shared", version) > 100 * TOLERANCE
     assert logprob_error("own", version) < TOLERANCE
-
-
-from tests.e2e.test_vllm import (  # noqa
-    test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answer,
-    vllm_yaml,
-)

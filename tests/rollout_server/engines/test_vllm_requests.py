@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_rl.config import (
     Config,
@@ -24,13 +25,15 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.engines.vllm.flags import command_line, server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
 from rollout_server.engines.vllm.requests import Answer, extend_answer, group_answers, request_body, token_versions
+from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
-from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
+from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model, sharp_model
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -201,6 +204,22 @@ def test_an_incomplete_reply_is_refused(changes: dict[str, Any], message: str) -
 def test_versions_that_do_not_cover_the_tokens_are_refused(spans: list[dict[str, Any]]) -> None:
     with pytest.raises(AsyncRLError, match="must cover 2 tokens"):
         token_versions(spans, 2)
+
+
+def test_an_update_must_have_the_tensors_of_the_checkpoint(tmp_path: Path) -> None:
+    model = sharp_model("tiny-qwen3", 0)
+    write_weights(model.named_parameters(), tmp_path, torch.float32, shard_bytes=100_000)  # shards, with an index
+    tensors = dict(model.named_parameters())
+    expected = checkpoint_shapes(tmp_path)
+    check_tensors(tensors, expected, is_tied=True)
+    check_tensors(tensors | {"lm_head.weight": model.lm_head.weight}, expected, is_tied=True)
+    with pytest.raises(ValueError, match=r"in 1 tensors: lm_head\.weight must have shape \(none: no such tensor\)"):
+        check_tensors(tensors | {"lm_head.weight": model.lm_head.weight}, expected, is_tied=False)
+    del tensors["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \[96\], got none"):
+        check_tensors(tensors, expected, is_tied=True)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \[96\], got \[95\]"):
+        check_tensors(tensors | {"model.norm.weight": torch.ones(95)}, expected, is_tied=True)
 
 
 def test_groups_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:

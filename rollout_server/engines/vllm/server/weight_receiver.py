@@ -9,15 +9,13 @@ or brings one of a wrong shape changes nothing. This needs memory for a second c
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
@@ -29,7 +27,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 BACKEND = "async_rl"
 """The name of this backend in the flag --weight-transfer-config."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass
@@ -142,36 +139,6 @@ class FullLogprobs(TopKTopPSampler):
         full = None if p is None else logits.log_softmax(-1, dtype=torch.float32)  # sampling overwrites the logits
         sampled, logprobs = super().__call__(logits, generators, k, p)
         return sampled, logprobs if full is None else full
-
-
-def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a model folder, from the headers of its safetensors files."""
-    shapes: dict[str, list[int]] = {}
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    return shapes
-
-
-def weight_files(folder: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model folder: those that its index names, if it has one."""
-    if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return [folder / name for name in sorted(set(weight_map.values()))]
-    return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is_tied: bool) -> None:
-    """Raise ValueError unless `tensors` are those of the checkpoint. A tied output layer may be given or left out."""
-    ignored = {"lm_head.weight"} if is_tied else set()
-    got = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    wrong = [
-        f"{name} must have shape {expected.get(name, '(none: no such tensor)')}, got {got.get(name, 'none')}"
-        for name in sorted((expected.keys() | got.keys()) - ignored) if expected.get(name) != got.get(name)
-    ]
-    if wrong:
-        raise ValueError(f"the update differs from the checkpoint in {len(wrong)} tensors: {'; '.join(wrong[:5])}")
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

@@ -12,6 +12,7 @@ from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
 from rollout_server.engines.http_json import ask
+from rollout_server.engines.vllm.share_bucket import share_bucket
 
 if TYPE_CHECKING:
     from async_rl.weights.buckets import Bucket
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",
     "drain": "mode=keep&clear_cache=true", "abort": "mode=abort&clear_cache=true",
-}  # fmt: skip
+}
 """The query of /pause for each weight_sync.on_update. Each waits until no forward runs and each token that was sampled
 has its version. clear_cache=true also takes the KV of running requests, which is computed again when they resume. When
 `drain` pauses, only evaluations can still be running."""
@@ -103,7 +104,8 @@ class VLLMAdmin:
         self.ask("POST", "/shutdown_weight_transfer_engine", limit=self._timeouts.limit("join_s"))
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
-        raise NotImplementedError("vLLM's entry in ENGINES does not declare shared_memory")
+        part = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+        self._receive(part | {"memory": share_bucket(bucket)}, version)
 
     def release_memory(self) -> None:
         raise NotImplementedError("vLLM's entry in ENGINES does not declare releases_memory")

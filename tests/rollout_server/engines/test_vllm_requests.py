@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.weights.buckets import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.engines.vllm.flags import command_line, server_flags
@@ -32,6 +35,7 @@ from rollout_server.engines.vllm.refusals import refuse_run
 from rollout_server.engines.vllm.requests import Answer, extend_answer, group_answers, request_body, token_versions
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
+from rollout_server.engines.vllm.share_bucket import share_bucket
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
 from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model, sharp_model
 
@@ -220,6 +224,21 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(tmp_path: Path) -> No
         check_tensors(tensors, expected, is_tied=True)
     with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \[96\], got \[95\]"):
         check_tensors(tensors | {"model.norm.weight": torch.ones(95)}, expected, is_tied=True)
+
+
+@pytest.mark.processes
+def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
+    buffer = torch.zeros(100, dtype=torch.uint8)
+    bucket = Bucket(names=["a"], dtypes=["uint8"], shapes=[[40]], data=buffer[:40], is_last=True)
+    code = (
+        "import json, sys, torch; from rollout_server.engines.vllm.server.shared_bucket import map_memory\n"
+        "print(int(map_memory(json.loads(sys.argv[1]), torch.device('cpu'))[:40].sum()))"
+    )
+    for value in (1, 2):
+        bucket.data.fill_(value)
+        command = [sys.executable, "-c", code, json.dumps(share_bucket(bucket))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
 
 
 def test_groups_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
 from safetensors.torch import load_file
+from shared_bucket import map_memory
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -45,13 +47,17 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class PartInfo(WeightTransferUpdateInfo):
-    """One part of an update: a bucket that rank 0 of the group broadcasts or, with `folder`, a model folder."""
+    """One part of an update: a bucket that rank 0 of the group broadcasts or, with `memory`, that the learner shares;
+    with `folder`, a model folder.
+    """
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     """Torch names without the prefix, e.g. `float32`."""
     shapes: list[list[int]] = field(default_factory=list)
     folder: str = ""
+    memory: dict[str, list[Any]] = field(default_factory=dict)
+    """The result of the learner's share_bucket."""
 
 
 class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
@@ -88,7 +94,10 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         types = [getattr(torch, name) for name in info.dtypes]
         sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(types, info.shapes, strict=True)]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, group=self._group, group_src=0)
+        if info.memory:  # it is copied, because the learner fills its buffer again after this call
+            data.copy_(map_memory(info.memory, self.device)[: data.numel()])
+        else:
+            dist.broadcast(data, group=self._group, group_src=0)
         if data.is_cuda:
             torch.cuda.synchronize(data.device)
         parts = zip(info.names, types, info.shapes, data.split(sizes), strict=True)

@@ -1,4 +1,8 @@
-"""Runs the process of a rollout server: its port, its log, its start, and its end with all its children."""
+"""Runs the process of a rollout server: its port, its log, its start, and its end with all its children.
+
+A server that asks the kernel to end it with its parent ends when the thread that started it does, so start it from a
+thread that lives as long as the engine, such as the event loop's.
+"""
 
 from __future__ import annotations
 

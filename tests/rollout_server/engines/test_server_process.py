@@ -1,0 +1,86 @@
+"""The process of a server: a port that another process took, a server that dies, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import TimeoutsConfig
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from rollout_server.engines.server_process import ServerProcess, free_port
+from tests.rollout_server.engines.hf_cases import config_for
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+try:
+    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+except OSError as error:
+    sys.exit(f"[Errno 98] error while attempting to bind on address: {error.strerror.lower()}")
+"""
+
+
+def answers(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def process(
+    folder: Path, program: str, is_ready: Callable[[str], bool] = answers, start_s: float = 60.0
+) -> ServerProcess:
+    config = dataclasses.replace(config_for(folder), timeouts=TimeoutsConfig(server_start_s=start_s))
+    return ServerProcess(
+        "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
+        command=lambda port: [sys.executable, "-c", program, str(port)],
+    )
+
+
+async def start_and_close(server: ServerProcess) -> None:
+    await server.start()
+    server.check_alive()
+    await server.aclose()
+
+
+@pytest.mark.processes
+def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1], free_port("127.0.0.1")]
+        free = f"http://127.0.0.1:{ports[1]}"
+        monkeypatch.setattr("rollout_server.engines.server_process.free_port", lambda host: ports.pop(0))
+        server = process(tmp_path, SERVER, is_ready=lambda url: url == free and answers(url))
+        asyncio.run(start_and_close(server))
+    assert server.url == free
+    assert not answers(free)  # it has ended
+
+
+@pytest.mark.processes
+def test_a_server_that_dies_at_its_start_shows_its_log_and_a_hint(tmp_path: Path) -> None:
+    server = process(tmp_path, "import sys; sys.exit('there is no such model')")
+    with pytest.raises(ProcessDiedError) as failure:
+        asyncio.run(start_and_close(server))
+    message = str(failure.value)
+    assert "server 0 ended by itself (exit code 1). Make it." in message
+    assert f"last lines of {tmp_path / 'log'}:\n    there is no such model" in message
+
+
+@pytest.mark.processes
+def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path) -> None:
+    server = process(tmp_path, SERVER, is_ready=lambda url: False, start_s=1.0)
+    with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.server_start_s\) for server 0 to start"):
+        asyncio.run(start_and_close(server))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.errors import ConfigError
 from rollout_server.engines.vllm.flags import CPU_HEAD_SIZES, head_size
 from rollout_server.engines.vllm.vllm_process import server_python
 
 _FIND_TIMEOUT_S = 60
+_MAX_TEMPERATURE = 2.0
+"""The highest temperature that vLLM's server accepts."""
 _FIND_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -17,11 +20,15 @@ def refuse_run(config: Config) -> str:
     """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
 
     Raises:
-        ConfigError: the environment of the servers is missing, or has no vLLM.
+        ConfigError: the environment of the servers is missing or has no vLLM, or the temperature is too high for it.
     """
     import torch
     from transformers import AutoConfig
 
+    check(
+        config.rollout.temperature <= _MAX_TEMPERATURE, "rollout.temperature", config.rollout.temperature,
+        f"at most {_MAX_TEMPERATURE} with rollout.engine {config.rollout.engine}", "Its server refuses higher ones.",
+    )
     check_environment(config)
     size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
     if torch.cuda.is_available() or size in CPU_HEAD_SIZES:

@@ -131,6 +131,11 @@ def test_an_environment_without_vllm_is_refused_before_the_start() -> None:
         refuse_run(config(python=sys.executable))
 
 
+def test_a_temperature_that_vllm_refuses_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.temperature must be at most 2\.0 with .* vllm, got 3"):
+        refuse_run(config(temperature=3.0))
+
+
 def test_a_python_is_refused_where_the_engine_runs_in_this_one() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.python must be empty with rollout\.engine hf.*engine: vllm"):
         dataclasses.replace(config(), rollout=RolloutConfig(engine="hf", python="/usr/bin/python3"))

@@ -75,7 +75,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (
             ["weight_sync.transport=cuda_ipc", "rollout.engine=hf"],
             "weight_sync.transport must be auto, nccl, gloo or disk with rollout.engine hf, got 'cuda_ipc' "
-            "(command line). Or set rollout.engine: sglang.",
+            "(command line). Or set rollout.engine: sglang or vllm.",
         ),
         *(
             (

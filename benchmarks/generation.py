@@ -34,8 +34,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
+from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
-from rollout_server.engines.sglang.engine import Answer, request_body
+from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.worker import Worker

@@ -7,6 +7,7 @@ thread that lives as long as the engine, such as the event loop's.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -17,13 +18,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.storage.log_tail import log_tail
+from rollout_server.engines.left_behind import FOLDER_PREFIX, mapped_files, sweep
 
-LOG_TAIL_LINES = 20
 _START_ATTEMPTS = 3
 _PROJECT = Path(__file__).parents[2]
 
@@ -37,6 +40,20 @@ def free_port(host: str) -> int:
             return port
 
 
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """Return the words `--key value ...`: True gives no value, False no flag, a list several values, a dict JSON."""
+    words: list[str] = []
+    for key, value in flags.items():
+        if value is False:
+            continue
+        words.append(f"--{key}")
+        if isinstance(value, list | tuple):
+            words += [str(item) for item in value]
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
+
+
 class ServerProcess:
     """A server in a process of its own, which `start` starts; then `url` is its address.
 
@@ -46,11 +63,13 @@ class ServerProcess:
         environment: the environment of the process; its TMPDIR is replaced.
         is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
         hints: words in the log, and the advice to give for each; the first that matches is used.
+        shared_files: pattern of the names of files in shared memory that the server leaves when it is killed.
     """
 
     def __init__(
         self, name: str, log_file: Path, config: Config, *, command: Callable[[int], Sequence[str]],
         environment: Mapping[str, str], is_ready: Callable[[str], bool], hints: Sequence[tuple[str, str]],
+        shared_files: str = "",
     ) -> None:
         self.name = name
         self.url = ""
@@ -60,6 +79,8 @@ class ServerProcess:
         self._environment = environment
         self._is_ready = is_ready
         self._hints = hints
+        self._shared_files = shared_files
+        self._left_behind: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
@@ -70,6 +91,7 @@ class ServerProcess:
             ProcessDiedError: the server ended. The message has the last lines of its log.
             WaitTimeoutError: the server was not ready within `timeouts.server_start_s`.
         """
+        await asyncio.to_thread(sweep, self._shared_files)
         host = self._config.network.host
         for attempt in range(1, _START_ATTEMPTS + 1):
             port = free_port(host)
@@ -77,6 +99,8 @@ class ServerProcess:
             self._process = self._spawn(self._command(port))
             try:
                 await self._wait_ready()
+                if self._shared_files:
+                    self._left_behind = mapped_files(self._process.pid, self._shared_files)
                 return
             except BaseException as error:
                 died = isinstance(error, ProcessDiedError)
@@ -89,13 +113,8 @@ class ServerProcess:
         """Raise ProcessDiedError, with the last lines of the log and a hint, if the server has ended."""
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ProcessDiedError(
-                f"{self.name} ended by itself ({how}). {self._hint()}\nlast lines of {self.log_file}:\n"
-                + self.log_tail()
-            )
-
-    def log_tail(self) -> str:
-        return "\n".join("    " + line for line in self._log().splitlines()[-LOG_TAIL_LINES:])
+            tail = log_tail(self.log_file, self._log_start_bytes)
+            raise ProcessDiedError(f"{self.name} ended by itself ({how}). {self._hint()}\n{tail}")
 
     async def aclose(self) -> None:
         """Kill the server and its children, and remove their files. An orderly end would only take longer."""
@@ -103,10 +122,12 @@ class ServerProcess:
         if process is not None:
             await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
             shutil.rmtree(self._scratch, ignore_errors=True)
+            for file in self._left_behind:
+                file.unlink(missing_ok=True)
 
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="async-rl-server-")  # for sockets and files, which stay after SIGKILL
+        self._scratch = tempfile.mkdtemp(prefix=FOLDER_PREFIX)  # for sockets and files, which stay after SIGKILL
         with self.log_file.open("ab") as log:
             self._log_start_bytes = log.tell()
             return subprocess.Popen(
@@ -125,7 +146,7 @@ class ServerProcess:
         except TimeoutError:
             raise WaitTimeoutError(
                 f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
-                f"last lines of {self.log_file}:\n{self.log_tail()}"
+                + log_tail(self.log_file, self._log_start_bytes)
             ) from None
 
     def _log(self) -> str:

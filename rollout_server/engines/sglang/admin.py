@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
+from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:
     from async_rl.weights.buckets import Bucket
@@ -32,7 +30,7 @@ class SGLangAdmin:
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **authorization(config.network)}
+        self._headers = authorization(config.network)
         self._push_limit = config.timeouts.limit("push_s")
         self._join_limit = config.timeouts.limit("join_s")
         self._released: tuple[str, ...] = ()
@@ -140,28 +138,7 @@ class SGLangAdmin:
             WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
             WaitTimeoutError: the server did not answer in time.
         """
-        limit, url = limit or self._push_limit, urlsplit(self.url)
-        connection_type = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        connection = connection_type(url.netloc, timeout=limit.seconds)
-        try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, url.path + path, data, self._headers)
-            reply = connection.getresponse()
-            text = reply.read().decode(errors="replace")
-        except TimeoutError:
-            raise WaitTimeoutError(f"waited {limit} for {self.url}{path}") from None
-        except (OSError, HTTPException) as error:
-            raise WeightSyncError(
-                f"{self.url}{path}: {type(error).__name__}: {error}: is the rollout server still alive?"
-            ) from error
-        finally:
-            connection.close()
-        if reply.status != 200:
-            raise WeightSyncError(f"{self.url}{path} answered {reply.status}: {text[:300]}")
-        try:
-            answer = json.loads(text)
-        except ValueError:
-            return {}
+        answer = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightSyncError(f"{self.url}{path} refused: {answer.get('message', '')[:300]}")
         return answer

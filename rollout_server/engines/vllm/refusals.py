@@ -7,7 +7,8 @@ import subprocess
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
-from rollout_server.engines.vllm.flags import CPU_HEAD_SIZES, head_size
+from rollout_server.engines.kv_cache import head_size
+from rollout_server.engines.vllm.flags import CPU_HEAD_SIZES
 from rollout_server.engines.vllm.vllm_process import server_python
 
 _FIND_TIMEOUT_S = 60

@@ -12,9 +12,9 @@ from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
-from rollout_server.engines.server_process import ServerProcess
+from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.vllm.admin import VLLMAdmin
-from rollout_server.engines.vllm.flags import Flags, command_line
+from rollout_server.engines.vllm.flags import Flags
 from rollout_server.engines.vllm.server.launch import PARENT_VARIABLE
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE
 

@@ -1,4 +1,4 @@
-"""Files of SGLang servers that were killed are removed, and those of live ones stay."""
+"""Files of servers that were killed are removed, and those of live ones stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engines.sglang.left_behind import FOLDER_PREFIX, SETTLE_S, sweep
+from rollout_server.engines.left_behind import FOLDER_PREFIX, SETTLE_S, sweep
 
 
 @pytest.mark.processes
@@ -33,9 +33,9 @@ def test_only_old_files_that_no_process_uses_are_removed(tmp_path: Path, monkeyp
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path / names[1])}
     )
     with reports[1].open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        sweep(shared_memory=tmp_path)
+        sweep("sglang_loads_*", shared_memory=tmp_path)
     live.communicate(b"\n", timeout=30)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*names[1:], reports[1].name, reports[2].name}
-    sweep(shared_memory=tmp_path)
+    sweep("sglang_loads_*", shared_memory=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*names[2:], reports[2].name}

@@ -15,7 +15,7 @@ import pytest
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.server_process import ServerProcess, free_port
+from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from tests.rollout_server.engines.hf_cases import config_for
 
 SERVER = """
@@ -47,6 +47,11 @@ def process(
         "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
         command=lambda port: [sys.executable, "-c", program, str(port)],
     )
+
+
+def test_flags_become_words_of_the_command_line() -> None:
+    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
+    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
 
 
 async def start_and_close(server: ServerProcess) -> None:

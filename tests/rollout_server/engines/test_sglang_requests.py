@@ -28,16 +28,9 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from rollout_server.engines.sglang.engine import (
-    Answer,
-    SGLangEngine,
-    extend_answer,
-    primer_body,
-    request_body,
-    sampling_seed,
-    token_versions,
-)
-from rollout_server.engines.sglang.sglang_process import ServerProcess, command_line, free_port, server_flags
+from rollout_server.engines.answers import Answer
+from rollout_server.engines.sglang.engine import SGLangEngine, extend_answer, primer_body, request_body, sampling_seed
+from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
 from tests.rollout_server.engines.hf_cases import request_for
 
 MODEL = SimpleNamespace(
@@ -68,8 +61,8 @@ def answer(**meta: Any) -> dict[str, Any]:
 
 
 def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
-    # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation, of 100 + 50 tokens each
-    assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 150
+    # (0 + 1) * 8 groups of 4, and 10 * 2 of the evaluation, of 100 + 50 + 8 tokens each
+    assert flags(config())["max-total-tokens"] == (8 * 4 + 20) * 158
 
 
 def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
@@ -85,13 +78,10 @@ def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None
 
 
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
-def test_a_gpu_server_computes_float32_in_full_precision(
-    dtype: str, computes_float32: bool, tmp_path: Path
-) -> None:
+def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_float32: bool) -> None:
     typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]
     chosen = flags(typed, on_gpu=True)
-    server = ServerProcess("rollout/0", chosen, 1, tmp_path / "log", typed)
-    assert ("TRITON_F32_DEFAULT" in server._environment) == computes_float32
+    assert ("TRITON_F32_DEFAULT" in server_environment(typed, chosen)) == computes_float32
     assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
     own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
     assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"
@@ -119,17 +109,9 @@ def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> Non
         config(server_args={"port": 30000})
 
 
-def test_a_server_finds_programs_of_an_environment_that_is_not_activated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_finds_programs_of_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
-    server = ServerProcess("rollout/0", flags(config()), 1, tmp_path / "log", config())
-    assert server._environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-
-
-def test_flags_become_words_of_the_command_line() -> None:
-    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
-    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
+    assert server_environment(config(), flags(config()))["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
 @pytest.mark.parametrize("takes_turns", [True, False])
@@ -145,54 +127,8 @@ def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
     shared = dataclasses.replace(
         config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if takes_turns else 1)
     )
-    server = ServerProcess("rollout/0", flags(shared, on_gpu=True), 1, tmp_path / "log", shared)
     expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if takes_turns else "/mine"
-    assert server._environment["LD_LIBRARY_PATH"] == expected
-
-
-def test_a_free_port_can_be_listened_on() -> None:
-    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
-        pass
-
-
-FAKE_SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"id": flags["--served-model-name"]}).encode())
-    do_POST = do_GET
-try:
-    HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
-except OSError as error:
-    sys.exit(f"[Errno 98] error while attempting to bind on address: {error.strerror.lower()}")
-"""
-
-
-@pytest.mark.processes
-def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    popen = subprocess.Popen
-
-    def start_fake(command: list[str], **options: Any) -> Any:
-        return popen([sys.executable, "-c", FAKE_SERVER, *command[3:]], **options)
-
-    async def start_and_close() -> None:
-        await server.start()
-        await server.aclose()
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = [taken.getsockname()[1], free_port("127.0.0.1")]
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        monkeypatch.setattr("rollout_server.engines.sglang.sglang_process.free_port", lambda host: ports.pop(0))
-        monkeypatch.setattr("rollout_server.engines.sglang.sglang_process.subprocess.Popen", start_fake)
-        server = ServerProcess("rollout/0", {"dtype": "float32"}, 1, tmp_path / "log", config())
-        asyncio.run(start_and_close())
-    assert server.url == urls[1]
+    assert server_environment(shared, flags(shared, on_gpu=True))["LD_LIBRARY_PATH"] == expected
 
 
 def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
@@ -231,8 +167,8 @@ def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
     assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert sampling_seed(dataclasses.replace(request, seed=2), 0) != seeds[0] != sampling_seed(request_for(4), 0)
-    body = request_body(request, [Answer(seed=5), Answer(tokens=[7], seed=9)], [], "k")
-    assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [5, 9]
+    body = request_body(request, [Answer(sample=5), Answer(tokens=[7], sample=9)], [], "k")
+    assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [seeds[5], seeds[9]]
 
 
 def test_no_request_id_begins_with_another() -> None:
@@ -288,18 +224,6 @@ def test_an_answer_that_ended_for_another_reason_is_an_error(finish: dict[str, A
 def test_a_reply_without_a_logprob_for_each_token_is_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
         extended(answer(output_token_logprobs=logprobs))
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        None, [], [{"version": "default", "start": 0, "end": 3}], [{"version": "1", "start": 0, "end": 2}],
-        [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}],
-    ],
-)
-def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> None:
-    with pytest.raises(AsyncRLError, match="cover 3 tokens with whole-number versions"):
-        token_versions(spans, 3)
 
 
 @pytest.mark.processes

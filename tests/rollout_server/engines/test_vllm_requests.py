@@ -29,10 +29,11 @@ from async_rl.config import (
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.weights.buckets import Bucket
 from async_rl.weights.safetensors_io import write_weights
+from rollout_server.engines.answers import Answer
 from rollout_server.engines.vllm.engine import VLLMEngine
-from rollout_server.engines.vllm.flags import command_line, server_flags
+from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
-from rollout_server.engines.vllm.requests import Answer, extend_answer, group_answers, request_body, token_versions
+from rollout_server.engines.vllm.requests import extend_answer, group_answers, request_body
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.share_bucket import share_bucket
@@ -101,11 +102,6 @@ def test_a_users_flags_replace_defaults_except_those_the_engine_needs() -> None:
         flags(config(server_args={"scheduling_policy": "fcfs"}))
 
 
-def test_flags_become_words_of_the_command_line() -> None:
-    words = command_line({"a": 1, "b": True, "c": False, "d": ["x", 2], "e": {"k": 1.5}})
-    assert words == ["--a", "1", "--b", "--d", "x", "2", "--e", '{"k": 1.5}']
-
-
 def test_a_model_without_an_attention_kernel_is_refused_by_name(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +168,7 @@ def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -
 
 def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
     answer = before or Answer()
-    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5])
+    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5], may_abort=True)
     return answer
 
 
@@ -204,15 +200,6 @@ def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
 def test_an_incomplete_reply_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AsyncRLError, match=message):
         extended(choice(**changes))
-
-
-@pytest.mark.parametrize("spans", [
-    [{"version": "default", "start": 0, "end": 2}], [{"version": "1", "start": 1, "end": 2}],
-    [{"version": "1", "start": 0, "end": 1}],
-])
-def test_versions_that_do_not_cover_the_tokens_are_refused(spans: list[dict[str, Any]]) -> None:
-    with pytest.raises(AsyncRLError, match="must cover 2 tokens"):
-        token_versions(spans, 2)
 
 
 def test_an_update_must_have_the_tensors_of_the_checkpoint(tmp_path: Path) -> None:
@@ -251,9 +238,10 @@ def test_groups_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path
     engine.vocab_size, engine._end_tokens = 200, [2]
     priorities = []
 
-    async def post(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
+    async def post(path: str, body: dict[str, Any], ids: list[str], group_id: int) -> dict[str, Any]:
         priorities.append(body["priority"])
-        return [choice(weight_versions=[{"version": "9", "start": 0, "end": 2}])] * body["sampling_params"]["n"]
+        versions = [{"version": "9", "start": 0, "end": 2}]
+        return {"choices": [choice(weight_versions=versions)] * body["sampling_params"]["n"]}
 
     async def generate() -> None:
         for index, start_version in ((1, 7), (2, 6), (-1, 0)):

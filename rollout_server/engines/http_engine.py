@@ -1,0 +1,144 @@
+"""The parts that engines share whose answers come from a server process, by HTTP.
+
+With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
+again, from prompt and answer so far, under a new cache key, so that all of its KV comes from the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.network import authorization
+from async_rl.storage.model_folder import end_tokens
+from rollout_server.engines.answers import Answer
+from rollout_server.engines.base import Completion, GenerationRequest, check_prompt
+from rollout_server.engines.server_process import ServerProcess
+
+LOAD_TIMEOUT_S = 2.0
+
+
+class HttpEngine(ABC):
+    """An `Engine` whose answers come from a server process; the subclass knows the server's program and endpoints."""
+
+    def __init__(self, config: Config, index: int, log_dir: Path, program: str) -> None:
+        self.url = ""
+        self.vocab_size = 0
+        self._config = config
+        self._name = f"{program} server rollout/{index}"
+        self._log_file = log_dir / f"{program.lower()}-rollout-{index}.log"
+        self._server: ServerProcess | None = None
+        """The server process; None if the run uses the server at rollout.server_url."""
+        self._resubmits = config.weight_sync.on_update == "abort"
+        self._attempts = itertools.count()
+        self._cancelled: asyncio.Queue[str] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Start the server; return when it serves version 0.
+
+        Raises:
+            ConfigError: the server can't be used with this configuration.
+            ProcessDiedError: the server ended. The message has the last lines of its log.
+            WaitTimeoutError: the server did not answer in time.
+        """
+        model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
+        self.vocab_size = int(model.vocab_size)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
+            headers=authorization(self._config.network),
+        )
+        self._aborting = asyncio.create_task(self._abort_cancelled())
+        await self._open_server(model, on_gpu)
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """Wait for the server to sample `request.n` answers, and return them. If cancelled, end its requests too.
+
+        Raises:
+            ValueError: the prompt has no tokens, or a token outside the vocabulary.
+            ProcessDiedError: the server broke the connection.
+            AsyncRLError: the server refused the request, ended an answer early, or sent an incomplete reply.
+        """
+        check_prompt(request.prompt, self.vocab_size)
+        answers = [Answer(sample=sample) for sample in range(request.n)]
+        while open_answers := [answer for answer in answers if not answer.finish_reason]:
+            await self._extend(request, open_answers)
+        return [answer.completion() for answer in answers]
+
+    @abstractmethod
+    async def _open_server(self, model: Any, on_gpu: bool) -> None:
+        """Start the server or attach to one, and set `url`. `model` is the text part of the model's config."""
+
+    @abstractmethod
+    async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
+        """Request the rest of `answers` and append it to them. Each then has ended, or a push has aborted it."""
+
+    @abstractmethod
+    def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
+        """Return (path, body) of the POST request that ends a request on the server."""
+
+    async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], group_id: int) -> Any:
+        """Send requests for answers, and return the JSON of the reply. If cancelled, end them on the server.
+
+        Raises:
+            ProcessDiedError: the server broke the connection.
+            AsyncRLError: the server refused.
+        """
+        try:
+            async with self._session.post(self.url + path, json=body) as reply:
+                if reply.status != 200:
+                    raise AsyncRLError(
+                        f"{self._name} refused group {group_id} (HTTP {reply.status}): {(await reply.text())[:500]}"
+                    )
+                return await reply.json()
+        except asyncio.CancelledError:
+            for request_id in request_ids:
+                self._cancelled.put_nowait(request_id)
+            raise
+        except aiohttp.ClientError as error:
+            await asyncio.sleep(0.5)  # a dying server closes its connections before its process has ended
+            if self._server is not None:
+                self._server.check_alive()
+            raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
+
+    async def _abort_cancelled(self) -> None:
+        """Tell the server to end each request whose caller was cancelled; runs for as long as the engine."""
+        while True:
+            path, body = self._abort_request(await self._cancelled.get())
+            timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
+            # A server that is gone has no request left to end, and its other callers raise their own errors.
+            with suppress(TimeoutError, aiohttp.ClientError):
+                async with self._session.post(self.url + path, json=body, timeout=timeout):
+                    pass
+            self._cancelled.task_done()
+
+    async def _get_text(self, path: str) -> str | None:
+        """Return the text of the server's reply, or None if it sends none within LOAD_TIMEOUT_S."""
+        with suppress(TimeoutError, aiohttp.ClientError):
+            timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
+            async with self._session.get(self.url + path, timeout=timeout) as reply:
+                return await reply.text() if reply.status == 200 else None
+        return None
+
+    async def aclose(self) -> None:
+        if hasattr(self, "_session"):
+            self._aborting.cancel()
+            await self._session.close()
+        if self._server is not None:
+            await self._server.aclose()
+
+
+def _inspect(path: str) -> tuple[Any, list[int], bool]:
+    """Return the text part of the config of the model at `path`, its end tokens, and whether this host has a GPU."""
+    import torch
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config(), end_tokens(path), torch.cuda.is_available()

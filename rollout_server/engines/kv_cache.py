@@ -1,0 +1,38 @@
+"""The size of the KV cache of a rollout server on a CPU, where it shares the host's memory with the learner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.config import Config
+
+_KV_SHARE = 0.25
+"""The share of the host's free memory that all KV caches may take; the learner needs the rest."""
+
+
+def kv_tokens(config: Config, token_bytes: int, rollout_tokens: int, free_memory_bytes: int) -> int:
+    """Return the tokens that a server's cache holds: all rollouts in flight if memory allows, at least one.
+
+    Args:
+        token_bytes: memory for one token; see kv_token_bytes.
+        rollout_tokens: tokens that are set aside for one rollout, its prompt included.
+    """
+    affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
+    return max(rollout_tokens, min(max_running_rollouts(config) * rollout_tokens, affordable))
+
+
+def max_running_rollouts(config: Config) -> int:
+    """Return the largest number of answers that one server can be asked for at once, evaluations included."""
+    groups = min(config.rollout.concurrency, config.max_slots)
+    return groups * config.rollout.group_size + config.eval.size * config.eval.samples
+
+
+def kv_token_bytes(model: Any, dtype: str) -> int:
+    """Return the memory that one token takes in the cache. `model` is the text part of the model's config."""
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    return 2 * int(model.num_hidden_layers) * int(heads) * head_size(model) * (4 if dtype == "float32" else 2)
+
+
+def head_size(model: Any) -> int:
+    """Return the size of one attention head of a model, from the text part of its transformers config."""
+    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)

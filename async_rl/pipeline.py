@@ -124,7 +124,8 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
 
     join, server_start = config.timeouts.limit("join_s"), config.timeouts.limit("server_start_s")
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
-    log.logger.note(f"starting buffer, {servers} rollout server(s) ({config.rollout.engine}), {ranks} learner rank(s)")
+    engines = ", ".join(config.engine_entries)
+    log.logger.note(f"starting buffer, {servers} rollout server(s) ({engines}), {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
     rollouts = {f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)}
     learners = {

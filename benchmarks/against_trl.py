@@ -5,14 +5,16 @@
     async-rl train configs/quickstart.yaml run.steps=20 eval.size=0 rollout.max_response_tokens=64
 
 Model folder, prompts, group size, lengths, learning rate and reward are the config's. TRL's first two steps do not
-count. `async-rl train` prints its rollouts per second in its summary.
+count. `async-rl train` prints its rollouts per second in its summary. `python -m benchmarks.engines` runs both in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -29,22 +31,33 @@ UNCOUNTED_STEPS = 2
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
+    """Notes the end of each step, and ends the training when `seconds` have passed since the last uncounted one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.ends_s: list[float] = []
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends_s.append(time.monotonic())
+        counted = self.ends_s[UNCOUNTED_STEPS - 1 :]
+        if len(counted) > 1 and self.seconds and counted[-1] - counted[0] > self.seconds:
+            control.should_training_stop = True
 
 
-def run_trl(config: Config, steps: int) -> tuple[float, float]:
-    """Train with TRL; return rollouts per second and the mean number of tokens in a rollout."""
+def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, float]:
+    """Train with TRL; return rollouts per second and the mean number of tokens in a rollout.
+
+    Args:
+        steps: the most steps to take.
+        seconds: the time after which no further step begins; 0: no limit.
+    """
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
     prompts = [task.prompt(i) for i in range(steps * config.learner.prompts_per_step)]
     by_text = {prompt.text: prompt for prompt in prompts}
     lengths: list[int] = []
-    clock = StepClock()
+    clock = StepClock(seconds)
 
     def reward_function(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
         lengths.extend(len(ids) for ids in columns["completion_ids"])
@@ -64,18 +77,23 @@ def run_trl(config: Config, steps: int) -> tuple[float, float]:
             ),
         )  # fmt: skip
         trainer.train()
-    seconds = clock.ends_s[-1] - clock.ends_s[UNCOUNTED_STEPS - 1]
-    return (steps - UNCOUNTED_STEPS) * config.rollouts_per_step / seconds, sum(lengths) / len(lengths)
+    took_s = clock.ends_s[-1] - clock.ends_s[UNCOUNTED_STEPS - 1]
+    counted = len(clock.ends_s) - UNCOUNTED_STEPS
+    return counted * config.rollouts_per_step / took_s, sum(lengths) / len(lengths)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin no further step after so many seconds")
+    parser.add_argument("--out", type=Path, help="write the two numbers to this JSON file too")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    rate, tokens = run_trl(load_config(arguments.config, arguments.overrides), arguments.steps)
+    rate, tokens = run_trl(load_config(arguments.config, arguments.overrides), arguments.steps, arguments.seconds)
     print(f"TRL: {rate:.1f} rollouts/s, {tokens:.1f} tokens a rollout")
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"rollouts_per_s": rate, "tokens_per_s": rate * tokens}))
 
 
 if __name__ == "__main__":

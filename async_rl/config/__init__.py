@@ -7,7 +7,7 @@ Importing this package imports neither torch, ray nor sglang.
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 
 from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
@@ -35,7 +35,7 @@ from async_rl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
-from async_rl.seams import CORRECTIONS, Correction
+from async_rl.seams import CORRECTIONS, ENGINES, Correction, EngineEntry, find_entry
 
 
 @section("")
@@ -101,10 +101,33 @@ class Config:
         return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
+    def engines(self) -> tuple[str, ...]:
+        """The name of each rollout server's engine."""
+        return self.placement.rollout.engines or (self.rollout.engine,) * self.placement.rollout.servers
+
+    @property
+    def engine_entries(self) -> dict[str, EngineEntry]:
+        """The entries of the engines of all rollout servers, by name."""
+        return {name: find_entry(ENGINES, name, "placement.rollout.engines") for name in self.engines}
+
+    def of_server(self, index: int) -> Config:
+        """Return the configuration for rollout server `index`: with its engine as rollout.engine of all servers."""
+        placement, rollout = self.placement, self.rollout
+        if not placement.rollout.engines:
+            return self
+        name = self.engines[index]
+        python = rollout.python if self.engine_entries[name].python else ""
+        server_args = rollout.server_args if name == rollout.engine else {}
+        return replace(
+            self, placement=replace(placement, rollout=replace(placement.rollout, engines=())),
+            rollout=replace(rollout, engine=name, python=python, server_args=server_args),
+        )
+
+    @property
     def takes_turns(self) -> bool:
         """Whether learner and engine share GPUs and, at staleness.max 0, take turns in using their memory."""
-        engine = self.rollout.engine_entry
-        return self.placement.colocated and self.staleness.max == 0 and engine.releases_memory
+        release = all(entry.releases_memory for entry in self.engine_entries.values())
+        return self.placement.colocated and self.staleness.max == 0 and release
 
     @property
     def drops_zero_variance(self) -> bool:

@@ -24,8 +24,12 @@ def check_cross_section(config: Config) -> None:
     _check_replay(config)
     _check_best(config)
     _check_updates(config)
-    _check_engine(config)
-    _check_transport(config)
+    if config.placement.rollout.engines:
+        for name in config.engine_entries:
+            config.of_server(config.engines.index(name))  # making it makes these checks for the engine
+    else:
+        _check_engine(config)
+        _check_transport(config)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -67,13 +67,14 @@ class RolloutConfig:
     concurrency: PositiveInt = 256
     """Rollout groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
-    """SGLang's --mem-fraction-static on GPUs."""
+    """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
+    --gpu-memory-utilization of vLLM."""
     server_url: str = ""
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
     With weight_sync.on_update in_place it must run with --disable-overlap-schedule. Empty: the run starts its own
     servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
-    """Further flags of SGLang, e.g. {max-running-requests: 512}."""
+    """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
 
     def __post_init__(self) -> None:
         taken = [name for name in self.server_args if name.replace("_", "-") in _FLAGS_SET_HERE]

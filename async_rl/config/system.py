@@ -9,8 +9,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.section import Named, PathText, Section, checked, section
-from async_rl.seams import TRANSPORTS, TransportEntry, find_entry
+from async_rl.config.section import List, Named, PathText, Section, checked, section
+from async_rl.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
 
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 """A timeout of at most eleven days: ZMQ counts the milliseconds of a wait in 32 bits."""
@@ -92,6 +92,9 @@ class RolloutPlacement:
     """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
     servers: PositiveInt = 1
     """Rollout servers on all nodes together."""
+    engines: List[tuple[Annotated[str, Named(ENGINES, "placement.rollout.engines")], ...]] = ()
+    """The engine of each server, e.g. [sglang, vllm]. Empty: rollout.engine for all. Servers of another engine than
+    rollout.engine get none of rollout.server_args."""
     tp: PositiveInt = 1
     """GPUs of each server (tensor parallelism)."""
     resource: str = ""
@@ -103,6 +106,10 @@ class RolloutPlacement:
         check(
             self.servers % max(1, self.nodes) == 0, "placement.rollout.servers", self.servers,
             f"a multiple of {self.nodes} nodes",
+        )
+        check(
+            len(self.engines) in (0, self.servers), "placement.rollout.engines", list(self.engines),
+            f"empty, or one engine for each of {self.servers} servers",
         )
 
 

@@ -24,7 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.config import Config
-from async_rl.doctor.host import REINSTALL, SGLANG_IMPORT_TIMEOUT_S, Check, examine
+from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
@@ -112,7 +112,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
     try:
-        timeout_s = SGLANG_IMPORT_TIMEOUT_S + config.timeouts.join_s
+        timeout_s = IMPORT_TIMEOUT_S + config.timeouts.join_s
         reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
         yield from compare(reports)
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,12 +24,12 @@ from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
-from async_rl.seams import EngineEntry
+from async_rl.seams import ENGINES, EngineEntry
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
-SGLANG_IMPORT_TIMEOUT_S = 180
+IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
 """Characters of the first column, which fit the longest name of a check of this machine."""
 
@@ -58,11 +58,14 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     Args:
         is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
     """
-    engine = config.rollout.engine_entry if config else None
+    used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from (_package(name) for name in ("torch", "transformers", "ray"))
-    yield _sglang(engine)
-    yield _gpu(engine)
+    yield _sglang(used.values())
+    for name, entry in (used or ENGINES).items():
+        if entry.python and (used or Path(entry.server_python("")).exists()):
+            yield _own_environment(name, entry, config)
+    yield _gpu(used.values())
     yield from (_loopback(), _memory(), _shared_memory(), _cores())
     if config:
         yield from _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
@@ -98,34 +101,50 @@ def _package(name: str) -> Check:
     return Check(name, "ok", metadata.version(name))
 
 
-def _sglang(engine: EngineEntry | None) -> Check:
-    """Check whether SGLang can be imported, if `engine` uses it or is None because there is no configuration.
+def _sglang(engines: Collection[EngineEntry]) -> Check:
+    """Check whether SGLang can be imported, if one of `engines` uses it, or if there are none for lack of a config.
 
     The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
     """
-    needed: Literal["warn", "broken"] = "broken" if engine and "sglang" in engine.packages else "warn"
+    is_used = any("sglang" in engine.packages for engine in engines)
+    needed: Literal["warn", "broken"] = "broken" if is_used else "warn"
     instead = f"{REINSTALL}, or use the other engine: rollout.engine=hf"
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
-    if engine and "sglang" not in engine.packages:
+    if engines and not is_used:
         return Check("sglang", "ok", f"{version}, not used by this rollout.engine")
     code = "from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
     code += "; import sglang.srt.entrypoints.http_server"
+    _, error = _run_python([sys.executable, "-c", code])
+    return Check("sglang", needed, f"{version} {error}", instead) if error else Check("sglang", "ok", version)
+
+
+def _own_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
+    """Check whether an engine's package can be imported in the environment that its servers have of their own."""
+    python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
+    found, error = _run_python([python, "-I", "-c", f"import {package}; print({package}.__version__)"])
+    mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}"
+    if error:
+        return Check(name, "broken" if config else "warn", f"{python}: {package} {error}", mend)
+    return Check(name, "ok", f"{found} in {python}")
+
+
+def _run_python(command: list[str]) -> tuple[str, str]:
+    """Run Python code that imports a package; return (last line of its output, "" or why it failed)."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=SGLANG_IMPORT_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Check("sglang", needed, f"{version}, importing took over {SGLANG_IMPORT_TIMEOUT_S} s", instead)
+        return "", f"was not imported within {IMPORT_TIMEOUT_S} s"
+    except OSError as error:
+        return "", f"can't be imported: {error.strerror}"
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Check("sglang", needed, f"{version} can't be imported: {last}", instead)
-    return Check("sglang", "ok", version)
+        return "", f"can't be imported: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]}"
+    return (done.stdout.strip().splitlines() or [""])[-1], ""
 
 
-def _gpu(engine: EngineEntry | None) -> Check:
+def _gpu(engines: Collection[EngineEntry]) -> Check:
     """Check which GPUs torch finds, and whether the tools with which SGLang builds kernels for them are here."""
     try:
         import torch
@@ -135,7 +154,7 @@ def _gpu(engine: EngineEntry | None) -> Check:
         return Check("GPU", "warn", f"torch can't list the GPUs: {_first_line(error)}", REINSTALL)
     if names:
         found = f"{len(names)} x {names[0]}"
-        uses_sglang = engine is None or "sglang" in engine.packages
+        uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
         if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
         return Check("GPU", "ok", found)

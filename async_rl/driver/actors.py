@@ -77,7 +77,7 @@ class RolloutActor:
     """A rollout process: one rollout server and the worker that generates with it."""
 
     def __init__(self, folder: str, config: Config, index: int) -> None:
-        self._config = enter(folder, config, f"rollout-{index}")
+        self._config = enter(folder, config, f"rollout-{index}").of_server(index)
         pin_cpus(config, index)
         self._started_s = time.time()
         self._index = index

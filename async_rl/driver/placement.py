@@ -112,7 +112,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
         is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
         transport = choose_transport(
-            config.rollout.engine_entry, "cpu" if shares == {0.0} else "cuda",
+            config.engine_entries.values(), "cpu" if shares == {0.0} else "cuda",
             one_device=is_known and config.network.is_on_loopback and _on_one_gpu(config, parts),
             own_gpus=is_known and min(shares) >= 1,
         )

@@ -53,12 +53,13 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     """Return all checks that apply to `config`; each comes after the one that it `needs`."""
     from rollout_server.tasks.base import open_task
 
-    model, engine, host = config.model.path, config.rollout.engine, config.network.host
+    model, host = config.model.path, config.network.host
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     if not config.rollout.server_url:
-        check_engine = config.rollout.engine_entry.check_model
-        checks.append(PreflightCheck("rollout.engine", engine, lambda: check_engine(config), MODEL, everywhere=True))
+        for name, entry in config.engine_entries.items():
+            check_model = partial(entry.check_model, config.of_server(config.engines.index(name)))
+            checks.append(PreflightCheck("rollout.engine", name, check_model, MODEL, everywhere=True))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))

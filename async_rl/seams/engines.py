@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import ConfigError
@@ -44,7 +46,8 @@ class EngineEntry:
     packages: tuple[str, ...] = ()
     """Python packages that the engine needs and that are not requirements of this project."""
     python: str = ""
-    """The Python that runs the engine's servers, in the project's folder, if they need an environment of their own."""
+    """The Python that runs the engine's servers and has `packages`, if they need an environment of their own; relative
+    to the project's folder."""
     refuses_model: Code | None = None
     """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
 
@@ -53,6 +56,13 @@ class EngineEntry:
 
     def load_admin(self) -> Callable[..., Any]:
         return implementation(self.open_admin, "rollout.engine")
+
+    def server_python(self, chosen: str) -> str:
+        """Return the path of the Python that runs the engine's servers: `chosen` (rollout.python), or else `python`.
+
+        A link is not followed: an environment's Python finds its packages by the place of the link.
+        """
+        return os.path.abspath(chosen or Path(__file__).parents[2] / self.python)
 
     def check_model(self, config: Config) -> None:
         """Raise ConfigError if the engine can't serve the model in model.path. Takes less than a second."""
@@ -100,6 +110,7 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         max_tensor_parallel=0,
+        packages=("vllm",),
         python=".venv-vllm/bin/python",
         refuses_model="rollout_server.engines.vllm.refusals:refuse_run",
     ),
@@ -128,8 +139,10 @@ TRANSPORTS: dict[str, TransportEntry] = {
 """The weight transports, in the order in which weight_sync.transport: auto tries them."""
 
 
-def choose_transport(engine: EngineEntry, device_type: str, *, one_device: bool, own_gpus: bool) -> str:
-    """Return the name that weight_sync.transport: auto stands for: the first of TRANSPORTS that works with `engine`.
+def choose_transport(
+    engines: Collection[EngineEntry], device_type: str, *, one_device: bool, own_gpus: bool
+) -> str:
+    """Return the name that weight_sync.transport: auto stands for: the first of TRANSPORTS that works with `engines`.
 
     Args:
         device_type: type of the device that holds the learner's weights, cpu or cuda.
@@ -138,6 +151,6 @@ def choose_transport(engine: EngineEntry, device_type: str, *, one_device: bool,
     """
     return next(
         name for name, transport in TRANSPORTS.items()
-        if transport.delivers in engine.receives and device_type in transport.devices
+        if all(transport.delivers in engine.receives for engine in engines) and device_type in transport.devices
         and (one_device or not transport.needs_one_device) and (own_gpus or not transport.needs_own_gpus)
     )

@@ -82,8 +82,8 @@ def _may_write_model_folders(config: Config) -> bool:
     """Whether the transport that weight_sync.transport names, or may choose, passes weights through folders."""
     if named := config.weight_sync.transport_entry:
         return named.writes_files
-    engine = config.rollout.engine_entry
-    return any(entry.writes_files for entry in TRANSPORTS.values() if entry.delivers in engine.receives)
+    engines = config.engine_entries.values()
+    return any(t.writes_files for t in TRANSPORTS.values() if all(t.delivers in engine.receives for engine in engines))
 
 
 def _num_checkpoints(config: Config) -> int:

@@ -26,9 +26,8 @@ def open_publisher(config: Config, engine_urls: list[str], rank: int, device: to
     The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
     and server on one device.
     """
-    engine = config.rollout.engine_entry
     transport = config.weight_sync.transport_entry or TRANSPORTS[
-        choose_transport(engine, device.type, one_device=True, own_gpus=False)
+        choose_transport(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)
     ]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
     return publisher

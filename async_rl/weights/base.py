@@ -94,8 +94,7 @@ class WeightPublisher(ABC):
         """Wall-clock time at which the servers were last paused."""
         self.push_limit = config.timeouts.limit("push_s")
         self.dtype = serving_dtype(config, device.type)
-        self._open_admin = config.rollout.engine_entry.load_admin()
-        self._admins: dict[str, ServerAdmin] = {}
+        self._admins: dict[tuple[str, str], ServerAdmin] = {}
 
     @abstractmethod
     def connect(self) -> None:
@@ -108,14 +107,17 @@ class WeightPublisher(ABC):
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         """On rank 0, within `push`: `open_update`, send the weights, `close_update`; returns the bytes sent."""
 
-    def admin(self, url: str) -> ServerAdmin:
-        if url not in self._admins:
-            self._admins[url] = self._open_admin(self.config, url)
-        return self._admins[url]
+    def admin(self, name: str) -> ServerAdmin:
+        """Return the ServerAdmin of a server of `servers`."""
+        key = (name, self.servers[name])
+        if key not in self._admins:
+            config = self.config.of_server(int(name.removeprefix("rollout/")))
+            self._admins[key] = config.rollout.engine_entry.load_admin()(config, self.servers[name])
+        return self._admins[key]
 
     def give_up(self) -> None:
         """After a failed push, end the update at every server; a paused server stays paused."""
-        self.tell_servers(lambda admin: admin.end_update(), self.servers.values())
+        self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
         """Send weights to every server and return when all of them serve `version`.
@@ -166,28 +168,28 @@ class WeightPublisher(ABC):
                 if admin.is_ready():
                     raise
 
-        self._call_all(release, self.servers.values())
+        self._call_all(release)
 
     def calls(self, call: Callable[[ServerAdmin], Any]) -> dict[str, Callable[[], Any]]:
         """Return {name of a server: function that makes `call` with the server's ServerAdmin}."""
-        return {name: partial(call, self.admin(url)) for name, url in self.servers.items()}
+        return {name: partial(call, self.admin(name)) for name in self.servers}
 
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
         """Make `call` for all servers in parallel and return {name: result}. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
-    def tell_servers(self, call: Callable[[ServerAdmin], None], urls: Iterable[str]) -> None:
-        """Make `call` for the servers at `urls` in parallel. Returns when all calls have ended; errors are ignored."""
+    def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> None:
+        """Make `call` for the named servers in parallel. Returns when all calls have ended; errors are ignored."""
 
         def tell(admin: ServerAdmin) -> None:
             with suppress(WeightSyncError, WaitTimeoutError):
                 call(admin)
 
-        self._call_all(tell, urls)
+        self._call_all(tell, names)
 
-    def _call_all(self, call: Callable[[ServerAdmin], Any], urls: Iterable[str]) -> list[Any]:
-        """Make `call` for the servers at `urls` in parallel and return the results when all calls have ended."""
-        admins = [self.admin(url) for url in urls]
+    def _call_all(self, call: Callable[[ServerAdmin], Any], names: Iterable[str] | None = None) -> list[Any]:
+        """Make `call` for the named servers, or all, in parallel; return the results when all calls have ended."""
+        admins = [self.admin(name) for name in (self.servers if names is None else names)]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             return list(threads.map(call, admins))
 
@@ -195,7 +197,7 @@ class WeightPublisher(ABC):
         """Ask all servers until some don't answer, and return their names; () if all answer for LOST_WITHIN_S."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
-            alive = self._call_all(lambda admin: admin.is_ready(), self.servers.values())
+            alive = self._call_all(lambda admin: admin.is_ready())
             lost = tuple(name for name, is_alive in zip(self.servers, alive, strict=True) if not is_alive)
             if lost or time.monotonic() > deadline:
                 return lost
@@ -235,14 +237,14 @@ class WeightPublisher(ABC):
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.takes_turns:
-            self._call_all(lambda admin: admin.resume_memory("weights"), self.servers.values())
+            self._call_all(lambda admin: admin.resume_memory("weights"))
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def close_update(self) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         if self.config.takes_turns:
-            self._call_all(lambda admin: admin.resume_memory("kv_cache"), self.servers.values())
+            self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
 
 

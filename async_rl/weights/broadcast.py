@@ -56,10 +56,10 @@ class BroadcastPublisher(BucketPublisher):
         store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
         calls: dict[str, Callable[[], Any]] = {
             name: partial(
-                self.admin(url).join_group, name=self.group_name, host=host, port=store.port,
+                self.admin(name).join_group, name=self.group_name, host=host, port=store.port,
                 first_rank=1 + index * tp, world_size=world_size, backend=self.backend,
             )
-            for index, (name, url) in enumerate(self.servers.items())
+            for index, name in enumerate(self.servers)
         }
         calls["learner rank 0"] = partial(
             join_group, store, 0, world_size, self.group_name, self.backend, self.config.timeouts.push_s
@@ -92,7 +92,7 @@ class BroadcastPublisher(BucketPublisher):
     def _leave(self) -> None:
         """Destroy the learner's half of the group, then those of the servers that still are servers of this run."""
         self._abort()
-        staying = [url for name, url in self._members.items() if self.servers.get(name) == url]
+        staying = [name for name, url in self._members.items() if self.servers.get(name) == url]
         self._members = {}
         self.tell_servers(lambda admin: admin.leave_group(self.group_name), staying)
 

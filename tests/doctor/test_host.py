@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from async_rl.config import (
     Config,
@@ -104,13 +106,31 @@ def test_a_torch_that_does_not_load_breaks_only_the_checks_that_use_it(
 
 @pytest.mark.usefixtures("no_sglang")
 def test_a_missing_sglang_is_broken_only_where_the_config_wants_it(tmp_path: Path) -> None:
-    states = {engine: doctor._sglang(ENGINES.get(engine)) for engine in ("", "hf", "sglang")}
+    states = {engine: doctor._sglang([ENGINES[engine]] if engine else []) for engine in ("", "hf", "sglang")}
     assert {engine: check.state for engine, check in states.items()} == {
         "": "warn",
         "hf": "warn",
         "sglang": "broken",
     }
     assert "rollout.engine=hf" in states["sglang"].mend
+
+
+@pytest.mark.processes
+def test_an_environment_of_an_engines_own_is_checked_by_importing_its_package(tmp_path: Path) -> None:
+    engine = dataclasses.replace(ENGINES["vllm"], packages=("yaml",))
+    here, nowhere = (
+        dataclasses.replace(config(tmp_path), rollout=RolloutConfig(engine="vllm", python=python))
+        for python in (sys.executable, str(tmp_path / "none"))
+    )
+    found = f"{yaml.__version__} in {sys.executable}"
+    assert doctor._own_environment("vllm", engine, here) == Check("vllm", "ok", found)
+    missing = doctor._own_environment("vllm", engine, nowhere)
+    assert (missing.state, missing.found) == (
+        "broken", f"{tmp_path}/none: yaml can't be imported: No such file or directory"
+    )  # fmt: skip
+    bare = doctor._own_environment("vllm", dataclasses.replace(engine, packages=("no_such",)), here)
+    assert bare.found.endswith("no_such can't be imported: ModuleNotFoundError: No module named 'no_such'")
+    assert "`make vllm`" in bare.mend
 
 
 def test_a_package_that_does_not_load_is_broken_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +155,13 @@ def test_the_tools_that_build_kernels_are_checked_where_there_is_a_gpu(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.syspath_prepend(tmp_path)
-    assert doctor._gpu(ENGINES["hf"]) == Check("GPU", "ok", "1 x NVIDIA H200")
-    check = doctor._gpu(ENGINES["sglang"])
+    assert doctor._gpu([ENGINES["hf"]]) == Check("GPU", "ok", "1 x NVIDIA H200")
+    check = doctor._gpu([ENGINES["sglang"]])
     assert (check.state, check.found) == ("warn", "1 x NVIDIA H200, but no nvcc, ninja, torch_memory_saver")
     for program in ("environment/ninja", "cuda/bin/nvcc", "torch_memory_saver.py"):
         (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / program).touch(mode=0o755)
-    assert doctor._gpu(ENGINES["sglang"]).state == "ok"
+    assert doctor._gpu([ENGINES["sglang"]]).state == "ok"
 
 
 def test_a_blocked_loopback_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

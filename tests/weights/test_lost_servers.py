@@ -128,7 +128,7 @@ def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
         config = replace(CONFIG, rollout=RolloutConfig(server_url=receiver.url))
         publisher = BroadcastPublisher(config, [receiver.url], 0, CPU, backend="gloo")
         publisher.push([(receiver.names[0], torch.ones(512, 512))], 1)
-        group_name, admin = publisher.group_name, publisher.admin(receiver.url)
+        group_name, admin = publisher.group_name, publisher.admin("rollout/0")
         publisher.close()
         with pytest.raises(WeightSyncError, match=rf"KeyError: '{group_name}'"):  # it has left already
             admin.leave_group(group_name)

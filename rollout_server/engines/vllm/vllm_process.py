@@ -19,7 +19,6 @@ from rollout_server.engines.vllm.server.launch import PARENT_VARIABLE
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE
 
 _SERVER_FOLDER = Path(__file__).parent / "server"
-_PROJECT = Path(__file__).parents[3]
 _HINTS = (
     ("out of memory", "Lower rollout.mem_fraction."),
     ("No available memory for the cache blocks", "Raise rollout.mem_fraction, or lower rollout.max_response_tokens."),
@@ -56,15 +55,14 @@ def vllm_process(name: str, flags: Flags, log_file: Path, config: Config, *, on_
 
 
 def server_python(config: Config) -> str:
-    """Return the Python that runs the server: rollout.python, or the one in the project's folder.
+    """Return the path of the Python that runs the server.
 
     Raises:
         ConfigError: there is no such file.
     """
-    chosen = config.rollout.python or str(_PROJECT / config.rollout.engine_entry.python)
-    path = os.path.abspath(chosen)  # it stays a link: an environment's Python finds its packages by where the link is
+    path = config.rollout.engine_entry.server_python(config.rollout.python)
     check(
-        os.access(path, os.X_OK), "rollout.python", chosen, "the Python of an environment with vLLM",
+        os.access(path, os.X_OK), "rollout.python", path, "the Python of an environment with vLLM",
         "`make vllm` makes one in .venv-vllm.",
     )
     return path

@@ -1,0 +1,67 @@
+"""Rollout servers of one run with different engines (placement.rollout.engines)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config import Config
+from async_rl.config.loading import dump_config, load_config
+from async_rl.errors import ConfigError
+from async_rl.seams import choose_transport
+from async_rl.weights import open_publisher
+
+BASE = ("model.path=m", "task.name=reasoning_gym/x")
+MIXED = ("placement.rollout.servers=3", "placement.rollout.engines=[sglang, vllm, sglang]")
+
+
+def load(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def test_each_server_has_the_engine_of_its_place_in_the_list() -> None:
+    config = load(*MIXED, "rollout.python=/venv/bin/python", "rollout.server_args={log-level: info}")
+    assert list(config.engine_entries) == ["sglang", "vllm"]
+    first, second = config.of_server(0).rollout, config.of_server(1).rollout
+    assert (first.engine, first.python, first.server_args) == ("sglang", "", {"log-level": "info"})
+    assert (second.engine, second.python, second.server_args) == ("vllm", "/venv/bin/python", {})
+
+
+def test_without_a_list_all_servers_have_the_same_engine(tmp_path: Path) -> None:
+    config = load("rollout.engine=hf", "placement.rollout.servers=2")
+    assert config.engines == ("hf", "hf") and config.of_server(1) is config
+    (tmp_path / "config.yaml").write_text(dump_config(load(*MIXED)))
+    assert load_config(tmp_path / "config.yaml").engines == ("sglang", "vllm", "sglang")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement.rollout.engines=[sglang, vllm]"], "must be empty, or one engine for each of 1 servers"),
+        (["placement.rollout.engines=[slang]"], "placement.rollout.engines must be one of sglang, vllm, hf, or"),
+        (
+            ["placement.rollout={servers: 2, engines: [sglang, hf]}", "weight_sync.transport=cuda_ipc"],
+            "weight_sync.transport must be auto, nccl, gloo or disk with rollout.engine hf, got 'cuda_ipc'",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_the_run_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("second", "transport"), [("vllm", "cuda_ipc"), ("hf", "disk")])
+def test_auto_is_a_transport_that_all_engines_receive(second: str, transport: str) -> None:
+    entries = load(f"placement.rollout={{servers: 2, engines: [sglang, {second}]}}").engine_entries.values()
+    assert choose_transport(entries, "cpu", one_device=False, own_gpus=False) == "gloo"
+    assert choose_transport(entries, "cuda", one_device=True, own_gpus=False) == transport
+
+
+def test_each_server_is_administered_by_the_admin_of_its_engine() -> None:
+    config = load(*MIXED, "weight_sync.transport=gloo")
+    publisher = open_publisher(config, [f"http://127.0.0.1:{port}" for port in (1, 2, 3)], 0, torch.device("cpu"))
+    kinds = [type(publisher.admin(name)).__name__ for name in publisher.servers]
+    assert kinds == ["SGLangAdmin", "VLLMAdmin", "SGLangAdmin"]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.engines configs/quickstart.yaml --engines vllm,sglang,hf,trl --tokens 6,64,256 --rounds 3
 
-All train the same random model on the same prompts, with as many answers a step and of the same length. They take turns,
-each for --seconds a round; starting is not counted. TRL needs `pip install -r benchmarks/requirements.txt`.
+All train the same random model on the same prompts, with as many answers a step and of the same length. They take
+turns, each for --seconds a round; starting is not counted. TRL needs `pip install -r benchmarks/requirements.txt`.
 A repeated command goes on where the last one ended (--max-cells), until all rounds are measured.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
 kind     killed process                                           expected outcome
-server   SGLang's scheduler, with rollout.engine=sglang           the run goes on, and the server is restarted
+server   the process of SGLang or vLLM that holds the model       the run goes on, and the server is restarted
 worker   a rollout process, with its engine                       the run goes on, and the process is restarted
 silent   a rollout process, by SIGSTOP: it lives and does not     as for worker, after timeouts.silent_s (10 s here)
          answer
@@ -40,9 +40,10 @@ from benchmarks.tables import Table, write_page
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix"
 VICTIMS = {
-    "server": "sglang::scheduler", "worker": "ray::RolloutActor", "learner": "ray::LearnerActor",
-    "silent": "ray::RolloutActor", "buffer": "ray::BufferActor",
+    "server": ("sglang::scheduler", "VLLM::EngineCore"), "worker": ("ray::RolloutActor",),
+    "learner": ("ray::LearnerActor",), "silent": ("ray::RolloutActor",), "buffer": ("ray::BufferActor",),
 }
+"""Parts of the names of the processes, one of which is killed."""
 KINDS = ("server", "worker", "silent", "buffer", "learner", "driver")
 AGAIN = "is back, with the weights"
 BACK = {"server": AGAIN, "worker": AGAIN, "silent": AGAIN, "buffer": "another one goes on from its journal"}
@@ -116,9 +117,10 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     if kind == "driver":
         command.process.send_signal(signal.SIGKILL)
         return
-    victims = [p for p in command.processes() if VICTIMS[kind] in f"{p.name()} {' '.join(p.cmdline()[:1])}"]
+    titles = {p: f"{p.name()} {' '.join(p.cmdline()[:1])}" for p in command.processes()}
+    victims = [p for p, title in titles.items() if any(name in title for name in VICTIMS[kind])]
     if not victims:
-        raise RuntimeError(f"no process {VICTIMS[kind]} is running; output:\n{command.text()[-2000:]}")
+        raise RuntimeError(f"no process {' or '.join(VICTIMS[kind])} is running; output:\n{command.text()[-2000:]}")
     rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 
@@ -188,7 +190,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
         "counts add up", "bound kept", "orphans",
     )  # fmt: skip
     lines = []
-    for kind, engine in itertools.product(KINDS, ("hf", "sglang")):
+    for kind, engine in itertools.product(KINDS, dict.fromkeys(o["engine"] for o in outcomes)):
         rows = [o for o in outcomes if (o["kind"], o["engine"]) == (kind, engine)]
         if rows:
             what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")

@@ -38,6 +38,8 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-qwen3 model.path=runs/qwen3-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model rollout.engine=vllm",
+    "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model placement.rollout.servers=2 "
+    "placement.rollout.engines=[sglang,vllm]",
     "async-rl train configs/quickstart.yaml algorithm.preset=dr_grpo",
     "async-rl train configs/quickstart.yaml algorithm.preset=decoupled_ppo critic.lr=3e-4",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",

@@ -1,22 +1,24 @@
-"""Runs whose answers come from vLLM: updates in mid-answer for 300 steps, and a server that is killed."""
+"""Runs whose answers come from vLLM: bound, kills, resume, sweep, and a server of another engine beside it."""
 
 from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
-from benchmarks import kill_matrix
 from benchmarks.kill_matrix import kill_once
 from tests.rollout_server.engines.vllm_cases import needs_vllm
 from tests.tiny_folder import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -33,28 +35,86 @@ def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
     return path
 
 
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_short_run_trains_every_group_once_with_the_logprobs_of_the_learner(vllm_yaml: Path) -> None:
+    config = load_config(vllm_yaml, ["staleness.max=1"])
+    summary = run(config)
+    assert summary["steps"] == 4
+    assert summary["staleness_max"] <= 1
+    assert summary["buffer"]["buffer/trained"] == 4 * config.learner.prompts_per_step
+    assert summary["buffer"]["buffer/unaccounted"] == 0
+    assert max(record.get("mismatch/mean_abs", 0.0) for record in logged(config.run_dir)) < 1e-4
+
+
+@pytest.mark.nightly
 def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answer(vllm_yaml: Path) -> None:
     config = load_config(vllm_yaml, ["run.steps=300", "staleness.max=2"])
     summary = run(config)
     assert summary["steps"] == 300
     assert summary["buffer"]["buffer/trained"] == 300 * config.learner.prompts_per_step
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [step for step in map(json.loads, lines) if "staleness/max" in step]
+    steps = [record for record in logged(config.run_dir) if "staleness/max" in record]
     assert len(steps) == 300
     assert 1 <= max(step["staleness/max"] for step in steps) <= 2
     assert max(step.get("mismatch/mean_abs", 0.0) for step in steps) < 1e-4
     assert any("mismatch/old_kv_mean_abs" in step for step in steps)  # answers ran over updates
 
 
-def test_a_killed_server_comes_back_and_every_group_is_accounted_for(
-    vllm_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["server", "worker"])
+def test_a_killed_process_comes_back_and_every_group_is_accounted_for(
+    vllm_yaml: Path, tmp_path: Path, kind: str
 ) -> None:
-    monkeypatch.setitem(kill_matrix.VICTIMS, "server", "VLLM::EngineCore")
     options = ["staleness.max=2", "eval.size=0"]
-    outcome = kill_once(str(vllm_yaml), "server", options, random.Random(0), tmp_path)
-    log = (tmp_path / "server.log").read_text()
+    outcome = kill_once(str(vllm_yaml), kind, options, random.Random(0), tmp_path)
+    log = (tmp_path / f"{kind}.log").read_text()
     assert outcome.exit_code == 130, log[-3000:]
     assert outcome.error == ""
     assert outcome.counts_add_up
     assert outcome.staleness_max <= 2
     assert outcome.orphans == 0
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_goes_on_with_its_weights_and_evaluates(vllm_yaml: Path) -> None:
+    options = ["staleness.max=1", "eval.every_steps=2", "weight_sync.on_update=retract"]
+    first = load_config(vllm_yaml, ["run.steps=3", *options])
+    run(first)
+    summary = run(load_config(vllm_yaml, ["run.steps=6", f"run.resume={first.run_dir}", *options]))
+    assert (summary["steps"], summary["resumes"]) == (6, 1)
+    assert summary["buffer"]["buffer/trained"] == 6 * first.learner.prompts_per_step
+    records = logged(first.run_dir)
+    assert sum("eval/accuracy" in record for record in records) >= 3
+    assert max(record.get("mismatch/mean_abs", 0.0) for record in records) < 1e-4
+    assert (first.run_dir / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.nightly
+def test_a_sweep_ends_with_its_report(vllm_yaml: Path, tmp_path: Path) -> None:
+    options = ["--staleness", "0,2", "--seeds", "1", "--name", "s", f"run.dir={tmp_path}"]
+    assert main(["sweep", str(vllm_yaml), *options]) == 0
+    for bound in (0, 2):
+        cell = tmp_path / "s" / "cells" / f"staleness-{bound}.seed-0"
+        assert (cell / "logs" / "vllm-rollout-0.log").exists()
+        assert max(record.get("staleness/max", 0.0) for record in logged(cell)) <= bound
+    assert (tmp_path / "s" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.nightly
+def test_two_engines_serve_one_run(vllm_yaml: Path) -> None:
+    config = load_config(vllm_yaml, [
+        "placement.rollout={servers: 2, engines: [sglang, vllm]}", "staleness.max=2", "run.steps=20",
+    ])
+    summary = run(config)
+    assert summary["steps"] == 20
+    assert summary["staleness_max"] <= 2
+    assert summary["buffer"]["buffer/unaccounted"] == 0
+    assert max(record.get("mismatch/mean_abs", 0.0) for record in logged(config.run_dir)) < 1e-4
+    with sqlite3.connect(config.run_dir / "trajectories.sqlite") as journal:
+        workers = [worker for (worker,) in journal.execute("SELECT DISTINCT worker FROM groups ORDER BY worker")]
+    assert workers == ["rollout/0", "rollout/1"]
+    assert {file.name for file in (config.run_dir / "logs").glob("*-rollout-*.log")} >= {
+        "sglang-rollout-0.log", "vllm-rollout-1.log",
+    }

@@ -38,7 +38,8 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     """Return SGLang's flags {name: value}, with rollout.server_args, without port. `model`: the text model's config."""
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
-        "model-path": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype, "random-seed": config.run.seed,
+        "model-path": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
+        "random-seed": config.run.seed,
         "context-length": config.longest_tokens + _RESERVED_TOKENS,
         "weight-version": "0",
         "skip-tokenizer-init": True,  # tokens in, tokens out: nothing to detokenize

@@ -71,6 +71,10 @@ def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -
     assert flags(config(), free_memory_bytes=0)["max-total-tokens"] == 150 + 8
 
 
+def test_the_server_finds_a_model_that_is_given_relative_to_the_drivers_folder() -> None:
+    assert flags(config())["model-path"] == str(Path.cwd() / "m")
+
+
 def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None:
     chosen = flags(config(mem_fraction=0.4), on_gpu=True)
     assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")

@@ -149,6 +149,11 @@ def _check_engine(config: Config) -> None:
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
         f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
     )
+    taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
+    check(
+        not taken, "rollout.server_args", rollout.server_args, f"without {', '.join(entry.sets_flags)} {with_engine}",
+        f"async-rl sets these: leave {', '.join(taken)} out.",
+    )
     check(
         most == 0 or tp <= most, "placement.rollout.tp", tp, f"at most {most} {with_engine}",
         "It can't split a model over more devices. Raise placement.rollout.servers for more.",

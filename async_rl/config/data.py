@@ -11,9 +11,6 @@ from async_rl.config.check import check
 from async_rl.config.section import Named, PathText, Section, section
 from async_rl.seams import ENGINES, EngineEntry, find_entry
 
-_FLAGS_SET_HERE = ("model-path", "host", "port", "weight-version", "served-model-name", "tp-size")
-"""Flags of SGLang that the pipeline sets and relies on."""
-
 
 @section("task")
 class TaskConfig:
@@ -75,13 +72,6 @@ class RolloutConfig:
     servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
-
-    def __post_init__(self) -> None:
-        taken = [name for name in self.server_args if name.replace("_", "-") in _FLAGS_SET_HERE]
-        check(
-            not taken, "rollout.server_args", self.server_args, f"without {', '.join(_FLAGS_SET_HERE)}",
-            f"async-rl sets these: leave {', '.join(taken)} out.",
-        )
 
     @property
     def engine_entry(self) -> EngineEntry:

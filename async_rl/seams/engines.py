@@ -43,6 +43,8 @@ class EngineEntry:
     """A run can use a server that is already running (rollout.server_url)."""
     computes_in_worker: bool = False
     """The model runs in the worker's own process, not in a process that the engine starts."""
+    sets_flags: tuple[str, ...] = ()
+    """Flags of the server's program that the engine sets and relies on: they must not be in rollout.server_args."""
     packages: tuple[str, ...] = ()
     """Python packages that the engine needs and that are not requirements of this project."""
     python: str = ""
@@ -101,6 +103,7 @@ ENGINES: dict[str, EngineEntry] = {
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
+        sets_flags=("model-path", "host", "port", "weight-version", "served-model-name", "tp-size"),
         packages=("sglang",),
         refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
     ),
@@ -110,6 +113,11 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         max_tensor_parallel=0,
+        sets_flags=(
+            "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "logprobs-mode",
+            "async-scheduling", "no-async-scheduling",
+            "worker-extension-cls", "weight-transfer-config", "scheduling-policy", "middleware", "generation-config",
+        ),
         packages=("vllm",),
         python=".venv-vllm/bin/python",
         refuses_model="rollout_server.engines.vllm.refusals:refuse_run",

@@ -6,16 +6,10 @@ import os
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.config.check import check
 from rollout_server.engines.kv_cache import kv_token_bytes, kv_tokens, max_running_rollouts
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes for which vLLM 0.32 has an attention kernel on CPUs."""
-_SET_HERE = (
-    "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "logprobs-mode",
-    "worker-extension-cls", "weight-transfer-config", "scheduling-policy", "middleware", "generation-config",
-)
-"""The flags that this project sets and relies on."""
 _RESERVED_TOKENS = 8
 """The number of positions of a context beyond the longest prompt with its answer."""
 _BLOCK_TOKENS = 32
@@ -27,16 +21,7 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """Return vLLM's flags, without the port. `model` is the text part of the model's transformers config.
-
-    Raises:
-        ConfigError: rollout.server_args holds a flag that is set here.
-    """
-    user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
-    check(
-        not set(user) & set(_SET_HERE), "rollout.server_args", config.rollout.server_args,
-        f"without {', '.join(_SET_HERE)}", "async-rl sets these: leave them out.",
-    )
+    """Return vLLM's flags, without the port. `model` is the text part of the model's transformers config."""
     positions = getattr(model, "max_position_embeddings", None)
     length = config.longest_tokens + _RESERVED_TOKENS
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
@@ -71,4 +56,4 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
                 config, token_bytes, blocks * _BLOCK_TOKENS, free_memory_bytes
             ),
         }
-    return flags | user
+    return flags | {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}

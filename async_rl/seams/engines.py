@@ -114,9 +114,9 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "shared_memory", "folder"),
         max_tensor_parallel=0,
         sets_flags=(
-            "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "logprobs-mode",
-            "async-scheduling", "no-async-scheduling",
-            "worker-extension-cls", "weight-transfer-config", "scheduling-policy", "middleware", "generation-config",
+            "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "generation-config",
+            "logprobs-mode", "scheduling-policy", "async-scheduling", "no-async-scheduling", "middleware",
+            "worker-extension-cls", "weight-transfer-config",
         ),
         packages=("vllm",),
         python=".venv-vllm/bin/python",

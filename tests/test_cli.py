@@ -207,10 +207,10 @@ def test_sft_from_a_truncated_base_names_the_file(
 def test_sft_from_a_base_that_is_not_there_names_the_nearest(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sft", str(config_file), "sft.base=tiny-qwen"]) == 2
+    assert main(["sft", str(config_file), "sft.base=tiny-lama"]) == 2
     error = capsys.readouterr().err
-    assert "sft.base must be tiny-qwen2 or tiny-llama or tiny-qwen3 or a Hugging Face folder, got 'tiny-qwen'" in error
-    assert "there is no such folder. Did you mean tiny-qwen2?" in error
+    assert "sft.base must be tiny-qwen2 or tiny-llama or tiny-qwen3 or a Hugging Face folder, got 'tiny-lama'" in error
+    assert "there is no such folder. Did you mean tiny-llama?" in error
     (tmp_path / "empty").mkdir()
     assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2
     assert f"sft.base {tmp_path}/empty is no Hugging Face model: no config.json" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluatio
 
 
 def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:
-    assert flags(config(), free_memory_bytes=4 * 10**6)["kv-cache-memory-bytes"] == 10**6
+    assert flags(config(), free_memory_bytes=4 * 10**6)["kv-cache-memory-bytes"] == 976 * 1024
     assert flags(config(), free_memory_bytes=0)["kv-cache-memory-bytes"] == 6 * 32 * 1024
 
 

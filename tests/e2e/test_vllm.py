@@ -20,6 +20,10 @@ from tests.tiny_folder import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+NOISE = 0.1
+"""Tolerance for a gain in accuracy: each accuracy has a standard error of 0.015 (1024 answers), and timing varies."""
+
 
 @pytest.fixture
 def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
@@ -118,3 +122,18 @@ def test_two_engines_serve_one_run(vllm_yaml: Path) -> None:
     assert {file.name for file in (config.run_dir / "logs").glob("*-rollout-*.log")} >= {
         "sglang-rollout-0.log", "vllm-rollout-1.log",
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_quickstart_learns_as_with_sglang(tmp_path: Path) -> None:
+    needs_vllm()
+    model = f"model.path={tmp_path / 'model'}"
+    assert main(["sft", str(QUICKSTART), "sft.base=tiny-qwen3", model]) == 0
+    gains = {}
+    for engine in ("vllm", "sglang"):
+        options = [model, f"run.dir={tmp_path}", f"run.name={engine}", f"rollout.engine={engine}", "run.steps=60"]
+        summary = run(load_config(QUICKSTART, [*options, "logging.wandb=disabled"]))
+        gains[engine] = summary["accuracy_end"] - summary["accuracy_start"]
+    assert gains["vllm"] == pytest.approx(gains["sglang"], abs=NOISE)
+    assert min(gains.values()) > 0.05

@@ -108,8 +108,8 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     request = request_for(9, n=4, max_tokens=20, temperature=TEMPERATURE)
     first, post = push(config, url), server.engine._post
 
-    async def post_and_push(body: dict[str, Any], group_id: int) -> list[dict[str, Any]]:
-        replies = await post(body, group_id)
+    async def post_and_push(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        replies = await post(path, body, *rest)
         if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is computed, no answer has begun
             await asyncio.to_thread(push, config, url)
         return replies

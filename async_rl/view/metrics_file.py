@@ -17,7 +17,7 @@ from typing import Any
 MAX_POINTS = 1500
 """A series with more points is thinned before it is sent to the browser."""
 BLOCK_BYTES = 8 * 2**20
-STEPS_FOR_PACE = 20
+RECENT_STEPS = 20
 
 
 @dataclass(slots=True)
@@ -107,6 +107,10 @@ class MetricsFile:
                 return None
             return next((value for value in reversed(column.values) if not math.isnan(value)), None)
 
+    def recent(self, key: str) -> list[float]:
+        """Return the metric's values in its last RECENT_STEPS steps."""
+        return list(self.values(key).values())[-RECENT_STEPS:]
+
     @property
     def last_step(self) -> int:
         """The last step that was logged; 0 before the first one."""
@@ -123,8 +127,8 @@ class MetricsFile:
         return found
 
     def seconds_a_step(self) -> float | None:
-        """Return the median seconds from step to step over the last 20 steps, or None if there are fewer than two."""
-        elapsed_s = list(self.values("time/elapsed_s").values())[-STEPS_FOR_PACE - 1 :]
+        """Return the median seconds from step to step over RECENT_STEPS steps, or None if there are fewer than two."""
+        elapsed_s = list(self.values("time/elapsed_s").values())[-RECENT_STEPS - 1 :]
         gaps_s = [after - before for before, after in itertools.pairwise(elapsed_s)]
         return statistics.median(gaps_s) if gaps_s else None
 

@@ -17,6 +17,7 @@ from async_rl.view.answers import sibling
 from async_rl.view.charts import OVERVIEW_CHARTS, staleness_charts
 from async_rl.view.journal_reader import ORDERS, JournalError
 from async_rl.view.library import OpenRun
+from async_rl.view.metrics_file import RECENT_STEPS
 from async_rl.view.pages import page, run_of, run_page
 from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import Found
@@ -67,7 +68,7 @@ def _live_facts(run: RunFiles) -> dict[str, Any]:
             is_on = bool(values) and list(values.values())[-1] > 0
             alarms.append({"name": key.partition("/")[2], "is_on": is_on, "broken": broken})
     return {
-        "last": metrics.last, "alarms": alarms, "time_left_s": run.time_left_s, "summary": run.summary,
+        "last": metrics.last, "recent": metrics.recent, "recent_steps": RECENT_STEPS, "alarms": alarms, "time_left_s": run.time_left_s, "summary": run.summary,
         "pace_s": metrics.seconds_a_step(), "broken_lines": metrics.broken_lines,
     }  # fmt: skip
 

@@ -17,6 +17,9 @@ MAX_SPANS = 2_000_000
 """Spans beyond this number are not read; a run of a hundred thousand steps has fewer."""
 MAX_SEGMENTS = 3000
 """The most segments in one lane. Shorter ones are merged into the longest of their neighbours."""
+MAX_STEPS_BEHIND = 5
+"""In a run that goes on, a pool is written when its state changes, some time after the learner. A pool that is further
+behind than so many steps has ended, and is not waited for."""
 UPDATE, BATCH = "update", "batch"
 """Names of the learner's spans that mark a step: it ends where the wait for the next batch begins."""
 
@@ -62,6 +65,8 @@ class TimelineFile:
         self._spans: dict[int, list[Span]] = {}
         """[pid] spans ordered by their start."""
         self._pools: dict[int, str] = {}
+        self._is_complete = False
+        """Whether the run has ended and closed the file."""
 
     def refresh(self) -> TimelineFile:
         """Read the events that were added since the last call; returns this object."""
@@ -85,6 +90,7 @@ class TimelineFile:
             if not line.endswith(b"\n") or self._number >= MAX_SPANS:
                 return  # half written, or enough
             self._offset += len(line)
+            self._is_complete = line == b"]}\n"
             if line.startswith(b'{"ph": "X"') or line.startswith(b'{"ph": "M"'):
                 try:
                     self._add(json.loads(line.rstrip(b",\n")))
@@ -103,15 +109,25 @@ class TimelineFile:
         self._number += 1
 
     def step_ends_s(self) -> list[float]:
-        """Return when each step of the learner ended, in seconds on the clock of the file."""
+        """Return when each step that can be shown ended, in seconds on the clock of the file."""
         with self._lock:
-            return step_ends_s(self._learner())
+            return self._shown_ends_s()
 
     def _learner(self) -> list[Span]:
         """Return the spans of learner/0, which are those of the first pool with an update."""
         named = [pid for pid, pool in self._pools.items() if pool == "learner/0"]
         with_update = [pid for pid, spans in self._spans.items() if any(span.name == UPDATE for span in spans[:50])]
         return self._spans.get((named or with_update or [-1])[0], [])
+
+    def _shown_ends_s(self) -> list[float]:
+        """Return the ends of those steps in which every pool that goes on is known, of a complete file all."""
+        ends_s = step_ends_s(self._learner())
+        if self._is_complete or not ends_s:
+            return ends_s
+        known_s = [max(span.end_s for span in spans[-16:]) for spans in self._spans.values()]
+        oldest_s = ends_s[-min(len(ends_s), MAX_STEPS_BEHIND + 1)]
+        until_s = min((end_s for end_s in known_s if end_s >= oldest_s), default=0.0)
+        return ends_s[: bisect_right(ends_s, until_s)]
 
     def window(self, first: int, last: int, number_of_first: int) -> Window | None:
         """Return the lanes over those of the steps `first` to `last` whose end is in the file; None if there are none.
@@ -120,7 +136,7 @@ class TimelineFile:
             number_of_first: the number of the first step in the file, which is 1 unless the run was resumed.
         """
         with self._lock:
-            ends_s = step_ends_s(self._learner())
+            ends_s = self._shown_ends_s()
             first_index = max(0, first - number_of_first)
             last_index = min(last - number_of_first, len(ends_s) - 1)
             if last_index < first_index:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.telemetry.chrome_trace import ChromeTrace
-from async_rl.telemetry.timeline import Span
+from async_rl.telemetry.timeline import Sample, Span
 from async_rl.view.timeline_file import MAX_SEGMENTS, Segment, TimelineFile, _merged, step_ends_s
 from tests.view.factories import write_timeline
 
@@ -24,6 +24,32 @@ def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:
     assert names == [("wait_data", "batch"), ("busy", "update"), ("sync", "push")] * 2
     assert window.shares["rollout/0"] == pytest.approx({"busy": 0.9, "sync": 0.1})
     assert window.waits_s == pytest.approx({"batch/busy": 0.6, "push": 0.2})
+
+
+@pytest.mark.parametrize("is_closed, shown", [(False, 2), (True, 3)])
+def test_a_step_is_shown_once_every_pool_is_known(tmp_path: Path, is_closed: bool, shown: int) -> None:
+    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
+    for start_s in range(3):
+        trace.add([Span("learner/0", "busy", start_s, start_s + 0.9, "update")], [])
+        trace.add([Span("learner/0", "wait_data", start_s + 0.9, start_s + 1, "batch")], [])
+    # The file ends with a line that is not complete yet, and without what rollout/0 does since 2.5 s.
+    trace.add([Span("rollout/0", "busy", 0, 2.5)], [Sample("rollout/0", "occupancy", 2.5, 0.5)])
+    if is_closed:
+        trace.close()
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(1, 3, number_of_first=1)
+    assert window is not None
+    assert window.last_step == shown
+
+
+def test_a_pool_that_ended_is_not_waited_for(tmp_path: Path) -> None:
+    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
+    trace.add([Span("rollout/1", "busy", 0, 1.5)], [])
+    for start_s in range(20):
+        trace.add([Span("learner/0", "busy", start_s, start_s + 0.9, "update")], [])
+        trace.add([Span("learner/0", "wait_data", start_s + 0.9, start_s + 1, "batch")], [])
+        trace.add([Span("rollout/0", "busy", start_s, start_s + 1)], [])
+    timeline = TimelineFile(tmp_path / "timeline.json").refresh()
+    assert len(timeline.step_ends_s()) == 19  # the last line has no end yet
 
 
 def test_a_wait_for_a_batch_is_split_by_what_rollout_did(tmp_path: Path) -> None:

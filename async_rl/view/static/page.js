@@ -57,7 +57,7 @@ function follow() {
     sign.textContent = text;
     sign.className = `live ${state}`;
   };
-  events.addEventListener("open", () => say(document.querySelector(".pill.ended") ? "up to date" : "live", "on"));
+  events.addEventListener("open", () => say(document.querySelector(".pill:is(.running, .waiting)") ? "live" : "up to date", "on"));
   events.addEventListener("error", () => say("not connected", "off"));
   events.addEventListener("change", (event) => {
     if (isFirst) { // names every file, and the page has just been loaded

@@ -15,6 +15,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
 from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
+from async_rl.storage.log_ratios import FOLDER
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.tiny_model import character_tokenizer
 
@@ -67,6 +68,9 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     cut = read_training_state(checkpoint_folder(parted.run_dir, 6))
     assert (cut.lineage, cut.ranks) == (1, 2)
     assert cut.trained_groups == [[[0, 6 * parted.learner.prompts_per_step - 1]]]
+    ratios = {path.name for path in (parted.run_dir / FOLDER).iterdir()}
+    expected_files = {f"step_{step}.rank_0.npz" for step in range(1, 7)}
+    assert ratios == expected_files | {f"step_{step}.rank_1.npz" for step in (4, 5, 6)}
     with pytest.raises(ConfigError, match=r"run\.steps must be above 6"):
         run(load_config(smoke_yaml, resumed))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,39 +13,22 @@ import pytest
 
 from tests.view.chromium import needs_chromium
 from tests.view.factories import HOSTILE, JournalWriter, append_step, make_group, make_run
+from tests.view.view_server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
     from playwright.sync_api import Browser, Page, expect
 
 pytestmark = [pytest.mark.processes, needs_chromium]
-START_LIMIT_S = 60.0
 READY_LIMIT_MS = 30_000
 LIVE_LIMIT_S = 2.0
 LIGHT_AND_DARK = ("light", "dark")
-
-
-class Server:
-    """`async-rl view` in a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "async_rl.cli", "view", str(folder), "--port", "0"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        found = re.search(r"http://localhost:\d+", line)
-        assert found, line + self._process.stdout.read()
-        self.url = found[0]
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(START_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """A run that goes on, and the address of its page."""
     run_dir = make_run(tmp_path_factory.mktemp("runs") / "live-run", note="running")
-    server = Server(run_dir)
+    server = ViewServer(run_dir)
     yield run_dir, server.url
     server.close()
 
@@ -208,7 +189,7 @@ def test_a_long_answer_is_shown_within_a_second(browser: Browser, tmp_path: Path
     writer = JournalWriter(run_dir)
     writer.add(make_group(0, ["tokens, " * 1000] * 8), step=1)
     writer.close()
-    server = Server(run_dir)
+    server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()
     page.goto("/run/rollouts")  # the tokenizer is loaded at the first page
     start_s = time.monotonic()

@@ -5,6 +5,7 @@
 Beside every second run `async-rl view` serves the page, and a client does what a browser with the overview open does:
 it follows the events and asks again for all that the page shows whenever a file has changed. The order within a pair
 changes from pair to pair. The speed of a run is counted from the end of its first step to the end of its last one.
+The same command goes on after the pairs that OUT.json holds.
 """
 
 from __future__ import annotations
@@ -132,15 +133,15 @@ def measure_run(config: str, overrides: list[str], folder: Path, name: str, is_s
     return Speed((len(ends_s) - 1) / duration_s, refreshes, cpu_s / wall_s if wall_s else 0.0)
 
 
-def report(command: str, without: list[Speed], with_page: list[Speed]) -> str:
-    a, b = [speed.steps_per_s for speed in with_page], [speed.steps_per_s for speed in without]
+def report(command: str, pairs: list[tuple[Speed, Speed]]) -> str:
+    a, b = [shown.steps_per_s for _, shown in pairs], [without.steps_per_s for without, _ in pairs]
     low, high = ratio_interval(a, b)
     rows = [
         [
             str(number + 1), f"{plain.steps_per_s:.3f}", f"{shown.steps_per_s:.3f}",
             f"{shown.steps_per_s / plain.steps_per_s:.3f}", str(shown.refreshes), f"{shown.page_cpu:.1%}",
         ]
-        for number, (plain, shown) in enumerate(zip(without, with_page, strict=True))
+        for number, (plain, shown) in enumerate(pairs)
     ]  # fmt: skip
     header = ("pair", "steps/s without", "with the page", "ratio", "refreshes", "page's CPU, of one core")
     return f"""# Training speed with and without the page of the run
@@ -161,17 +162,26 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/page_open"), help="writes OUT.md and OUT.json")
     args, overrides = parser.parse_known_args()
-    sides: dict[bool, list[Speed]] = {False: [], True: []}
-    with tempfile.TemporaryDirectory() as folder:
-        for pair in range(args.pairs):
-            for is_shown in (False, True) if pair % 2 == 0 else (True, False):
-                name = f"{pair}-{'page' if is_shown else 'plain'}"
-                speed = measure_run(args.config, overrides, Path(folder), name, is_shown)
-                sides[is_shown].append(speed)
-                print(name, speed, flush=True)
     words = ["python -m benchmarks.page_open", args.config, f"--pairs {args.pairs}", f"--out {args.out}", *overrides]
-    numbers = {"without": [asdict(s) for s in sides[False]], "with_page": [asdict(s) for s in sides[True]]}
-    write_page(args.out, report(" ".join(words), sides[False], sides[True]), numbers)
+    command = " ".join(words)
+    pairs = read_pairs(args.out.with_name(f"{args.out.name}.json"), command)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(len(pairs), args.pairs):
+            speeds: dict[bool, Speed] = {}
+            for is_shown in (False, True) if number % 2 == 0 else (True, False):
+                name = f"{number}-{'page' if is_shown else 'plain'}"
+                speeds[is_shown] = measure_run(args.config, overrides, Path(folder), name, is_shown)
+            pairs.append((speeds[False], speeds[True]))
+            saved = [{"without": asdict(without), "with_page": asdict(shown)} for without, shown in pairs]
+            write_page(args.out, report(command, pairs), {"command": command, "pairs": saved})
+
+
+def read_pairs(file: Path, command: str) -> list[tuple[Speed, Speed]]:
+    """Return the pairs (without, with the page) that an earlier start of the same command has measured."""
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    if saved.get("command") != command:
+        return []
+    return [(Speed(**pair["without"]), Speed(**pair["with_page"])) for pair in saved["pairs"]]
 
 
 if __name__ == "__main__":

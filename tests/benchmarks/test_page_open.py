@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.marked_command import wait_until
-from benchmarks.page_open import Follower, Speed, report
+from benchmarks.page_open import Follower, Speed, read_pairs, report
 from tests.view.factories import append_step, make_run
 from tests.view.view_server import ViewServer
 
@@ -27,8 +28,16 @@ def test_the_client_asks_for_the_page_again_after_each_step(tmp_path: Path) -> N
 
 
 def test_the_table_has_the_ratio_of_each_pair_and_of_all() -> None:
-    without = [Speed(2.0, 0, 0.0), Speed(4.0, 0, 0.0)]
-    text = report("the command", without, [Speed(2.2, 30, 0.05), Speed(3.6, 40, 0.06)])
+    pairs = [(Speed(2.0, 0, 0.0), Speed(2.2, 30, 0.05)), (Speed(4.0, 0, 0.0), Speed(3.6, 40, 0.06))]
+    text = report("the command", pairs)
     assert "| 1 | 2.000 | 2.200 | 1.100 | 30 | 5.0% |" in text
     assert "| 2 | 4.000 | 3.600 | 0.900 | 40 | 6.0% |" in text
     assert "0.967 times" in text
+
+
+def test_the_same_command_goes_on_after_the_pairs_it_has_measured(tmp_path: Path) -> None:
+    speed = {"steps_per_s": 2.0, "refreshes": 3, "page_cpu": 0.1}
+    saved = {"command": "this", "pairs": [{"without": speed, "with_page": speed}]}
+    (tmp_path / "out.json").write_text(json.dumps(saved))
+    assert read_pairs(tmp_path / "out.json", "this") == [(Speed(2.0, 3, 0.1), Speed(2.0, 3, 0.1))]
+    assert read_pairs(tmp_path / "out.json", "another") == read_pairs(tmp_path / "none.json", "this") == []

@@ -68,7 +68,8 @@ def _live_facts(run: RunFiles) -> dict[str, Any]:
             is_on = bool(values) and list(values.values())[-1] > 0
             alarms.append({"name": key.partition("/")[2], "is_on": is_on, "broken": broken})
     return {
-        "last": metrics.last, "recent": metrics.recent, "recent_steps": RECENT_STEPS, "alarms": alarms, "time_left_s": run.time_left_s, "summary": run.summary,
+        "last": metrics.last, "recent": metrics.recent, "recent_steps": RECENT_STEPS, "alarms": alarms,
+        "time_left_s": run.time_left_s, "summary": run.summary,
         "pace_s": metrics.seconds_a_step(), "broken_lines": metrics.broken_lines,
     }  # fmt: skip
 

@@ -127,8 +127,9 @@ class LineChart {
       const value = line.value[at];
       const swatch = element("span", { className: "swatch" });
       swatch.style.background = line.color;
+      const isFar = step !== null && Math.abs(line.step[at] - step) > lastStep / 50; // e.g. the nearest evaluation
       return element("span", { className: "entry" }, swatch, `${line.name} `,
-        element("b", { textContent: formatted(value, this.spec.unit) }));
+        element("b", { textContent: formatted(value, this.spec.unit) }), isFar ? ` at step ${line.step[at]}` : "");
     }));
     if (!this.readout.childElementCount) this.readout.textContent = "not measured";
   }

@@ -1,0 +1,124 @@
+"""The messages of a conversation, in the format of OpenAI's chat completions, and how two tellings are compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Required, TypedDict
+
+Schema = dict[str, Any]
+"""The description of a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class FunctionCall(TypedDict):
+    """The function that a tool call names, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """One tool call of a reply."""
+
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """One message. A reply of the model has the role `assistant`, and `tool_calls` if it calls tools."""
+
+    role: Required[str]
+    content: Required[str]
+    tool_calls: list[ToolCall]
+    tool_call_id: str
+    """The id of the call that a message with the role `tool` answers."""
+    name: str
+    """The name of the tool whose result this message holds."""
+
+
+def user(text: str) -> Message:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}
+
+
+def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
+    """Return messages from outside with all content as one text: agents also send null, and lists of text parts.
+
+    Raises:
+        ValueError: a message has no role, or content that is not text.
+    """
+    plain: list[Message] = []
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{position}] must be an object with a role, got {message!r:.200}")
+        role = "system" if message["role"] == "developer" else message["role"]
+        kept: Message = {"role": role, "content": _plain_text(message.get("content"), position)}
+        if message.get("tool_calls"):
+            kept["tool_calls"] = [_tool_call(call, position) for call in message["tool_calls"]]
+        for name in ("tool_call_id", "name"):
+            if isinstance(message.get(name), str):
+                kept[name] = message[name]  # type: ignore[literal-required]
+        plain.append(kept)
+    return plain
+
+
+def _plain_text(content: Any, position: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise ValueError(f"messages[{position}].content must be text or a list of text parts, got {content!r:.200}")
+
+
+def _tool_call(call: Any, position: int) -> ToolCall:
+    try:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not (isinstance(name, str) and isinstance(arguments, str)):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"messages[{position}].tool_calls must hold objects with function.name and function.arguments as text, "
+            f"got {call!r:.200}"
+        ) from None
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
+    """Return the digest of the first n messages for each n = 0..len(messages).
+
+    Equal digests mean that two tellings are the same conversation. Agents change ids, drop `name` and reasoning, strip
+    replies, and write the JSON of arguments in their own way, so none of these counts.
+    """
+    digests = [_digest(b"", list(tools))]
+    for message in messages:
+        digests.append(extended_digest(digests[-1], message))
+    return digests
+
+
+def extended_digest(digest: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation, given by its digest, with one more message."""
+    return _digest(digest, _identity(message))
+
+
+def _digest(before: bytes, said: Any) -> bytes:
+    return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _identity(message: Message) -> list[Any]:
+    role, text = message["role"], message["content"]
+    calls = [_call_identity(call) for call in message.get("tool_calls", ())]
+    return [role, text.strip() if role == "assistant" else text, calls]
+
+
+def _call_identity(call: ToolCall) -> list[Any]:
+    arguments: Any = call["function"]["arguments"]
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    return [call["function"]["name"], arguments]

@@ -1,0 +1,240 @@
+"""A session: the append-only, token-exact conversation of one episode with the engine.
+
+A session is given the whole conversation each time, by an environment's loop or by an agent over HTTP. It finds the
+longest part that it knows, renders only the messages that follow, and appends the sampled reply. It is a tree of
+stretches of tokens, contexts (rendered) and replies (sampled) in turn:
+
+    context ── reply ── context ── reply          one row
+                  └──── context ── reply          another continuation: a second row
+    context ── reply                              a history that was rewritten: a new root, all of it masked
+
+Each leaf gives one trainable row. A sampled token is trained in one row only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
+from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.rows import Node, Row, make_rows
+
+CLOSE_S = 10.0
+"""How long `close` waits for the engine to end the requests that it cancels."""
+
+Generate = Callable[[list[int], int], Awaitable[Completion]]
+"""Takes the tokens so far and the largest number of tokens to sample; returns what the engine sampled."""
+ReadReply = Callable[[Sequence[int], Sequence[Schema]], Message]
+"""Takes the tokens of a reply and the tools that it may call; returns the reply as a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """The largest sizes of one session."""
+
+    max_tokens: int
+    """The number of tokens of a row, prompt included."""
+    max_reply_tokens: int
+    max_turns: int
+    """The number of replies, in all rows together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The model's reply to a conversation."""
+
+    message: Message
+    finish_reason: str
+    """`stop` (the model ended the reply) or `length` (it ran into a limit)."""
+    turn: int
+    """The number of the reply in its session, from 0."""
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class EpisodeOver(Exception):
+    """The session samples no further reply. `reason` says why."""
+
+    def __init__(self, reason: Literal["length", "turns", "ended"], message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """How often something happened in a session."""
+
+    rewritten: int = 0
+    """Conversations that did not continue a known one, and were rendered from the start."""
+    retried: int = 0
+    """Requests that joined the reply to an earlier, equal request."""
+    refused: int = 0
+    """Requests after the end of the session."""
+    generate_s: float = 0.0
+    """The time that the engine took, summed over all replies."""
+
+
+class Session:
+    """The conversation of one episode with one engine.
+
+    Args:
+        generate: samples a reply from the engine.
+        read_reply: reads a sampled reply as a message.
+    """
+
+    def __init__(
+        self, generate: Generate, renderer: TurnRenderer, read_reply: ReadReply, limits: SessionLimits
+    ) -> None:
+        self._generate = generate
+        self._renderer = renderer
+        self._read_reply = read_reply
+        self._limits = limits
+        self._contexts: dict[bytes, Node] = {}
+        """By the digest of the conversation that the context completes."""
+        self._known_replies: dict[bytes, Node] = {}
+        """By the digest of the conversation up to and including the reply."""
+        self._replies: list[Node] = []
+        """In the order in which they ended."""
+        self._requests: dict[tuple[bytes, int | None], asyncio.Task[Reply]] = {}
+        """The last request for each conversation and limit, running or done: a retry joins it."""
+        self._running: set[asyncio.Task[Reply]] = set()
+        self._num_begun = 0
+        self._is_closed = False
+        self.counts = SessionCounts()
+
+    @property
+    def num_turns(self) -> int:
+        """The number of whole replies."""
+        return len(self._replies)
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        *,
+        max_tokens: int | None = None,
+        is_retry: bool = False,
+    ) -> Reply:
+        """Return the model's next message in the conversation `messages`.
+
+        The same conversation again gets another sample, unless the request is a retry. A caller that is cancelled does
+        not end the sampling, because it may come back with a retry; `close` does.
+
+        Args:
+            max_tokens: lowers the limit of this reply.
+            is_retry: join the reply to an earlier, equal request, if there is one that has not failed.
+
+        Raises:
+            EpisodeOver: the session is closed, has no turn left, or the conversation leaves no room for a reply.
+            ValueError: the conversation has no message to reply to, or the chat template refuses it.
+        """
+        if self._is_closed:
+            self.counts.refused += 1
+            raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
+        digests = prefix_digests(messages, tools)
+        key = (digests[-1], max_tokens)
+        earlier = self._requests.get(key)
+        if is_retry and earlier and not _has_failed(earlier):
+            self.counts.retried += 1
+            return await asyncio.shield(earlier)
+        context = self._context(messages, tools, digests)
+        room = self._room(context, max_tokens)
+        self._num_begun += 1
+        task = asyncio.create_task(self._sample(context, room, digests[-1], tools), name="session reply")
+        self._requests[key] = task
+        self._running.add(task)
+        task.add_done_callback(self._on_done)
+        return await asyncio.shield(task)
+
+    def add_reward(self, turn: int, reward: float) -> None:
+        """Add to the reward of a turn, which its row places at the turn's last token."""
+        self._replies[turn].reward += reward
+
+    def rows(self) -> list[Row]:
+        """Return the trainable rows of all whole replies, in the order of their last replies."""
+        return make_rows(self._replies)
+
+    async def close(self) -> None:
+        """End all running requests and accept no further one. Later calls do nothing."""
+        self._is_closed = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=CLOSE_S)
+
+    def _context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
+        """Return the node of this conversation. It continues the longest known part, or else is a new root."""
+        if node := self._contexts.get(digests[-1]):
+            return node
+        if not self._renderer.fits(messages, self._limits.max_tokens):
+            raise EpisodeOver("length", f"the messages do not fit into {self._limits.max_tokens} tokens")
+        node = self._continuation(messages, digests)
+        if node is None:
+            self.counts.rewritten += bool(self._contexts)
+            node = Node(None, self._renderer.start(messages, tools))
+        self._contexts[digests[-1]] = node
+        return node
+
+    def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
+        """Return the context behind the last known reply; None if history was rewritten, or can't be continued."""
+        for known in range(len(messages) - 1, 0, -1):
+            reply = self._known_replies.get(digests[known])
+            if reply is None:
+                continue
+            new = messages[known:]
+            if not self._renderer.roles.issuperset(message["role"] for message in new):
+                return None
+            return Node(reply, self._renderer.next(reply.tokens, new))
+        return None
+
+    def _room(self, context: Node, max_tokens: int | None) -> int:
+        limits, length = self._limits, context.num_tokens
+        if self._num_begun >= limits.max_turns:
+            raise EpisodeOver("turns", f"all {limits.max_turns} turns of the episode are taken")
+        room = min(limits.max_tokens - length, limits.max_reply_tokens)
+        if room < 1:
+            raise EpisodeOver(
+                "length", f"the conversation has {length} tokens, at most {limits.max_tokens} are allowed"
+            )
+        return room if max_tokens is None else max(1, min(room, max_tokens))
+
+    async def _sample(self, context: Node, room: int, digest: bytes, tools: Sequence[Schema]) -> Reply:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            sampled = await self._generate(context.all_tokens(), room)
+        except BaseException:
+            self._num_begun -= 1
+            raise
+        finally:
+            self.counts.generate_s += asyncio.get_running_loop().time() - began_s
+        node = Node(context, sampled.tokens.tolist(), sampled)
+        turn = len(self._replies)
+        self._replies.append(node)
+        message = self._read_reply(node.tokens, tools)
+        self._known_replies.setdefault(extended_digest(digest, message), node)
+        return Reply(
+            message=message,
+            finish_reason=sampled.finish_reason,
+            turn=turn,
+            num_prompt_tokens=context.num_tokens,
+            num_tokens=len(node.tokens),
+        )
+
+    def _on_done(self, task: asyncio.Task[Reply]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen, because a caller that went away does not
+
+
+def _has_failed(task: asyncio.Task[Reply]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _roles(messages: Sequence[Message]) -> list[str]:
+    return [message["role"] for message in messages[-5:]]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import takewhile
 from typing import Any
@@ -150,19 +151,23 @@ class TurnRenderer:
         """Return whether the template writes one or two messages of this role after a reply, whatever stood before."""
         message = Message(role=role, content=_PROBE)
         if role == "tool":
-            message.update(tool_call_id="call00000", name="f")
-        before = (user("b"), Message(role="assistant", content="c"))
-        try:
-            for messages in ([message], [message, message]):
+            message["tool_call_id"], message["name"] = "call00000", "f"
+        for count in (1, 2):
+            messages = [message] * count
+            try:
                 text = self._text_after_reply(messages)
-                others = [self._text_after_reply(messages, before)]
-                if role != "system" and self.has_template:
-                    others.append(self._text_after_reply(messages, before, [_PROBE_TOOL]))
-                if text.count(_PROBE) != len(messages) or any(other != text for other in others):
-                    return False
-        except ValueError:
-            return False
+            except ValueError:
+                return count > 1  # some templates want the roles in turn, and refuse two messages of a user
+            if text.count(_PROBE) != count or any(other != text for other in self._texts_elsewhere(messages)):
+                return False
         return True
+
+    def _texts_elsewhere(self, messages: Sequence[Message]) -> Iterator[str]:
+        """Yield what the template writes for these messages after a longer conversation, and with a tool."""
+        before = (user("b"), Message(role="assistant", content="c"))
+        yield self._text_after_reply(messages, before)
+        with suppress(ValueError):  # the template knows no tools
+            yield self._text_after_reply(messages, before, [_PROBE_TOOL] if self.has_template else ())
 
     def _common_start(self) -> list[int]:
         """Return the tokens that follow a reply whatever comes next: its end, and in some templates a line feed.

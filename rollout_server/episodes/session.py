@@ -21,6 +21,7 @@ from typing import Literal
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import ReadMessage
 from rollout_server.episodes.rows import Node, Row, make_rows
 
 CLOSE_S = 10.0
@@ -28,7 +29,7 @@ CLOSE_S = 10.0
 
 Generate = Callable[[list[int], int], Awaitable[Completion]]
 """Takes the tokens so far and the largest number of tokens to sample; returns what the engine sampled."""
-ReadReply = Callable[[Sequence[int], Sequence[Schema]], Message]
+ReadReply = Callable[[Sequence[int], Sequence[Schema]], Awaitable[ReadMessage]]
 """Takes the tokens of a reply and the tools that it may call; returns the reply as a message."""
 
 
@@ -48,6 +49,8 @@ class Reply:
     """The model's reply to a conversation."""
 
     message: Message
+    call_errors: tuple[str, ...]
+    """A description of each tool call that can't be read."""
     finish_reason: str
     """`stop` (the model ended the reply) or `length` (it ran into a limit)."""
     turn: int
@@ -110,6 +113,15 @@ class Session:
     def num_turns(self) -> int:
         """The number of whole replies."""
         return len(self._replies)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(node.tokens) for node in self._replies)
+
+    @property
+    def num_observed_tokens(self) -> int:
+        """The number of tokens that were appended to a reply without being sampled."""
+        return sum(len(node.tokens) for node in self._contexts.values() if node.parent)
 
     async def reply(
         self,
@@ -216,10 +228,14 @@ class Session:
         node = Node(context, sampled.tokens.tolist(), sampled)
         turn = len(self._replies)
         self._replies.append(node)
-        message = self._read_reply(node.tokens, tools)
+        read = await self._read_reply(node.tokens, tools)
+        message = read.message
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
         self._known_replies.setdefault(extended_digest(digest, message), node)
         return Reply(
             message=message,
+            call_errors=read.errors,
             finish_reason=sampled.finish_reason,
             turn=turn,
             num_prompt_tokens=context.num_tokens,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import Message, Schema
 from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.session import Session, SessionLimits
 
 LIMITS = SessionLimits(max_tokens=2000, max_reply_tokens=8, max_turns=50)
@@ -74,15 +74,10 @@ def scripted(tokenizer: Any, replies: Sequence[str]) -> Callable[[list[int], int
     return generate
 
 
-def reads_text(tokenizer: Any) -> Callable[[Sequence[int], Sequence[Schema]], Message]:
-    """A `ReadReply` that knows no tool calls."""
-    return lambda tokens, tools: {"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)}
-
-
 def session_of(
     generate: Callable[[list[int], int], Awaitable[Completion]],
     tokenizer: Any,
     end_tokens: Sequence[int],
     limits: SessionLimits = LIMITS,
 ) -> Session:
-    return Session(generate, TurnRenderer(tokenizer, end_tokens), reads_text(tokenizer), limits)
+    return Session(generate, TurnRenderer(tokenizer, end_tokens), ReplyReader(tokenizer, end_tokens, None).read, limits)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, user
 from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.rows import Row, num_shared_tokens
 from rollout_server.episodes.session import EpisodeOver, Session, SessionLimits
-from tests.rollout_server.episodes.fake_engine import RandomEngine, completion, reads_text
+from tests.rollout_server.episodes.fake_engine import RandomEngine, completion
 from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
 
 WORDS = [
@@ -42,7 +43,9 @@ class Talk:
         tokenizer, ends = tokenizer_of(family), end_tokens(family)
         self.rng = random.Random(seed)
         self.engine = RandomEngine(seed, len(tokenizer), ends)
-        self.session = Session(self.engine.generate, TurnRenderer(tokenizer, ends), reads_text(tokenizer), LIMITS)
+        self.session = Session(
+            self.engine.generate, TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None).read, LIMITS
+        )
         self.known: list[list[Message]] = []
 
     def message(self, *roles: str) -> Message:
@@ -67,7 +70,7 @@ class Talk:
         elif action == "abandon":
             await asyncio.sleep(0)
             asks[0].cancel()
-        await asyncio.gather(*asks, return_exceptions=False if action != "abandon" else True)
+        await asyncio.gather(*asks, return_exceptions=action == "abandon")
 
     async def ask(self, messages: list[Message], is_retry: bool = False) -> None:
         try:
@@ -156,7 +159,7 @@ def test_plain_replies_read_as_the_template_writes_the_conversation(family: str,
         return completion([*apart, end])
 
     async def talk() -> tuple[Session, list[Message]]:
-        session = Session(generate, TurnRenderer(tokenizer, [end]), reads_text(tokenizer), LIMITS)
+        session = Session(generate, TurnRenderer(tokenizer, [end]), ReplyReader(tokenizer, [end], None).read, LIMITS)
         messages: list[Message] = [{"role": "system", "content": "Be brief."}]
         for _ in range(num_turns):
             messages.append(user("Is it " + "".join(rng.choices(words, k=3))))

@@ -1,0 +1,43 @@
+"""The interface of environments, which tell the model what it sees and reward its replies. `task.env` names one.
+
+An environment is made for one episode. Its methods are awaited one after the other, each with a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollout_server.episodes.messages import Message
+from rollout_server.episodes.tools import Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The answer of an environment to a reply of the model."""
+
+    messages: Sequence[Message] = ()
+    """The messages that the model sees next, at least one unless the episode is done."""
+    reward: float = 0.0
+    """The reward of this turn. The reward of the episode is the sum over its turns."""
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log. The last value of each name counts for the episode."""
+
+
+class Env(Protocol):
+    """One episode of a task."""
+
+    tools: Sequence[Tool]
+    """The tools that the model may call, known before `start`. The episode calls them and shows the model the results;
+    only replies that call no tool, or a tool without a function, are given to `step`."""
+
+    async def start(self) -> Sequence[Message]:
+        """Return the messages that the model sees first, at least one."""
+
+    async def step(self, reply: Message) -> Step:
+        """Answer a reply of the model: a message with `content`, and `tool_calls` if it calls tools."""
+
+    async def close(self) -> None:
+        """Release what the episode holds. It is called once, also after an error, a timeout or a cancelled call."""

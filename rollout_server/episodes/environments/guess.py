@@ -1,0 +1,62 @@
+"""The environment `guess`: find a secret number in a few guesses. It needs planning over turns; all episodes are short.
+
+? ──► 15 ──► h ──► 23 ──► l ──► 19          h: the number is higher, l: it is lower
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.tools import Tool
+
+HIGHEST = 30
+MAX_GUESSES = 5
+"""Bisection finds each number of 0..30 in at most five guesses."""
+
+
+class Guess:
+    """Reward 1 for finding the number, 0 for using all guesses or writing anything but a number of two digits.
+
+    Args:
+        index: the prompt's index, which determines the number.
+    """
+
+    tools: Sequence[Tool] = ()
+
+    def __init__(self, index: int) -> None:
+        self._secret = random.Random(f"guess {index}").randint(0, HIGHEST)
+        self._num_guesses = 0
+
+    async def start(self) -> list[Message]:
+        return [user("?")]
+
+    async def step(self, reply: Message) -> Step:
+        self._num_guesses += 1
+        text = reply["content"]
+        if not is_guess(text):
+            return Step(done=True)
+        if int(text) == self._secret:
+            return Step(done=True, reward=1.0, metrics={"guesses": self._num_guesses})
+        if self._num_guesses == MAX_GUESSES:
+            return Step(done=True)
+        return Step(messages=(user("h" if self._secret > int(text) else "l"),))
+
+    async def close(self) -> None:
+        pass
+
+
+def is_guess(text: str) -> bool:
+    """Return whether the text is a number of two digits."""
+    return len(text) == 2 and text.isascii() and text.isdecimal()
+
+
+def oracle(messages: Sequence[Message], rng: random.Random) -> str:
+    """Return a guess for a warm start: any number that is still possible. It finds a little over half of them."""
+    low, high = 0, HIGHEST
+    for said, answer in zip(messages[1::2], messages[2::2], strict=True):
+        guess = int(said["content"])
+        low, high = (guess + 1, high) if answer["content"] == "h" else (low, guess - 1)
+    return f"{rng.randint(low, high):02d}"

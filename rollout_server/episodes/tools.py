@@ -1,0 +1,185 @@
+"""Typed Python functions as tools: their description for the model, and calls of them whose errors the model reads."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+from transformers.utils import get_json_schema
+
+from async_rl.errors import ConfigError
+from async_rl.seams import import_object
+from rollout_server.episodes.messages import Message, Schema, ToolCall
+from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_thread
+
+MAX_RESULT_CHARACTERS = 10_000
+"""The longest result of a tool; longer ones lose their middle."""
+_KEY = "task.tools"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tool:
+    """A tool that the model may call."""
+
+    schema: Schema
+    function: Callable[..., Any] | None = None
+    """A `def` or an `async def`. None: the environment's `step` gets the replies that call this tool."""
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any]) -> Tool:
+        """Return the tool that a typed function is. A `def` runs in a thread and may block.
+
+        The description is taken from the annotations and from the docstring, which needs a section `Args:`. Arguments
+        are checked against the annotations when the model calls the tool.
+
+        Raises:
+            ConfigError: an annotation, the docstring or the description of an argument is missing.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:  # transformers raises errors of several classes
+            raise ConfigError(
+                f"the tool {name} can't be described to the model: {error}. A tool is a function with an annotation "
+                "for each argument and a docstring with a section `Args:` that has a line for each"
+            ) from error
+        schema["function"].pop("return", None)  # not in OpenAI's format, and it would cost tokens of every prompt
+        return cls(schema, function)
+
+    @property
+    def name(self) -> str:
+        return str(self.schema["function"]["name"])
+
+
+def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
+    """Return, for each `module:name` in `names`, a function that makes its tools for one episode.
+
+    A function is one tool. A class is created without arguments for each episode, and its public methods are tools
+    that share the state of that episode.
+
+    Raises:
+        ConfigError: a name can't be imported, or what it names can't be described to the model.
+    """
+    makers: list[Callable[[], list[Tool]]] = []
+    for name in names:
+        found = import_object(name, _KEY)
+        if isinstance(found, type):
+            makers.append(partial(_tools_of_class, found))
+        elif callable(found):
+            makers.append(partial(list, [Tool.from_function(found)]))
+        else:
+            raise ConfigError(f"{_KEY} {name!r} must be a function or a class, got {type(found).__name__}")
+        makers[-1]()
+    return makers
+
+
+def _tools_of_class(found: type) -> list[Tool]:
+    state = found()
+    methods = [name for name, _ in inspect.getmembers(found, inspect.isfunction) if not name.startswith("_")]
+    return [Tool.from_function(getattr(state, name)) for name in methods]
+
+
+@dataclass(slots=True)
+class ToolCounts:
+    """Counts of the tool calls of one episode."""
+
+    calls: int = 0
+    failed: int = 0
+    """Calls that gave an error: of the tool, of its arguments, of its name, or of the format."""
+    timeouts: int = 0
+    tool_s: float = 0.0
+    """The time of all calls, summed."""
+
+
+@dataclass(slots=True)
+class ToolCaller:
+    """Calls the tools of one episode.
+
+    Args:
+        places: limits how many calls run at once; all episodes of a worker share it.
+    """
+
+    tools: Sequence[Tool]
+    tool_s: float
+    """The time limit of a call (timeouts.tool_s), after its wait for a place."""
+    places: asyncio.Semaphore
+    foreign: ForeignCode
+    counts: ToolCounts = field(default_factory=ToolCounts)
+
+    def schemas(self) -> list[Schema]:
+        return [tool.schema for tool in self.tools]
+
+    def can_answer(self, calls: Sequence[ToolCall]) -> bool:
+        """Return whether no call is for a tool that the environment itself answers."""
+        own = {tool.name for tool in self.tools if tool.function is None}
+        return not any(call["function"]["name"] in own for call in calls)
+
+    async def answer(self, calls: Sequence[ToolCall], errors: Sequence[str]) -> list[Message]:
+        """Run all calls at once, and return their results in order, then a message for each malformed call.
+
+        Args:
+            errors: descriptions of the malformed calls.
+        """
+        answers = await asyncio.gather(*map(self._answer, calls))
+        self.counts.calls += len(errors)
+        self.counts.failed += len(errors)
+        return [*answers, *(Message(role="tool", content=f"error: {error}") for error in errors)]
+
+    async def _answer(self, call: ToolCall) -> Message:
+        name = call["function"]["name"]
+        try:
+            text = _shortened(await self._run(name, call["function"]["arguments"]))
+        except ValidationError as error:
+            text = "error: " + "; ".join(_argument_errors(error))
+            self.counts.failed += 1
+        except OverdueError as error:
+            text = f"error: {error}"
+            self.counts.timeouts += 1
+            self.counts.failed += 1
+        except Exception as error:
+            text = _shortened(f"error: {type(error).__name__}: {error}")
+            self.counts.failed += 1
+        return Message(role="tool", content=text, tool_call_id=call["id"], name=name)
+
+    async def _run(self, name: str, arguments: str) -> str:
+        self.counts.calls += 1
+        function = next((tool.function for tool in self.tools if tool.name == name), None)
+        if function is None:
+            raise LookupError(f"there is no tool {name!r}, only {', '.join(tool.name for tool in self.tools)}")
+        parsed = json.loads(arguments)
+        if not isinstance(parsed, dict):
+            raise TypeError(f"the arguments must be a JSON object, got {arguments:.200}")
+        async with self.places:
+            began_s = asyncio.get_running_loop().time()
+            try:
+                return await self.foreign.call(partial(_called, function, parsed), self.tool_s, f"the tool {name}")
+            finally:
+                self.counts.tool_s += asyncio.get_running_loop().time() - began_s
+
+
+async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    checked = validate_call(function)
+    if inspect.iscoroutinefunction(function):
+        result = await checked(**arguments)
+    else:
+        result = await in_thread(partial(checked, **arguments))
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _shortened(text: str) -> str:
+    half = MAX_RESULT_CHARACTERS // 2
+    return (
+        text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+    )
+
+
+def _argument_errors(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        place = ".".join(map(str, problem["loc"]))
+        yield f"{place}: {problem['msg']}" if place else problem["msg"]

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ProcessDiedError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.env import Env, Step
+from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.session import SessionLimits
+from rollout_server.episodes.single_turn import QuestionEnv
+from rollout_server.episodes.tools import Tool
+from rollout_server.question import Question
+from tests.rollout_server.episodes.fake_engine import scripted, session_of
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=10)
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+
+
+class Scripted:
+    """An environment of given steps; `act` is awaited before each."""
+
+    tools: Sequence[Tool] = ()
+
+    def __init__(self, *steps: Step, act: Callable[[], Any] | None = None) -> None:
+        self.steps = list(steps)
+        self.act = act
+        self.seen: list[str] = []
+        self.num_closed = 0
+
+    async def start(self) -> list[Message]:
+        return [user("go")]
+
+    async def step(self, reply: Message) -> Step:
+        self.seen.append(reply["content"])
+        if self.act and len(self.seen) > 1:
+            await self.act()
+        return self.steps.pop(0)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+MORE = Step(messages=(user("more"),), reward=0.25)
+DONE = Step(done=True, reward=1.0)
+
+
+def played(
+    *envs: Env,
+    replies: Sequence[str] = ("a", "b", "c", "d"),
+    limits: EpisodeLimits = LIMITS,
+    sizes: dict[str, int] | None = None,
+    generate: Any = None,
+) -> Episode:
+    """The episode of the first environment, or of the next one where it fails."""
+    left = list(envs)
+    session_limits = SessionLimits(**{"max_tokens": 200, "max_reply_tokens": 20, "max_turns": 9, **(sizes or {})})
+
+    async def play() -> Episode:
+        runner = EpisodeRunner(limits, max_concurrent_calls=4)
+        return await runner.run(
+            lambda: left.pop(0),
+            lambda: session_of(generate or scripted(TOKENIZER, replies), TOKENIZER, [END], session_limits),
+        )  # fmt: skip
+
+    return asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def text_of(episode: Episode) -> list[str]:
+    return [TOKENIZER.decode(row.tokens) for row in episode.rows]
+
+
+def test_a_question_is_an_episode_of_one_turn() -> None:
+    episode = played(QuestionEnv(QUESTION), replies=["4"])
+    assert text_of(episode) == ["2+2?<sep>4<eos>"] and episode.answer == "4"
+    assert (episode.end, episode.reward, episode.error) == ("done", 0.0, "")
+    assert episode.with_reward(1.0).reward == 1.0
+    assert episode.metrics.keys() == set(EPISODE_METRICS)
+    assert episode.metrics["turns"] == 1 and episode.metrics["sampled_tokens"] == 2
+
+
+def test_an_environment_and_the_model_speak_in_turn() -> None:
+    env = Scripted(MORE, MORE, Step(done=True, reward=1.0, metrics={"found": 3.0}))
+    episode = played(env)
+    assert text_of(episode) == ["go<sep>a<eos>\nmore<sep>b<eos>\nmore<sep>c<eos>"]
+    assert env.seen == ["a", "b", "c"] and env.num_closed == 1
+    assert episode.rows[0].turn_rewards == (0.25, 0.25, 1.0) and episode.reward == 1.5
+    metrics = episode.metrics
+    # \n m o r e <sep> is observed twice; three replies of a letter and <eos> are sampled.
+    assert (metrics["turns"], metrics["sampled_tokens"], metrics["observed_tokens"]) == (3, 6, 12)
+    assert metrics["env/found"] == 3.0 and metrics["timeouts"] == metrics["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "end", "num_turns"), [({"max_turns": 2}, "turns", 2), ({"max_tokens": 13}, "length", 2)]
+)
+def test_an_episode_without_room_ends_as_it_stands(sizes: dict[str, int], end: str, num_turns: int) -> None:
+    env = Scripted(MORE, MORE, DONE)
+    episode = played(env, sizes=sizes)
+    assert (episode.end, episode.metrics["turns"], episode.reward) == (end, num_turns, 0.25 * num_turns)
+    assert episode.rows[-1].finish_reason == "length" and env.num_closed == 1
+    assert episode.metrics["failed"] == 0
+
+
+async def hang() -> None:
+    await asyncio.sleep(60)
+
+
+async def hang_on() -> None:
+    """Ignores that it is cancelled, for a while."""
+    end_s = time.monotonic() + 3
+    while time.monotonic() < end_s:
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            continue
+
+
+async def fail() -> None:
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize(("on_timeout", "rewards"), [("zero", [0.0]), ("partial", [0.25]), ("drop", [])])
+def test_an_episode_that_runs_out_of_time_keeps_its_whole_turns(on_timeout: Any, rewards: list[float]) -> None:
+    limits = EpisodeLimits(tool_s=5, turn_s=0.1, episode_s=10, on_timeout=on_timeout)
+    env = Scripted(MORE, MORE, DONE, act=hang)
+    episode = played(env, limits=limits)
+    assert episode.end == "timeout" and "step took longer than 0.1 s" in episode.error
+    assert [sum(row.turn_rewards) for row in episode.rows] == rewards
+    assert [row.finish_reason for row in episode.rows] == ["timeout"] * len(rewards)
+    assert (env.num_closed, episode.metrics["timeouts"], episode.metrics["failed"]) == (1, 1, 0)
+
+
+def test_the_time_of_the_whole_episode_is_limited() -> None:
+    async def rest() -> None:
+        await asyncio.sleep(0.1)
+
+    limits = EpisodeLimits(tool_s=5, turn_s=5, episode_s=0.35, on_timeout="partial")
+    env = Scripted(*[MORE] * 9, act=rest)
+    episode = played(env, limits=limits, replies=["a"] * 9)
+    assert episode.end == "timeout" and "timeouts.episode_s" in episode.error and env.num_closed == 1
+    assert 2 <= episode.metrics["turns"] <= 5
+
+
+def test_an_environment_that_ignores_its_limit_is_given_up_and_counted() -> None:
+    limits = EpisodeLimits(tool_s=5, turn_s=0.1, episode_s=10)
+    episode = played(Scripted(MORE, DONE, act=hang_on), limits=limits)
+    assert episode.end == "timeout" and episode.metrics["given_up_calls"] == 1
+
+
+def test_an_environment_that_raises_is_replaced_once() -> None:
+    bad, good = Scripted(MORE, DONE, act=fail), Scripted(DONE)
+    episode = played(bad, good)
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)
+    assert bad.num_closed == good.num_closed == 1
+    assert text_of(episode) == ["go<sep>a<eos>"]
+
+
+def test_an_environment_that_raises_twice_drops_its_episode() -> None:
+    episode = played(*(Scripted(MORE, DONE, act=fail) for _ in range(2)))
+    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
+    assert "the environment's step raised KeyError: 'oops'" in episode.error and "test_episode.py" in episode.error
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (Step(reward=float("nan"), done=True), "must be a finite number, got nan"),
+        (Step(), "must hold messages for the model, or be done"),
+        ({"done": True}, "must return a Step"),
+        (Step(messages=({"role": "assistant", "content": "me"},)), "can't be shown to the model"),
+    ],
+)
+def test_a_wrong_step_is_the_fault_of_its_environment(step: Any, said: str) -> None:
+    episode = played(Scripted(step), Scripted(step))
+    assert episode.end == "failed" and said in episode.error
+
+
+def test_an_environment_that_can_not_be_created_is_counted() -> None:
+    def broken() -> Env:
+        raise OSError("no such game")
+
+    async def play() -> Episode:
+        return await EpisodeRunner(LIMITS, 1).run(broken, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
+
+    episode = asyncio.run(play())
+    assert episode.end == "failed" and "can't be created: OSError: no such game" in episode.error
+
+
+def test_tasks_that_an_environment_leaves_behind_are_ended_and_counted() -> None:
+    ended = []
+
+    async def forgotten() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def leak() -> None:
+        asyncio.create_task(forgotten())  # noqa: RUF006
+        asyncio.create_task(asyncio.sleep(0))  # noqa: RUF006
+        await asyncio.sleep(0)
+
+    episode = played(Scripted(MORE, DONE, act=leak))
+    assert (episode.end, episode.metrics["leaked_tasks"], ended) == ("done", 1, [True])
+
+
+def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
+    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        raise ProcessDiedError("the server is gone")
+
+    env = Scripted(DONE)
+    with pytest.raises(ProcessDiedError):
+        played(env, generate=generate)
+    assert env.num_closed == 1
+
+
+def test_a_cancelled_episode_closes_its_environment_and_its_requests() -> None:
+    ended = []
+
+    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("engine")
+        raise AssertionError
+
+    async def play() -> None:
+        env = Scripted(DONE)
+        runner = EpisodeRunner(LIMITS, 1)
+        playing = asyncio.create_task(runner.run(lambda: env, lambda: session_of(generate, TOKENIZER, [END])))
+        await asyncio.sleep(0.05)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        assert playing.cancelled() and ended == ["engine"] and env.num_closed == 1
+
+    asyncio.run(play())
+
+
+def test_an_environment_that_hangs_costs_the_others_nothing() -> None:
+    async def play() -> list[Episode]:
+        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=1, episode_s=10), max_concurrent_calls=64)
+        envs: list[Env] = [Scripted(MORE, DONE, act=hang_on if i % 10 == 0 else None) for i in range(50)]
+        began_s = time.monotonic()
+        times: list[float] = []
+
+        async def run(env: Env) -> Episode:
+            episode = await runner.run(
+                lambda: env, lambda: session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END])
+            )
+            times.append(time.monotonic() - began_s)
+            return episode
+
+        episodes = await asyncio.gather(*map(run, envs))
+        assert sorted(times)[44] < 0.9  # the 45 others are done before the first limit of the hanging ones
+        return episodes
+
+    episodes = asyncio.run(play())
+    assert [episode.end for episode in episodes] == ["timeout", *["done"] * 9] * 5
+
+
+def test_the_number_of_concurrent_calls_is_limited() -> None:
+    running = most = 0
+
+    async def count() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    async def play() -> None:
+        runner = EpisodeRunner(LIMITS, max_concurrent_calls=3)
+        await asyncio.gather(*(
+            runner.run(
+                lambda: Scripted(MORE, DONE, act=count),
+                lambda: session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END]),
+            )
+            for _ in range(12)
+        ))  # fmt: skip
+
+    asyncio.run(play())
+    assert most == 3

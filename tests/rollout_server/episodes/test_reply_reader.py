@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.episodes.reply_reader import JsonParser, Parsed, ReplyReader, ServerParser, json_calls, open_parser
+from tests.conftest import EngineInThread
+from tests.rollout_server.episodes.tokenizers import end_tokens, template, tokenizer_of
+
+ADD = ("add", '{"a": 1}')
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is 4.", Parsed("It is 4.")),
+        ('so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', Parsed("so:", (ADD,))),
+        ('<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>' * 2, Parsed("", (ADD, ADD))),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}', Parsed("", (ADD,))),  # the end is missing
+        ('<tool_call>\n{"name": "add", "parameters": {"a": 1}}</tool_call> so', Parsed("", (ADD,))),
+        ('<think><tool_call>{"a"}</tool_call></think>\n4', Parsed('<think><tool_call>{"a"}</tool_call></think>\n4')),
+    ],
+)
+def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
+    assert json_calls(text, "hermes") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is {5}.", Parsed("The answer is {5}.")),
+        ('{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
+        ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD, ADD))),
+    ],
+)
+def test_calls_of_llama_are_read(text: str, expected: Parsed) -> None:
+    assert json_calls(text, "llama3") == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["{", "[]", "5", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '{"name": "add"}',
+     '{"name": "add", "arguments": "x"}', '{"name": "add", "arguments": {"a": 1}'],
+)  # fmt: skip
+def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    parsed = json_calls(text, "hermes")
+    assert parsed.content == text and not parsed.calls
+    (error,) = parsed.errors
+    assert f"{call!r} is no tool call" in error
+
+
+def test_a_good_call_beside_a_malformed_one_is_kept() -> None:
+    parsed = json_calls('<tool_call>{</tool_call><tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', "hermes")
+    assert parsed.calls == (ADD,) and len(parsed.errors) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3_2"])
+def test_a_reply_is_read_without_its_end(family: str) -> None:
+    tokenizer, ends = tokenizer_of(family), end_tokens(family)
+    reader = ReplyReader(tokenizer, ends, open_parser("", tokenizer.chat_template, ""))
+    text = '{"name": "add", "parameters": {"a": 1}}'
+    text = f"<tool_call>{text}</tool_call>" if family == "qwen2_5" else f"<|python_tag|>{text}"
+    tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], ends[1]]
+    message = asyncio.run(reader.read(tokens, [SCHEMA])).message
+    assert message["content"] == "" and message["tool_calls"][0]["function"] == {"name": "add", "arguments": ADD[1]}
+    without = asyncio.run(reader.read(tokens, [])).message
+    assert "tool_calls" not in without and "parameters" in without["content"] and "<|" not in without["content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "found"),
+    [("", "qwen2_5", "hermes"), ("", "qwen3", "hermes"), ("", "llama3_2", "llama3"), ("qwen25", "glm4moe", "hermes")],
+)
+def test_the_format_of_calls_is_told_from_the_template(name: str, family: str, found: str) -> None:
+    assert open_parser(name, template(family), "") == JsonParser(found)
+
+
+def test_an_unknown_format_is_refused_unless_the_server_reads_it() -> None:
+    with pytest.raises(ConfigError, match="the chat template has none of the known formats"):
+        open_parser("", template("glm4moe"), "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"must be hermes, llama3, qwen, qwen25, or .* got 'glm45'"):
+        open_parser("glm45", template("glm4moe"), "")
+    assert open_parser("glm45", template("glm4moe"), "http://h:1") == ServerParser("http://h:1", "glm45")
+
+
+def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:
+    url = sglang_server.engine.url
+
+    def read(name: str, text: str) -> Parsed:
+        return sglang_server.run(ServerParser(url, name)(text, [SCHEMA]))
+
+    text = 'so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    parsed = read("qwen25", text)
+    assert parsed.content == "so:" and json.loads(parsed.calls[0][1]) == {"a": 1}
+    assert parsed.calls == json_calls(text, "hermes").calls
+    coder = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert [name for name, _ in read("qwen3_coder", coder).calls] == ["add"]
+    assert read("qwen25", "It is 4.") == Parsed("It is 4.")
+    lost = read("qwen25", "<tool_call>\n{\n</tool_call>")
+    assert not lost.calls and lost.errors

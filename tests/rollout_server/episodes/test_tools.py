@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.episodes.episode import Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.messages import Message, ToolCall
+from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.session import Session
+from rollout_server.episodes.single_turn import QuestionEnv
+from rollout_server.episodes.time_limits import ForeignCode
+from rollout_server.episodes.tools import MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
+from rollout_server.question import Question
+from tests.rollout_server.episodes import example_tools
+from tests.rollout_server.episodes.fake_engine import LIMITS, scripted
+from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+
+PLACE = "tests.rollout_server.episodes.example_tools"
+
+
+def call(name: str, arguments: Any, number: int = 0) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def answered(
+    *calls: ToolCall,
+    tools: list[Tool] | None = None,
+    tool_s: float = 2.0,
+    places: int = 8,
+    errors: tuple[str, ...] = (),
+) -> tuple[list[str], ToolCaller]:
+    functions = (example_tools.add, example_tools.weather, example_tools.block, example_tools.fail)
+    tools = [Tool.from_function(function) for function in functions] if tools is None else tools
+
+    async def run() -> tuple[list[Message], ToolCaller]:
+        caller = ToolCaller(tools, tool_s, asyncio.Semaphore(places), ForeignCode())
+        return await caller.answer(calls, errors), caller
+
+    messages, caller = asyncio.run(run())
+    assert [message.get("tool_call_id") for message in messages[: len(calls)]] == [c["id"] for c in calls]
+    return [message["content"] for message in messages], caller
+
+
+def test_the_description_of_a_tool_comes_from_its_types_and_docstring() -> None:
+    assert Tool.from_function(example_tools.weather).schema == {
+        "type": "function",
+        "function": {
+            "name": "weather", "description": "Tell the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "The name of the city."},
+                    "unit": {"type": "string", "enum": ["C", "F"], "description": "The unit of the temperature."},
+                },
+                "required": ["city"],
+            },
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ({"a": 2, "b": 3}, "5"),
+        ({"a": 2}, "2"),
+        ({"a": "2", "b": "3"}, "5"),
+        ({"a": "x"}, "error: a: Input should be a valid integer, unable to parse string as an integer"),
+        ({"a": 1, "c": 2}, "error: c: Unexpected keyword argument"),
+        ({}, "error: a: Missing required argument"),
+        ("[1]", "error: TypeError: the arguments must be a JSON object, got [1]"),
+        ("{", "error: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ],
+)
+def test_arguments_are_checked_and_errors_are_the_result(arguments: Any, result: str) -> None:
+    (text,), caller = answered(call("add", arguments))
+    assert text == result
+    assert (caller.counts.calls, caller.counts.failed) == (1, int(result.startswith("error")))
+
+
+def test_parallel_calls_run_at_once_and_keep_their_order() -> None:
+    began_s = time.monotonic()
+    calls = [call("weather", {"city": f"c{i}"}, i) for i in range(20)]
+    texts, caller = answered(*calls, places=20)
+    assert [json.loads(text)["city"] for text in texts] == [f"c{i}" for i in range(20)]
+    assert time.monotonic() - began_s < 0.6  # one after the other: 1 s
+    assert 1.0 < caller.counts.tool_s < 6
+
+
+def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
+    texts, caller = answered(call("fail", {"text": "no such file"}), call("sub", {}, 1), errors=("'{' is no call",))
+    assert texts == [
+        "error: ValueError: no such file", "error: LookupError: there is no tool 'sub', only add, weather, block, fail",
+        "error: '{' is no call",
+    ]  # fmt: skip
+    assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (3, 3, 0)
+
+
+def test_a_tool_that_blocks_its_thread_is_given_up_at_its_limit() -> None:
+    began_s = time.monotonic()
+    texts, caller = answered(*(call("block", {"seconds": 3}, i) for i in range(40)), tool_s=0.2, places=40)
+    assert texts == ["error: the tool block took longer than 0.2 s"] * 40
+    assert caller.counts.timeouts == 40 and time.monotonic() - began_s < 2.5
+
+
+def test_a_long_result_loses_its_middle() -> None:
+    (text,), _ = answered(call("fail", {"text": "x" * 50_000}))
+    assert len(text) < MAX_RESULT_CHARACTERS + 50 and text.startswith("error: ValueError: xxx") and "characters" in text
+
+
+def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:
+    make_add, make_notebook = load_tools([f"{PLACE}:add", f"{PLACE}:Notebook"])
+    first, second = make_notebook(), make_notebook()
+    assert [tool.name for tool in first] == ["read", "write"] and make_add()[0].name == "add"
+    answered(call("write", {"note": "a"}), tools=first)
+    answered(call("write", {"note": "b"}), tools=first)
+    assert answered(call("read", {}), tools=first)[0] == ['["a", "b"]']
+    assert answered(call("read", {}), tools=second)[0] == ["[]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("undescribed", "can't be described to the model"),
+        ("NOT_A_TOOL", "must be a function or a class, got int"),
+        ("missing", "defines no missing"),
+    ],
+)
+def test_what_is_no_tool_is_refused_when_it_is_loaded(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_tools([f"{PLACE}:{name}"])
+
+
+def test_an_episode_calls_tools_until_the_model_answers() -> None:
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    replies = [
+        'Let me add.\n<tool_call>\n{"name":"add",  "arguments":{"a":17,"b":25}}\n</tool_call>'
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "<tool_call>{not json}</tool_call>",
+        "It is 42.",
+    ]
+    question = Question(messages=({"role": "user", "content": "17+25?"},), answer="42")
+    tools = [Tool.from_function(example_tools.add)]
+
+    async def play() -> Episode:
+        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
+        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
+        return await runner.run(
+            lambda: QuestionEnv(question, tools),
+            lambda: Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader.read, LIMITS),
+        )
+
+    episode = asyncio.run(play())
+    (row,) = episode.rows
+    text, (start, *_) = tokenizer.decode(row.tokens), np_true(row.mask)
+    assert text[len(tokenizer.decode(row.tokens[:start])) :] == (
+        f"{replies[0]}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n"
+        "<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        f"{replies[1]}<|im_end|>\n<|im_start|>user\n<tool_response>\nerror: '{{not json}}' is no tool call: Expecting "
+        "property name enclosed in double quotes: line 1 column 2 (char 1)\n</tool_response><|im_end|>\n"
+        f"<|im_start|>assistant\n{replies[2]}<|im_end|>"
+    )
+    trained = tokenizer.decode(row.tokens[row.mask])
+    assert trained == "".join(f"{reply}<|im_end|>" for reply in replies)
+    assert episode.answer == "It is 42." and episode.metrics["tool_calls"] == 3
+    assert episode.metrics["failed_tool_calls"] == 1 and episode.metrics["turns"] == 3
+
+
+def np_true(mask: Any) -> list[int]:
+    return [int(position) for position in mask.nonzero()[0]]

@@ -1,0 +1,99 @@
+"""Samples the replies of a group's sessions from the engine of the run.
+
+The replies to one and the same conversation are one request with several answers: with equal first messages the first
+turn of a group is a single request, as in a run without episodes. Every other reply is a request of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from async_rl.types import Prompt
+from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.episodes.session import Generate
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One reply that a session waits for."""
+
+    sample: int
+    turn: int
+    future: asyncio.Future[Completion]
+
+
+class GroupSampler:
+    """Samples the replies of one group's episodes.
+
+    Args:
+        request: the group's request, of which each reply takes all but the prompt's tokens, n and max_tokens.
+    """
+
+    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._collected: dict[tuple[tuple[int, ...], int], list[_Waiting]] = {}
+        """The replies asked for in the current turn of the event loop, by conversation and largest number of tokens."""
+        self._running: set[asyncio.Task[None]] = set()
+
+    def of_sample(self, sample: int) -> Generate:
+        """Return the function that samples the replies of episode `sample` of the group."""
+        return partial(self._reply, sample, itertools.count())
+
+    async def _reply(self, sample: int, turns: Iterator[int], tokens: list[int], max_tokens: int) -> Completion:
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(sample, next(turns), loop.create_future())
+        if not self._collected:
+            loop.call_soon(self._send_collected)
+        self._collected.setdefault((tuple(tokens), max_tokens), []).append(waiting)
+        return await waiting.future
+
+    def _send_collected(self) -> None:
+        collected, self._collected = self._collected, {}
+        for (tokens, max_tokens), waiting in collected.items():
+            task = asyncio.get_running_loop().create_task(self._send(list(tokens), max_tokens, waiting))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            for reply in waiting:
+                reply.future.add_done_callback(partial(_cancel_if_unwanted, task, waiting))
+
+    async def _send(self, tokens: list[int], max_tokens: int, waiting: list[_Waiting]) -> None:
+        prompt = dataclasses.replace(self._request.prompt, tokens=np.array(tokens, np.int32))
+        request = dataclasses.replace(
+            self._request, prompt=prompt, n=len(waiting), max_tokens=max_tokens, seed=self._seed(prompt, waiting)
+        )
+        try:
+            completions = await self._engine.generate(request)
+        except Exception as error:  # each session raises it
+            for reply in waiting:
+                if not reply.future.done():
+                    reply.future.set_exception(error)
+            return
+        for reply, completion in zip(waiting, completions, strict=True):
+            if not reply.future.done():
+                reply.future.set_result(completion)
+
+    def _seed(self, prompt: Prompt, waiting: list[_Waiting]) -> int:
+        """Return the seed of a request: the run's own for the first turn of a whole group, else one for its replies.
+
+        The engine draws the random numbers of an answer from (seed, prompt, number of the answer in its request), so
+        that replies of different episodes or turns need different seeds.
+        """
+        replies = [(reply.sample, reply.turn) for reply in waiting]
+        if replies == [(sample, 0) for sample in range(self._request.n)]:
+            return self._request.seed
+        source = np.random.SeedSequence((self._request.seed, *replies[0], 1))
+        return int(source.generate_state(1, np.uint64)[0]) >> 1
+
+
+def _cancel_if_unwanted(task: asyncio.Task[None], waiting: list[_Waiting], _: object) -> None:
+    """Cancel a request when nobody waits for any of its answers."""
+    if all(reply.future.cancelled() for reply in waiting):
+        task.cancel()

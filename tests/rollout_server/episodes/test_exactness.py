@@ -1,0 +1,276 @@
+"""Many turns through real engines: the behaviour logprobs of a row are those of the versions that its tokens name."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.types import Prompt
+from learner.models.tiny_model import TINY_MODELS, character_tokenizer
+from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.engines.sglang.admin import SGLangAdmin
+from rollout_server.episodes.engine_sampler import GroupSampler
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.episode import Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import ReplyReader
+from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.single_turn import QuestionEnv
+from rollout_server.question import Question
+from tests.conftest import EngineInThread, sglang_config
+from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
+from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+
+TOLERANCE = 1e-4
+LIMITS = SessionLimits(max_tokens=400, max_reply_tokens=12, max_turns=20)
+NUM_TURNS = 4
+
+
+class Chat:
+    """Says something random to each reply, and stops after NUM_TURNS."""
+
+    tools = ()
+
+    def __init__(self, seed: int, turn_ended: Callable[[], Awaitable[None]]) -> None:
+        self._rng = random.Random(seed)
+        self._turn_ended = turn_ended
+        self._num_turns = 0
+
+    async def start(self) -> list[Message]:
+        return [user("Talk.")]
+
+    async def step(self, reply: Message) -> Step:
+        await self._turn_ended()
+        self._num_turns += 1
+        text = "".join(self._rng.choices(["fox", " 42", "\n\n", "1.", reply["content"]], k=3))
+        role = self._rng.choice(["user", "tool"])
+        return Step(messages=[Message(role=role, content=text)], done=self._num_turns == NUM_TURNS)
+
+    async def close(self) -> None:
+        pass
+
+
+def save_models(folder: Path, family: str) -> list[PreTrainedModel]:
+    """Two versions of a tiny model, whose folders also hold the family's tokenizer."""
+    name = "tiny-llama" if family.startswith("llama") else "tiny-qwen2"
+    config_class, model_class = TINY_MODELS[name]
+    tokenizer, models = tokenizer_of(family), []
+    for version in range(2):
+        torch.manual_seed(version)
+        model = model_class(
+            config_class(
+                vocab_size=len(tokenizer),
+                hidden_size=96,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=1024,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=end_tokens(family),
+                pad_token_id=0,
+            )
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(8 if parameter.ndim == 2 else 1)
+        model.save_pretrained(folder / str(version))
+        tokenizer.save_pretrained(folder / str(version))
+        models.append(AutoModelForCausalLM.from_pretrained(folder / str(version), dtype=torch.float32).eval())
+    return models
+
+
+def group_request(n: int, tokens: tuple[int, ...] = (1,)) -> GenerationRequest:
+    prompt = Prompt(index=3, tokens=np.array(tokens, np.int32), text="", reference=None)
+    return GenerationRequest(
+        group_id=5, prompt=prompt, start_version=0, seed=7, n=n, max_tokens=LIMITS.max_reply_tokens, temperature=0.9
+    )
+
+
+async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[], Awaitable[None]]) -> list[Episode]:
+    tokenizer, ends = tokenizer_of(family), end_tokens(family)
+    renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None)
+    sampler = GroupSampler(engine, group_request(n))
+    runner = EpisodeRunner(EpisodeLimits(tool_s=30, turn_s=30, episode_s=120), 64)
+
+    async def play(sample: int) -> Episode:
+        generate = sampler.of_sample(sample)
+        return await runner.run(
+            lambda: Chat(sample, turn_ended), lambda: Session(generate, renderer, reader.read, LIMITS)
+        )  # fmt: skip
+
+    return list(await asyncio.gather(*map(play, range(n))))
+
+
+def check(episodes: list[Episode], models: list[PreTrainedModel]) -> set[int]:
+    """Assert that all behaviour logprobs can be recomputed; return the versions that sampled tokens."""
+    seen = set()
+    for episode in episodes:
+        assert episode.end == "done" and episode.metrics["turns"] == NUM_TURNS, episode.error
+        (row,) = episode.rows
+        ids = torch.from_numpy(row.tokens).long()[None]
+        with torch.no_grad():
+            fresh = [(model(ids).logits[0].float() / 0.9).log_softmax(-1) for model in models]
+        for position in np.flatnonzero(row.mask).tolist():
+            version = int(row.versions[position])
+            seen.add(version)
+            expected = fresh[version][position - 1, row.tokens[position]].item()
+            assert abs(row.logprobs[position] - expected) < TOLERANCE
+    return seen
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2"])
+def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, tmp_path: Path) -> None:
+    models = save_models(tmp_path, family)
+    state = {name: tensor.clone() for name, tensor in models[1].state_dict().items()}
+
+    async def play(engine: HFEngine) -> list[Episode]:
+        num_ended = 0
+
+        async def turn_ended() -> None:
+            nonlocal num_ended
+            num_ended += 1
+            if num_ended == 10:  # some episodes are in their second turn, some in their third
+                await engine.pause(keep_kv=False)
+                await engine.load_weights(state, 1)
+                engine.resume()
+
+        return await play_group(engine, family, 6, turn_ended)
+
+    episodes = with_engine(config_for(tmp_path / "0"), play)
+    assert check(episodes, models) == {0, 1}
+
+
+@pytest.fixture(scope="module")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineInThread, list[Any], Path]]:
+    folder = tmp_path_factory.mktemp("models")
+    models = save_models(folder, "qwen2_5")
+    server = EngineInThread(sglang_config(folder / "0"), tmp_path_factory.mktemp("logs"))
+    server.run(server.engine.start())
+    yield server, models, folder
+    server.close()
+
+
+def test_logprobs_of_all_turns_are_those_of_the_sglang_version(
+    sglang_server: tuple[EngineInThread, list[Any], Path],
+) -> None:
+    server, models, folder = sglang_server
+    admin = SGLangAdmin(server.config, server.engine.url)
+
+    def update() -> None:
+        admin.pause("retract")
+        admin.begin_update()
+        admin.load_folder(folder / "1", 1)
+        admin.end_update()
+        admin.resume()
+
+    async def play() -> list[Episode]:
+        num_ended = 0
+
+        async def turn_ended() -> None:
+            nonlocal num_ended
+            num_ended += 1
+            if num_ended == 10:
+                await asyncio.to_thread(update)
+
+        return await play_group(server.engine, "qwen2_5", 6, turn_ended)
+
+    assert check(server.run(play()), models) == {0, 1}
+
+
+def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    end = tokenizer.eos_token_id
+    question = Question(messages=({"role": "user", "content": "reverse abc"},), answer="cba")
+    renderer, reader = TurnRenderer(tokenizer, [end]), ReplyReader(tokenizer, [end], None)
+    tokens = renderer.start([user("reverse abc")])
+    request = group_request(4, tuple(tokens))
+
+    async def play(engine: HFEngine) -> None:
+        direct = await engine.generate(request)
+        calls = []
+        generate = engine.generate
+
+        async def counted(request: GenerationRequest) -> Any:
+            calls.append(request)
+            return await generate(request)
+
+        engine.generate = counted  # type: ignore[method-assign]
+        sampler = GroupSampler(engine, dataclasses.replace(request, group_id=6))
+        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=30), 64)
+
+        async def episode(sample: int) -> Episode:
+            sample_one = sampler.of_sample(sample)
+            return await runner.run(
+                lambda: QuestionEnv(question), lambda: Session(sample_one, renderer, reader.read, LIMITS)
+            )
+
+        episodes = await asyncio.gather(*map(episode, range(4)))
+        assert len(calls) == 1
+        for answer, played in zip(direct, episodes, strict=True):
+            (row,) = played.rows
+            assert row.tokens.tolist() == [*tokens, *answer.tokens.tolist()]
+            np.testing.assert_array_equal(row.logprobs[row.mask], answer.logprobs)
+            assert row.finish_reason == answer.finish_reason
+            assert played.answer == tokenizer.decode(answer.tokens, skip_special_tokens=True)
+
+    with_engine(config_for(save_sharp_model(tmp_path)), play)
+
+
+def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None:
+    seeds = []
+
+    class Recorder:
+        async def generate(self, request: GenerationRequest) -> list[Any]:
+            seeds.append((request.seed, request.n))
+            return [request.seed] * request.n
+
+    async def ask() -> None:
+        sampler = GroupSampler(Recorder(), group_request(2))  # type: ignore[arg-type]
+        both = [sampler.of_sample(sample) for sample in range(2)]
+        await asyncio.gather(*(generate([1, 2], 5) for generate in both))  # the first turn of the whole group
+        await asyncio.gather(*(generate([1, 2], 5) for generate in both))
+        await both[0]([1, 2], 5)
+        await asyncio.gather(both[0]([1, 2], 5), both[1]([1, 2], 6))
+
+    asyncio.run(ask())
+    assert seeds[0] == (7, 2) and [n for _, n in seeds] == [2, 2, 1, 1, 1]
+    assert len({seed for seed, _ in seeds}) == 5
+
+
+def test_a_request_that_nobody_waits_for_is_cancelled_at_the_engine() -> None:
+    cancelled = []
+
+    class Slow:
+        async def generate(self, request: GenerationRequest) -> list[Any]:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(request.n)
+                raise
+            raise AssertionError
+
+    async def ask() -> None:
+        sampler = GroupSampler(Slow(), group_request(2))  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(sampler.of_sample(sample)([1], 5)) for sample in range(2)]
+        await asyncio.sleep(0.02)
+        tasks[0].cancel()
+        await asyncio.sleep(0.02)
+        assert cancelled == []  # the other one still waits
+        tasks[1].cancel()
+        await asyncio.sleep(0.02)
+        assert cancelled == [2]
+
+    asyncio.run(ask())

@@ -21,7 +21,8 @@ from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.episodes.engine_sampler import GroupSampler
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.episode import Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, user
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
@@ -103,7 +104,7 @@ async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
     renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None)
     sampler = GroupSampler(engine, group_request(n))
-    runner = EpisodeRunner(EpisodeLimits(tool_s=30, turn_s=30, episode_s=120), 64)
+    runner = EnvRunner(EpisodeLimits(tool_s=30, turn_s=30, episode_s=120), 64)
 
     async def play(sample: int) -> Episode:
         generate = sampler.of_sample(sample)
@@ -209,7 +210,7 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
 
         engine.generate = counted  # type: ignore[method-assign]
         sampler = GroupSampler(engine, dataclasses.replace(request, group_id=6))
-        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=30), 64)
+        runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=30), 64)
 
         async def episode(sample: int) -> Episode:
             sample_one = sampler.of_sample(sample)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.episode import Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, ToolCall
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
@@ -150,7 +151,7 @@ def test_an_episode_calls_tools_until_the_model_answers() -> None:
 
     async def play() -> Episode:
         reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
-        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
+        runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
         return await runner.run(
             lambda: QuestionEnv(question, tools),
             lambda: Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader.read, LIMITS),

@@ -11,7 +11,8 @@ from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.env import Env, Step
-from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits, EpisodeRunner
+from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, user
 from rollout_server.episodes.session import SessionLimits
 from rollout_server.episodes.single_turn import QuestionEnv
@@ -65,7 +66,7 @@ def played(
     session_limits = SessionLimits(**{"max_tokens": 200, "max_reply_tokens": 20, "max_turns": 9, **(sizes or {})})
 
     async def play() -> Episode:
-        runner = EpisodeRunner(limits, max_concurrent_calls=4)
+        runner = EnvRunner(limits, max_concurrent_calls=4)
         return await runner.run(
             lambda: left.pop(0),
             lambda: session_of(generate or scripted(TOKENIZER, replies), TOKENIZER, [END], session_limits),
@@ -167,7 +168,7 @@ def test_an_environment_that_raises_is_replaced_once() -> None:
 def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     episode = played(*(Scripted(MORE, DONE, act=fail) for _ in range(2)))
     assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
-    assert "the environment's step raised KeyError: 'oops'" in episode.error and "test_episode.py" in episode.error
+    assert "the environment's step raised KeyError: 'oops'" in episode.error and "test_env_runner.py" in episode.error
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_an_environment_that_can_not_be_created_is_counted() -> None:
         raise OSError("no such game")
 
     async def play() -> Episode:
-        return await EpisodeRunner(LIMITS, 1).run(broken, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
+        return await EnvRunner(LIMITS, 1).run(broken, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
 
     episode = asyncio.run(play())
     assert episode.end == "failed" and "can't be created: OSError: no such game" in episode.error
@@ -235,7 +236,7 @@ def test_a_cancelled_episode_closes_its_environment_and_its_requests() -> None:
 
     async def play() -> None:
         env = Scripted(DONE)
-        runner = EpisodeRunner(LIMITS, 1)
+        runner = EnvRunner(LIMITS, 1)
         playing = asyncio.create_task(runner.run(lambda: env, lambda: session_of(generate, TOKENIZER, [END])))
         await asyncio.sleep(0.05)
         playing.cancel()
@@ -247,7 +248,7 @@ def test_a_cancelled_episode_closes_its_environment_and_its_requests() -> None:
 
 def test_an_environment_that_hangs_costs_the_others_nothing() -> None:
     async def play() -> list[Episode]:
-        runner = EpisodeRunner(EpisodeLimits(tool_s=5, turn_s=1, episode_s=10), max_concurrent_calls=64)
+        runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=1, episode_s=10), max_concurrent_calls=64)
         envs: list[Env] = [Scripted(MORE, DONE, act=hang_on if i % 10 == 0 else None) for i in range(50)]
         began_s = time.monotonic()
         times: list[float] = []
@@ -278,7 +279,7 @@ def test_the_number_of_concurrent_calls_is_limited() -> None:
         running -= 1
 
     async def play() -> None:
-        runner = EpisodeRunner(LIMITS, max_concurrent_calls=3)
+        runner = EnvRunner(LIMITS, max_concurrent_calls=3)
         await asyncio.gather(*(
             runner.run(
                 lambda: Scripted(MORE, DONE, act=count),

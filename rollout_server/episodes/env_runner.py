@@ -1,0 +1,125 @@
+"""Plays episodes with an environment: it and the model speak in turn until one of them, or a limit, ends it.
+
+env.start ──► messages ──► session.reply ──► reply ──► tools, or env.step ──► messages ──► ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from async_rl.errors import AsyncRLError, raised_at
+from rollout_server.episodes.env import Env, Step
+from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, first_success
+from rollout_server.episodes.session import Session
+from rollout_server.episodes.time_limits import OverdueError
+from rollout_server.episodes.tools import ToolCaller, ToolCounts
+
+Result = TypeVar("Result")
+
+
+class EnvRunner:
+    """Plays episodes, many at once. All of them share the limit on concurrent calls.
+
+    Args:
+        max_concurrent_calls: how many calls of tools and environments run at once.
+    """
+
+    def __init__(self, limits: EpisodeLimits, max_concurrent_calls: int) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(max_concurrent_calls)
+
+    async def run(self, open_env: Callable[[], Env], open_session: Callable[[], Session]) -> Episode:
+        """Play an episode to its end; if the environment fails, play it once more with a fresh one.
+
+        Raises:
+            AsyncRLError: the engine failed.
+        """
+        return await first_success(lambda: _EnvAttempt(self._limits, self._places, open_session()).run(open_env))
+
+
+class _EnvAttempt:
+    """One attempt to play an episode with an environment."""
+
+    def __init__(self, limits: EpisodeLimits, places: asyncio.Semaphore, session: Session) -> None:
+        counts = ToolCounts()
+        self._attempt = Attempt(limits, session, counts)
+        self._tools = ToolCaller((), limits.tool_s, places, self._attempt.foreign, counts)
+        self._turn_s = limits.turn_s
+        self._places = places
+        self._session = session
+        self._env: Env | None = None
+
+    async def run(self, open_env: Callable[[], Env]) -> Episode:
+        return await self._attempt.run(partial(self._play, open_env), self._close)
+
+    async def _play(self, open_env: Callable[[], Env]) -> None:
+        """Let the environment and the model speak in turn until the environment is done."""
+        env = self._env = self._open(open_env)
+        messages = list(await self._call(env.start, "the environment's start"))
+        schemas = self._tools.schemas()
+        while True:
+            try:
+                reply = await self._session.reply(messages, schemas)
+            except ValueError as error:
+                raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
+            said, calls = reply.message, reply.message.get("tool_calls", [])
+            self._attempt.answer = said["content"]
+            if (calls or reply.call_errors) and self._tools.can_answer(calls):
+                messages += [said, *await self._tools.answer(calls, reply.call_errors)]
+                continue
+            step = _checked(await self._call(partial(env.step, said), "the environment's step"))
+            self._session.add_reward(reply.turn, step.reward)
+            self._attempt.metrics.update(step.metrics)
+            if step.done:
+                return
+            messages += [said, *step.messages]
+
+    def _open(self, open_env: Callable[[], Env]) -> Env:
+        try:
+            env = open_env()
+            self._tools.tools = tuple(env.tools)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise EpisodeFailedError(
+                f"the environment can't be created: {type(error).__name__}: {error}, at {raised_at(error)}"
+            ) from error
+        return env
+
+    async def _call(self, method: Callable[[], Awaitable[Result]], what: str) -> Result:
+        """Run a method of the environment, with a place and a time limit.
+
+        Raises:
+            OverdueError: it took longer than timeouts.turn_s.
+            EpisodeFailedError: it raised.
+        """
+        try:
+            async with self._places:
+                return await self._attempt.foreign.call(method, self._turn_s, what)
+        except (OverdueError, AsyncRLError):
+            raise
+        except Exception as error:
+            raise EpisodeFailedError(f"{what} raised {type(error).__name__}: {error}, at {raised_at(error)}") from error
+
+    async def _close(self) -> None:
+        if self._env is not None:
+            await self._env.close()
+
+
+def _checked(step: Step) -> Step:
+    """Return the step if it is valid.
+
+    Raises:
+        EpisodeFailedError: it is none, its reward is no finite number, or the model has nothing to reply to.
+    """
+    if not isinstance(step, Step):
+        raise EpisodeFailedError(f"the environment's step must return a Step, got {step!r:.200}")
+    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not math.isfinite(step.reward):
+        raise EpisodeFailedError(f"the reward of a step must be a finite number, got {step.reward!r}")
+    if not step.done and not step.messages:
+        raise EpisodeFailedError("a step must hold messages for the model, or be done, got neither")
+    return step

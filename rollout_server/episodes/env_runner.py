@@ -67,7 +67,6 @@ class _EnvAttempt:
             except ValueError as error:
                 raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
             said, calls = reply.message, reply.message.get("tool_calls", [])
-            self._attempt.answer = said["content"]
             if (calls or reply.call_errors) and self._tools.can_answer(calls):
                 messages += [said, *await self._tools.answer(calls, reply.call_errors)]
                 continue

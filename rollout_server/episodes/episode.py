@@ -96,7 +96,6 @@ class Attempt:
         self.foreign = ForeignCode()
         self.metrics: dict[str, float] = {}
         """The metrics of the environment."""
-        self.answer = ""
         self._limits = limits
         self._session = session
         self._tool_counts = tool_counts
@@ -131,7 +130,7 @@ class Attempt:
             num_leaked, close_error = await self._close(close)
         duration_s = asyncio.get_running_loop().time() - began_s
         return Episode(
-            rows=self._rows(end), answer=self.answer, end=end, error=error or close_error,
+            rows=self._rows(end), answer=self._session.last_answer, end=end, error=error or close_error,
             metrics={
                 **self._metrics(duration_s, num_leaked, end),
                 **{f"env/{name}": value for name, value in self.metrics.items()},

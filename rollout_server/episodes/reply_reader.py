@@ -6,8 +6,10 @@ answered and not lost. Other formats are read by the parser of an SGLang server,
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, ToolCall
 
 _FORMATS = {
@@ -63,8 +66,31 @@ class ReplyReader:
         self._end_tokens = frozenset(end_tokens)
         self._parse = parse
 
-    async def read(self, tokens: Sequence[int], tools: Sequence[Schema]) -> ReadMessage:
-        """Return the reply as a message. The ids of its calls are numbers in the reply."""
+    def cut(self, reply: Completion, stop: Sequence[str]) -> Completion:
+        """Return the reply up to the first token that completes one of the texts `stop`; all of it if none does."""
+        tokens = reply.tokens.tolist()
+
+        def is_complete(length: int) -> bool:
+            text = self._tokenizer.decode(tokens[:length])
+            return any(part in text for part in stop)
+
+        if not is_complete(len(tokens)):
+            return reply
+        end = bisect_left(range(len(tokens)), True, key=is_complete)
+        return dataclasses.replace(
+            reply, tokens=reply.tokens[:end], logprobs=reply.logprobs[:end], versions=reply.versions[:end],
+            finish_reason="stop",
+        )  # fmt: skip
+
+    async def read(self, tokens: Sequence[int], tools: Sequence[Schema], stop: Sequence[str] = ()) -> ReadMessage:
+        """Return the reply as a message, whose text ends before a text of `stop`."""
+        read = await self._read(tokens, tools)
+        content = read.message["content"]
+        ends = [content.index(part) for part in stop if part in content]
+        read.message["content"] = content[: min(ends)] if ends else content
+        return read
+
+    async def _read(self, tokens: Sequence[int], tools: Sequence[Schema]) -> ReadMessage:
         if not (tools and self._parse):
             content: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
             return ReadMessage(Message(role="assistant", content=content))

@@ -21,7 +21,7 @@ from typing import Literal
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReadMessage
+from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.rows import Node, Row, make_rows
 
 CLOSE_S = 10.0
@@ -29,8 +29,6 @@ CLOSE_S = 10.0
 
 Generate = Callable[[list[int], int], Awaitable[Completion]]
 """Takes the tokens so far and the largest number of tokens to sample; returns what the engine sampled."""
-ReadReply = Callable[[Sequence[int], Sequence[Schema]], Awaitable[ReadMessage]]
-"""Takes the tokens of a reply and the tools that it may call; returns the reply as a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +84,13 @@ class Session:
 
     Args:
         generate: samples a reply from the engine.
-        read_reply: reads a sampled reply as a message.
+        reader: reads sampled replies as messages.
     """
 
-    def __init__(
-        self, generate: Generate, renderer: TurnRenderer, read_reply: ReadReply, limits: SessionLimits
-    ) -> None:
+    def __init__(self, generate: Generate, renderer: TurnRenderer, reader: ReplyReader, limits: SessionLimits) -> None:
         self._generate = generate
         self._renderer = renderer
-        self._read_reply = read_reply
+        self._reader = reader
         self._limits = limits
         self._contexts: dict[bytes, Node] = {}
         """By the digest of the conversation that the context completes."""
@@ -102,11 +98,13 @@ class Session:
         """By the digest of the conversation up to and including the reply."""
         self._replies: list[Node] = []
         """In the order in which they ended."""
-        self._requests: dict[tuple[bytes, int | None], asyncio.Task[Reply]] = {}
-        """The last request for each conversation and limit, running or done: a retry joins it."""
+        self._requests: dict[tuple[bytes, int | None, tuple[str, ...]], asyncio.Task[Reply]] = {}
+        """The last request for each conversation and its options, running or done: a retry joins it."""
         self._running: set[asyncio.Task[Reply]] = set()
         self._num_begun = 0
-        self._is_closed = False
+        self.is_closed = False
+        self.last_answer = ""
+        """The content of the last reply."""
         self.counts = SessionCounts()
 
     @property
@@ -129,6 +127,7 @@ class Session:
         tools: Sequence[Schema] = (),
         *,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         is_retry: bool = False,
     ) -> Reply:
         """Return the model's next message in the conversation `messages`.
@@ -138,19 +137,20 @@ class Session:
 
         Args:
             max_tokens: lowers the limit of this reply.
+            stop: cut the reply after the first token that completes one of these texts.
             is_retry: join the reply to an earlier, equal request, if there is one that has not failed.
 
         Raises:
             EpisodeOver: the session is closed, has no turn left, or the conversation leaves no room for a reply.
             ValueError: the conversation has no message to reply to, or the chat template refuses it.
         """
-        if self._is_closed:
+        if self.is_closed:
             self.counts.refused += 1
             raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
         digests = prefix_digests(messages, tools)
-        key = (digests[-1], max_tokens)
+        key = (digests[-1], max_tokens, tuple(stop))
         earlier = self._requests.get(key)
         if is_retry and earlier and not _has_failed(earlier):
             self.counts.retried += 1
@@ -158,7 +158,7 @@ class Session:
         context = self._context(messages, tools, digests)
         room = self._room(context, max_tokens)
         self._num_begun += 1
-        task = asyncio.create_task(self._sample(context, room, digests[-1], tools), name="session reply")
+        task = asyncio.create_task(self._sample(context, room, digests[-1], tools, stop), name="session reply")
         self._requests[key] = task
         self._running.add(task)
         task.add_done_callback(self._on_done)
@@ -174,7 +174,7 @@ class Session:
 
     async def close(self) -> None:
         """End all running requests and accept no further one. Later calls do nothing."""
-        self._is_closed = True
+        self.is_closed = True
         for task in self._running:
             task.cancel()
         if self._running:
@@ -216,7 +216,9 @@ class Session:
             )
         return room if max_tokens is None else max(1, min(room, max_tokens))
 
-    async def _sample(self, context: Node, room: int, digest: bytes, tools: Sequence[Schema]) -> Reply:
+    async def _sample(
+        self, context: Node, room: int, digest: bytes, tools: Sequence[Schema], stop: Sequence[str]
+    ) -> Reply:
         began_s = asyncio.get_running_loop().time()
         try:
             sampled = await self._generate(context.all_tokens(), room)
@@ -225,13 +227,16 @@ class Session:
             raise
         finally:
             self.counts.generate_s += asyncio.get_running_loop().time() - began_s
+        if stop:
+            sampled = self._reader.cut(sampled, stop)
         node = Node(context, sampled.tokens.tolist(), sampled)
         turn = len(self._replies)
         self._replies.append(node)
-        read = await self._read_reply(node.tokens, tools)
+        read = await self._reader.read(node.tokens, tools, stop)
         message = read.message
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
+        self.last_answer = message["content"]
         self._known_replies.setdefault(extended_digest(digest, message), node)
         return Reply(
             message=message,

@@ -80,4 +80,4 @@ def session_of(
     end_tokens: Sequence[int],
     limits: SessionLimits = LIMITS,
 ) -> Session:
-    return Session(generate, TurnRenderer(tokenizer, end_tokens), ReplyReader(tokenizer, end_tokens, None).read, limits)
+    return Session(generate, TurnRenderer(tokenizer, end_tokens), ReplyReader(tokenizer, end_tokens, None), limits)

@@ -109,7 +109,7 @@ async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[
     async def play(sample: int) -> Episode:
         generate = sampler.of_sample(sample)
         return await runner.run(
-            lambda: Chat(sample, turn_ended), lambda: Session(generate, renderer, reader.read, LIMITS)
+            lambda: Chat(sample, turn_ended), lambda: Session(generate, renderer, reader, LIMITS)
         )  # fmt: skip
 
     return list(await asyncio.gather(*map(play, range(n))))
@@ -215,7 +215,7 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
         async def episode(sample: int) -> Episode:
             sample_one = sampler.of_sample(sample)
             return await runner.run(
-                lambda: QuestionEnv(question), lambda: Session(sample_one, renderer, reader.read, LIMITS)
+                lambda: QuestionEnv(question), lambda: Session(sample_one, renderer, reader, LIMITS)
             )
 
         episodes = await asyncio.gather(*map(episode, range(4)))

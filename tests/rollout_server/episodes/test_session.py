@@ -277,3 +277,24 @@ def test_a_reply_that_text_would_not_reproduce_stays_exact() -> None:
     assert row.tokens[: len(seen[1])].tolist() == seen[1]
     again = tokenizer(tokenizer.decode(row.tokens))["input_ids"]
     assert again != row.tokens.tolist() and len(again) == len(row.tokens) - 2
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "kept"),
+    [
+        (["cd"], "ab", "abcd"),
+        (["e", "bc"], "a", "abc"),
+        (["x"], "abcdef", "abcdef<eos>"),
+        ([], "abcdef", "abcdef<eos>"),
+    ],
+)
+def test_a_reply_is_cut_after_the_token_that_completes_a_stop_text(stop: list[str], content: str, kept: str) -> None:
+    async def talk() -> None:
+        session = session_with("abcdef", "z")
+        reply = await session.reply([user("a")], stop=stop)
+        assert (reply.message["content"], reply.finish_reason) == (content, "stop")
+        assert shown(session) == [(f"a<sep>{kept}", kept)]
+        await ask(session, "a", content, "b")
+        assert shown(session) == [(f"a<sep>{kept}\nb<sep>z<eos>", f"{kept}z<eos>")]
+
+    asyncio.run(talk())

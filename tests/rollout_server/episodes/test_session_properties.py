@@ -44,7 +44,7 @@ class Talk:
         self.rng = random.Random(seed)
         self.engine = RandomEngine(seed, len(tokenizer), ends)
         self.session = Session(
-            self.engine.generate, TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None).read, LIMITS
+            self.engine.generate, TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None), LIMITS
         )
         self.known: list[list[Message]] = []
 
@@ -159,7 +159,7 @@ def test_plain_replies_read_as_the_template_writes_the_conversation(family: str,
         return completion([*apart, end])
 
     async def talk() -> tuple[Session, list[Message]]:
-        session = Session(generate, TurnRenderer(tokenizer, [end]), ReplyReader(tokenizer, [end], None).read, LIMITS)
+        session = Session(generate, TurnRenderer(tokenizer, [end]), ReplyReader(tokenizer, [end], None), LIMITS)
         messages: list[Message] = [{"role": "system", "content": "Be brief."}]
         for _ in range(num_turns):
             messages.append(user("Is it " + "".join(rng.choices(words, k=3))))

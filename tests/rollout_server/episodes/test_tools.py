@@ -154,7 +154,7 @@ def test_an_episode_calls_tools_until_the_model_answers() -> None:
         runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
         return await runner.run(
             lambda: QuestionEnv(question, tools),
-            lambda: Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader.read, LIMITS),
+            lambda: Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader, LIMITS),
         )
 
     episode = asyncio.run(play())

@@ -1,0 +1,134 @@
+"""Plays episodes with an agent: code that talks to an OpenAI endpoint and returns a reward. `task.agent` names it.
+
+    async def solve(question: Question, base_url: str, api_key: str) -> float
+
+The agent needs to know nothing of training. A `def` runs in a thread of its own. It must end when it is cancelled, or
+when its requests get status 410.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from async_rl.errors import AsyncRLError, raised_at
+from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, first_success
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.session import Session
+from rollout_server.episodes.time_limits import CANCEL_S, OverdueError, in_thread
+from rollout_server.episodes.tools import ToolCounts
+from rollout_server.question import Question
+
+Agent = Callable[..., Any]
+"""Called as agent(question, base_url=..., api_key=...); returns the reward of the episode, or an awaitable of it."""
+
+
+class AgentRunner:
+    """Plays episodes with an agent in this process, many at once.
+
+    Args:
+        max_concurrent_agents: how many agents run at once.
+    """
+
+    def __init__(
+        self, agent: Agent, endpoint: OpenAIEndpoint, limits: EpisodeLimits, max_concurrent_agents: int
+    ) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+        self._limits = limits
+        self._places = asyncio.Semaphore(max_concurrent_agents)
+
+    async def run(self, question: Question, open_session: Callable[[], Session]) -> Episode:
+        """Let the agent work on a question; if it fails, let it do so once more with a fresh session.
+
+        Raises:
+            AsyncRLError: the engine failed.
+        """
+        async with self._places:
+            return await first_success(partial(self._attempt, question, open_session))
+
+    async def _attempt(self, question: Question, open_session: Callable[[], Session]) -> Episode:
+        session = open_session()
+        opened = self._endpoint.open(session)
+        attempt = Attempt(self._limits, session, ToolCounts())
+        rewards: list[float] = []
+
+        async def end() -> None:
+            self._endpoint.end(opened.key)
+
+        episode = await attempt.run(partial(self._play, question, opened, attempt, rewards), end)
+        return episode.with_reward(rewards[0]) if rewards and episode.rows else episode
+
+    async def _play(self, question: Question, opened: OpenSession, attempt: Attempt, rewards: list[float]) -> None:
+        """Run the agent and keep its reward.
+
+        Raises:
+            OverdueError: the agent asked for no reply within timeouts.turn_s.
+            EpisodeOver: the agent failed after it was told that no turn or no room is left.
+            EpisodeFailedError: the agent failed.
+            AsyncRLError: the engine failed.
+        """
+        call = partial(_called, self._agent, question, opened)
+        running = asyncio.create_task(attempt.foreign.call(call, self._limits.episode_s, "the agent"))
+        try:
+            await self._wait(running, opened)
+            rewards.append(_checked(running.result()))
+        except (OverdueError, EpisodeFailedError, AsyncRLError):
+            raise
+        except Exception as error:
+            if isinstance(opened.error, AsyncRLError):
+                raise opened.error from error
+            if opened.over is not None:
+                raise opened.over from error
+            raise EpisodeFailedError(
+                f"the agent raised {type(error).__name__}: {error}, at {raised_at(error)}"
+            ) from error
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait((running,), timeout=CANCEL_S)  # this cancels the agent, and does not wait for it
+        if isinstance(opened.error, AsyncRLError):
+            raise opened.error
+        if opened.session.num_turns == 0:
+            raise EpisodeFailedError("the agent returned without a reply of the policy: it must use its base_url")
+
+    async def _wait(self, running: asyncio.Task[Any], opened: OpenSession) -> None:
+        """Wait until the agent has ended.
+
+        Raises:
+            OverdueError: no request of the agent was running for timeouts.turn_s.
+        """
+        limit_s = self._limits.turn_s
+        while not running.done():
+            idle_s = 0.0 if opened.num_running else time.monotonic() - opened.idle_since_s
+            if idle_s >= limit_s:
+                raise OverdueError(f"the agent asked for no reply within {limit_s:g} s (timeouts.turn_s)")
+            await asyncio.wait((running,), timeout=limit_s - idle_s)
+
+
+async def _called(agent: Agent, question: Question, opened: OpenSession) -> Any:
+    call = partial(agent, question, base_url=opened.base_url, api_key=opened.key)
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004
+        return await call()
+    result = await in_thread(call)
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _checked(reward: Any) -> float:
+    """Return the reward as a float.
+
+    Raises:
+        EpisodeFailedError: it is no finite number.
+    """
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise EpisodeFailedError(f"the agent must return its reward, a number, got {reward!r:.200}") from None
+    if not math.isfinite(value):
+        raise EpisodeFailedError(f"the agent must return a finite reward, got {value}")
+    return value

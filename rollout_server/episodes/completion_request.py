@@ -1,0 +1,98 @@
+"""Reads the body of a request for a chat completion, and refuses what can't be trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_server.episodes.messages import Message, Schema, plain_messages
+
+IGNORED = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
+    "response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+)  # fmt: skip
+"""They would change how the policy samples, or need a constrained decoder, whose logprobs are of another distribution.
+"""
+_REFUSED = {
+    "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
+}  # fmt: skip
+"""What can't be given, with the value that asks for nothing. The request gets status 400."""
+
+
+class RequestRefusedError(Exception):
+    """A request gets an error as its answer."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """A request for the next message of a conversation."""
+
+    messages: list[Message]
+    tools: list[Schema]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    stream_usage: bool
+    model: str
+    ignored: tuple[str, ...]
+    """The names of parameters that are set and have no effect."""
+
+    @classmethod
+    def from_body(cls, body: Any) -> CompletionRequest:
+        """Return the request that a JSON body holds.
+
+        Raises:
+            RequestRefusedError: the body is invalid, or asks for what can't be given.
+        """
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise _invalid("messages", "a list of messages", body)
+        if refused := [key for key, nothing in _REFUSED.items() if body.get(key) not in (None, nothing)]:
+            raise RequestRefusedError(
+                400, "unsupported", f"the policy can't be trained on a reply with {', '.join(refused)}: leave it out"
+            )
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise _invalid("max_tokens", "a whole number from 1", max_tokens)
+        try:
+            messages = plain_messages(body["messages"])
+        except ValueError as error:
+            raise RequestRefusedError(400, "invalid_request", str(error)) from None
+        options = body.get("stream_options")
+        return cls(
+            messages=messages, tools=_tools(body.get("tools")), max_tokens=max_tokens, stop=_stop(body.get("stop")),
+            stream=bool(body.get("stream")), model=str(body.get("model", "policy")),
+            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            ignored=tuple(key for key in IGNORED if body.get(key) is not None),
+        )  # fmt: skip
+
+
+def _tools(tools: Any) -> list[Schema]:
+    if tools is None:
+        return []
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in _list(tools, "tools")]
+    for function in functions:
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _invalid("tools", "objects of the type function, with function.name", tools)
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else _list(stop or [], "stop")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _invalid("stop", "texts", stop)
+    return tuple(texts)
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _invalid(name, "a list", value)
+    return value
+
+
+def _invalid(name: str, allowed: str, value: Any) -> RequestRefusedError:
+    return RequestRefusedError(400, "invalid_request", f"{name} must be {allowed}, got {value!r:.200}")

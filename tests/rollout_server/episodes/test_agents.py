@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from async_rl.errors import ProcessDiedError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.session import SessionLimits
+from rollout_server.question import Question
+from tests.rollout_server.episodes.fake_engine import scripted, session_of
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=10)
+
+
+async def ask(llm: openai.AsyncOpenAI, messages: list[Any]) -> str:
+    answer = await llm.chat.completions.create(model="policy", messages=messages)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return answer.choices[0].message.content or ""
+
+
+async def two_turns(question: Question, base_url: str, api_key: str) -> float:
+    """Asks, asks for a check, and scores the second reply."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+        messages: list[Any] = list(question.messages)
+        await ask(llm, messages)
+        messages.append({"role": "user", "content": "sure?"})
+        return float(await ask(llm, messages) == question.answer)
+
+
+def played(agent: Any, *replies: str, limits: EpisodeLimits = LIMITS, generate: Any = None, **sizes: int) -> Episode:
+    session_limits = SessionLimits(**{"max_tokens": 200, "max_reply_tokens": 20, "max_turns": 9, **sizes})
+
+    async def play() -> Episode:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        try:
+            return await AgentRunner(agent, endpoint, limits, 8).run(
+                QUESTION,
+                lambda: session_of(generate or scripted(TOKENIZER, replies), TOKENIZER, [END], session_limits),
+            )
+        finally:
+            await endpoint.aclose()
+
+    return asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def text_of(episode: Episode) -> list[str]:
+    return [TOKENIZER.decode(row.tokens) for row in episode.rows]
+
+
+def test_an_agent_that_knows_nothing_of_training_is_one_exact_row() -> None:
+    episode = played(two_turns, "5", "4")
+    assert text_of(episode) == ["2+2?<sep>5<eos>\nsure?<sep>4<eos>"]
+    assert (episode.end, episode.reward, episode.answer) == ("done", 1.0, "4")
+    assert episode.rows[0].turn_rewards == (0.0, 1.0) and episode.metrics["leaked_tasks"] == 0
+
+
+def test_an_agent_may_be_a_plain_function_that_blocks() -> None:
+    def agent(question: Question, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as llm:
+            answer = llm.chat.completions.create(model="policy", messages=list(question.messages))  # type: ignore[arg-type]
+        return float(answer.choices[0].message.content == "4")
+
+    assert played(agent, "4").reward == 1.0
+
+
+@pytest.mark.parametrize(("end", "sizes"), [("turns", {"max_turns": 1}), ("length", {"max_tokens": 12})])
+def test_an_agent_without_room_ends_its_episode_as_it_stands(end: str, sizes: dict[str, int]) -> None:
+    episode = played(two_turns, "5", "4", **sizes)
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == (end, 0.0, 0)
+    assert text_of(episode) == ["2+2?<sep>5<eos>"] and episode.rows[0].finish_reason == "length"
+
+
+def test_an_agent_that_raises_is_called_once_more() -> None:
+    num_calls = 0
+
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        nonlocal num_calls
+        num_calls += 1
+        reward = await two_turns(question, base_url, api_key)
+        if num_calls == 1:
+            raise KeyError("oops")
+        return reward
+
+    episode = played(agent, "5", "4")
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [(None, "must return its reward, a number, got None"), (float("nan"), "a finite reward, got nan")],
+)
+def test_an_agent_without_a_reward_fails(result: Any, said: str) -> None:
+    async def agent(question: Question, base_url: str, api_key: str) -> Any:
+        await two_turns(question, base_url, api_key)
+        return result
+
+    episode = played(agent, "5", "4")
+    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2) and said in episode.error
+
+
+def test_an_agent_that_never_asks_the_policy_fails() -> None:
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        return 1.0
+
+    episode = played(agent)
+    assert episode.end == "failed" and "must use its base_url" in episode.error
+
+
+def test_an_agent_that_falls_silent_runs_out_of_time() -> None:
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        await two_turns(question, base_url, api_key)
+        await asyncio.sleep(60)
+        return 1.0
+
+    began_s = time.monotonic()
+    limits = EpisodeLimits(tool_s=5, turn_s=0.5, episode_s=10, on_timeout="partial")
+    episode = played(agent, "5", "4", limits=limits)
+    assert (episode.end, episode.reward, episode.metrics["timeouts"]) == ("timeout", 0.0, 1)
+    assert episode.rows[0].finish_reason == "timeout" and time.monotonic() - began_s < 5
+
+
+def test_a_slow_engine_is_not_the_agents_silence() -> None:
+    inner = scripted(TOKENIZER, ["5", "4"])
+
+    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        await asyncio.sleep(0.8)
+        return await inner(tokens, max_tokens)
+
+    assert played(two_turns, generate=generate, limits=EpisodeLimits(tool_s=5, turn_s=0.6, episode_s=20)).end == "done"
+
+
+def test_an_agent_that_does_not_end_when_cancelled_is_left_behind() -> None:
+    statuses: list[int] = []
+
+    def agent(question: Question, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as llm:
+            while True:
+                try:
+                    llm.chat.completions.create(model="policy", messages=list(question.messages))  # type: ignore[arg-type]
+                except openai.APIStatusError as error:
+                    statuses.append(error.status_code)
+                    return 0.0
+                time.sleep(0.2)
+
+    limits = EpisodeLimits(tool_s=5, turn_s=5, episode_s=0.7)
+
+    async def play() -> Episode:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        session = session_of(scripted(TOKENIZER, ["a"] * 99), TOKENIZER, [END])
+        episode = await AgentRunner(agent, endpoint, limits, 8).run(QUESTION, lambda: session)
+        await asyncio.sleep(0.5)  # its next request comes after the end
+        await endpoint.aclose()
+        return episode
+
+    episode = asyncio.run(asyncio.wait_for(play(), 30))
+    assert episode.end == "timeout" and statuses == [410]
+
+
+def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
+    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        raise ProcessDiedError("the server is gone")
+
+    with pytest.raises(ProcessDiedError):
+        played(two_turns, generate=generate)

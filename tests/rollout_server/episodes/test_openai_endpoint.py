@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.messages import user
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.tools import Tool
+from tests.rollout_server.episodes.example_tools import add
+from tests.rollout_server.episodes.fake_engine import completion, scripted
+from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+
+TOKENIZER, ENDS = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+ADD = Tool.from_function(add).schema
+CALL = 'I add.\n<tool_call>\n{"name":"add",  "arguments":{"a":17,"b":25}}\n</tool_call>'
+TWO_CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+Use = Callable[[OpenAIEndpoint, OpenSession], Awaitable[None]]
+
+
+def with_session(use: Use, *replies: str, generate: Any = None, **limits: int) -> Session:
+    """Let `use` reach a session through the endpoint, and return the session."""
+
+    async def run() -> Session:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        sizes = SessionLimits(**{"max_tokens": 1000, "max_reply_tokens": 200, "max_turns": 9, **limits})
+        reader = ReplyReader(TOKENIZER, ENDS, JsonParser("hermes"))
+        session = Session(generate or scripted(TOKENIZER, replies), TurnRenderer(TOKENIZER, ENDS), reader, sizes)
+        try:
+            await use(endpoint, endpoint.open(session))
+        finally:
+            await session.close()
+            await endpoint.aclose()
+        return session
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def client(opened: OpenSession, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=opened.base_url, api_key="none", **options)
+
+
+async def post(opened: OpenSession, body: Any, **headers: str) -> tuple[int, dict[str, Any], Any]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{opened.base_url}/chat/completions", json=body, headers=headers) as reply,
+    ):
+        return reply.status, await reply.json(), reply.headers
+
+
+ASK = {"model": "policy", "messages": [user("hi")]}
+
+
+def test_a_tool_loop_of_the_openai_sdk_is_one_exact_row() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        messages: list[Any] = [{"role": "user", "content": "17+25?"}]
+        async with client(opened) as llm:
+            while True:
+                answer = await llm.chat.completions.create(
+                    model="policy",
+                    messages=messages,
+                    tools=[ADD],
+                    temperature=0.2,  # type: ignore[list-item]
+                )
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    break
+                assert answer.choices[0].finish_reason == "tool_calls" and message.content == "I add."
+                for call in message.tool_calls:
+                    result = add(**json.loads(call.function.arguments))  # type: ignore[union-attr]
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+        assert message.content == "It is 42." and answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens == len(TOKENIZER("It is 42.")["input_ids"]) + 1  # type: ignore[union-attr]
+        assert endpoint.counts["ignored/temperature"] == endpoint.counts["requests"] == 2
+
+    session = with_session(agent, CALL, "It is 42.")
+    (row,) = session.rows()
+    assert TOKENIZER.decode(row.tokens[row.mask]) == f"{CALL}<|im_end|>It is 42.<|im_end|>"
+    assert "<tool_response>\n42\n</tool_response>" in TOKENIZER.decode(row.tokens)
+    assert session.counts.rewritten == 0
+
+
+def test_a_stream_carries_the_reply_its_calls_and_the_usage() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        async with client(opened) as llm:
+            stream = await llm.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hi"}], tools=[ADD],  # type: ignore[list-item]
+                stream=True, stream_options={"include_usage": True},
+            )  # fmt: skip
+            chunks = [chunk async for chunk in stream]
+        calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+        assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [  # type: ignore[union-attr]
+            (0, "add", '{"a": 1}'), (1, "add", '{"a": 2}')
+        ]  # fmt: skip
+        assert len({call.id for call in calls}) == 2
+        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None, "tool_calls"]
+        assert chunks[-1].usage.total_tokens > 0 and chunks[0].model == "m"  # type: ignore[union-attr]
+
+    with_session(agent, TWO_CALLS)
+
+
+def test_the_key_is_part_of_the_url_or_the_bearer_token() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        root = opened.base_url.partition("/s/")[0]
+        async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=opened.key) as llm:
+            assert [model.id async for model in llm.models.list()] == ["policy"]
+            await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+        async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="other") as llm:
+            with pytest.raises(openai.AuthenticationError):
+                await llm.models.list()
+
+    assert with_session(agent, "a").num_turns == 1
+
+
+def test_a_retry_after_a_timeout_finds_the_reply_that_is_under_way() -> None:
+    calls = 0
+
+    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(1.0)
+        return completion([5, ENDS[0]])
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        async with client(opened, timeout=0.4, max_retries=5) as llm:
+            await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+        assert endpoint.counts["retries"] >= 1 and calls == 1
+
+    session = with_session(agent, generate=slow)
+    assert len(session.rows()) == 1 and session.num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": 2}, "with n: leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": []}, "must end with a message to reply to"),
+        ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text or a list of text parts"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "must end with a message to reply to"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")]}, "function.name"),
+        ({"max_tokens": 0.5}, "max_tokens must be a whole number from 1"),
+        ({"tools": [{"type": "web_search"}]}, "tools must be objects of the type function"),
+        ({"stop": [5]}, "stop must be texts"),
+    ],
+)
+def test_a_request_that_can_not_be_honoured_gets_400_and_no_retry(change: dict[str, Any], said: str) -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        status, body, headers = await post(opened, {**ASK, **change})
+        assert (status, headers["x-should-retry"]) == (400, "false") and said in body["error"]["message"]
+
+    assert with_session(agent, "a").num_turns == 0
+
+
+def test_a_body_that_is_no_json_gets_400() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{opened.base_url}/chat/completions", data=b"{") as reply,
+        ):
+            assert reply.status == 400 and "must be JSON" in (await reply.json())["error"]["message"]
+
+    with_session(agent)
+
+
+def test_text_parts_and_nulls_are_the_same_as_text() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        await post(opened, {**ASK, "n": 1, "logprobs": False, "tool_choice": "auto"})
+        await post(opened, {"messages": [{"role": "user", "content": parts}]})
+
+    session = with_session(agent, "a", "b")
+    assert session.counts.rewritten == 0 and len(session.rows()) == 2  # two samples of one conversation
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"), [({"max_turns": 1}, "no_turn_left"), ({"max_tokens": 120}, "context_length_exceeded")]
+)
+def test_the_end_of_the_room_is_an_error_that_agents_know(limits: dict[str, int], code: str) -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        messages = [user("hi")]
+        await post(opened, {"messages": messages})
+        messages += [{"role": "assistant", "content": "a"}, user("fox " * 100)]
+        async with client(opened) as llm:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await llm.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        assert refused.value.code == code and opened.over is not None
+
+    assert with_session(agent, "a", "b", **limits).num_turns == 1
+
+
+def test_a_call_after_the_end_gets_410_and_is_counted() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        await opened.session.close()
+        assert (await post(opened, ASK))[0] == 410
+        endpoint.end(opened.key)
+        status, body, headers = await post(opened, ASK)
+        assert (status, headers["x-should-retry"], endpoint.counts["late"]) == (410, "false", 1)
+        assert "ended" in body["error"]["message"]
+
+    assert with_session(agent, "a").rows() == []
+
+
+def test_a_request_under_way_at_the_end_gets_410() -> None:
+    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        asking = asyncio.create_task(post(opened, ASK))
+        await asyncio.sleep(0.2)
+        await opened.session.close()
+        assert (await asking)[0] == 410
+
+    with_session(agent, generate=slow)
+
+
+def test_an_engine_that_fails_is_kept_for_the_runner() -> None:
+    async def broken(tokens: list[int], max_tokens: int) -> Completion:
+        raise ConnectionError("gone")
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        status, body, headers = await post(opened, ASK)
+        assert (status, headers["x-should-retry"]) == (500, "false") and "gone" in body["error"]["message"]
+        assert isinstance(opened.error, ConnectionError)
+
+    with_session(agent, generate=broken)
+
+
+def test_an_agent_that_floods_is_slowed_and_nothing_is_lost() -> None:
+    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+        await asyncio.sleep(0.3)
+        return completion([5, ENDS[0]])
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        statuses = [status for status, *_ in await asyncio.gather(*(post(opened, ASK) for _ in range(100)))]
+        assert sorted(set(statuses)) == [200, 429] and statuses.count(200) == 64
+
+    session = with_session(agent, generate=slow, max_turns=200)
+    assert session.num_turns == len(session.rows()) == 64
+
+
+def test_stop_and_max_tokens_shorten_a_reply() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        _, body, _ = await post(opened, {**ASK, "stop": "lazy", "max_completion_tokens": 150})
+        (choice,) = body["choices"]
+        assert choice["message"]["content"] == "The " and choice["finish_reason"] == "stop"
+
+    (row,) = with_session(agent, "The lazy dog.").rows()
+    assert TOKENIZER.decode(row.tokens[row.mask]) in ("The lazy", "The lazy dog.") and np.all(row.versions == 0)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +22,8 @@ _REPLY = "\u2402reply\u2402"
 """The made-up reply. No template trims or escapes it in an assistant message."""
 _PROBE = "qzq"
 """The content of the messages with which a template is checked."""
+NUM_CACHED_STARTS = 256
+"""Starts that are kept, because the episodes of a group begin with the same messages."""
 _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -45,6 +48,7 @@ class TurnRenderer:
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(end_tokens)
+        self._start = lru_cache(maxsize=NUM_CACHED_STARTS)(self._encoded_start)
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = (
             re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
@@ -75,9 +79,12 @@ class TurnRenderer:
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
         """
-        text = self._text(messages, tools)
+        return list(self._start(json.dumps([list(messages), list(tools)])))
+
+    def _encoded_start(self, said: str) -> tuple[int, ...]:
+        messages, tools = json.loads(said)
         # With a chat template, the text already has the special tokens.
-        return self._encode(text, add_special_tokens=not self.has_template)
+        return tuple(self._encode(self._text(messages, tools), add_special_tokens=not self.has_template))
 
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the sampled `reply` and the next one.

@@ -1,0 +1,78 @@
+"""Loads the environment and the agent that the configuration names as `module:name`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from async_rl.errors import ConfigError
+from async_rl.seams import import_object
+from rollout_server.episodes.agents import Agent
+from rollout_server.episodes.env import Env
+from rollout_server.question import Question
+
+ENV_KEY, AGENT_KEY = "task.env", "task.agent"
+_GIVEN = ("question", "index", "seed")
+"""The arguments that an environment's constructor may name. All others are in `task.params`."""
+_METHODS = ("start", "step", "close")
+
+MakeEnv = Callable[[Question | None, int, int], Env]
+"""Takes (question, index, seed) and returns a fresh environment.
+
+The question is that of the task, None if the run has only an environment. All episodes of a group have the same
+question and index. Each has another seed.
+"""
+
+
+def load_env(name: str, params: Mapping[str, Any], has_questions: bool) -> MakeEnv:
+    """Return the function that makes environments of the class `name`.
+
+    Args:
+        params: task.params, the other arguments of the class.
+        has_questions: whether the run has a task that the environment may ask the questions of.
+
+    Raises:
+        ConfigError: the class can't be imported, is no environment, or can't be called with these arguments.
+    """
+    found = import_object(name, ENV_KEY)
+    if missing := [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(found, m, None))]:
+        raise ConfigError(
+            f"{ENV_KEY} {name!r} must be a class with the `async def` methods {', '.join(_METHODS)}, "
+            f"{', '.join(missing)} is not one: see rollout_server/episodes/env.py"
+        )
+    parameters = inspect.signature(found).parameters
+    given = [argument for argument in _GIVEN if argument in parameters and argument not in params]
+    if "question" in given and not has_questions and parameters["question"].default is inspect.Parameter.empty:
+        raise ConfigError(f"{ENV_KEY} {name!r} needs questions: set task.name or task.path")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(given), **params)
+    except TypeError as error:
+        raise ConfigError(
+            f"{ENV_KEY} {name!r} can't be created: {error}. Its arguments are {', '.join(parameters) or 'none'}; "
+            f"{', '.join(_GIVEN)} are given, the others come from task.params, got {dict(params)}"
+        ) from None
+
+    def make(question: Question | None, index: int, seed: int) -> Env:
+        values = {"question": question, "index": index, "seed": seed}
+        env: Env = found(**{argument: values[argument] for argument in given}, **params)
+        return env
+
+    return make
+
+
+def load_agent(name: str) -> Agent:
+    """Return the agent `name`.
+
+    Raises:
+        ConfigError: it can't be imported, or can't be called as agent(question, base_url=..., api_key=...).
+    """
+    found = import_object(name, AGENT_KEY)
+    try:
+        inspect.signature(found).bind(None, base_url="", api_key="")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{AGENT_KEY} {name!r} must be a function (question, base_url, api_key) that returns a reward: {error}"
+        ) from None
+    agent: Agent = found
+    return agent

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.load import load_agent, load_env
+from rollout_server.episodes.messages import Message, user
+from rollout_server.question import Question
+
+HERE = "tests.rollout_server.episodes.test_load"
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+
+
+class Asking:
+    tools = ()
+
+    def __init__(self, question: Question, seed: int, level: int = 1) -> None:
+        self.values = (question, seed, level)
+
+    async def start(self) -> list[Message]:
+        return [user("hi")]
+
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class NotAsync:
+    tools = ()
+
+    def start(self) -> list[Message]:
+        return []
+
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+def solve(question: Question, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+def takes_nothing() -> float:
+    return 1.0
+
+
+def test_an_environment_gets_the_arguments_that_it_names() -> None:
+    env: Any = load_env(f"{HERE}:Asking", {"level": 3}, True)(QUESTION, 5, 6)
+    assert env.values == (QUESTION, 6, 3)
+
+
+def test_the_environments_that_ship_are_made_from_an_index() -> None:
+    make = load_env("rollout_server.episodes.environments.chain:Chain", {"mean_s": 0.0}, False)
+    starts = [asyncio.run(make(None, index, 0).start())[0]["content"] for index in range(50)]
+    assert len(set(starts)) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "said"),
+    [
+        ("Asking", {"color": 1}, r"can't be created: got an unexpected keyword argument 'color'. Its arguments are"),
+        ("NotAsync", {}, "start is not one"),
+        ("solve", {}, "start, step, close is not one"),
+        ("Missing", {}, "defines no Missing"),
+    ],
+)
+def test_an_environment_that_can_not_be_made_is_refused(name: str, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_env(f"{HERE}:{name}", params, True)
+
+
+def test_an_environment_that_needs_questions_is_refused_without_a_task() -> None:
+    with pytest.raises(ConfigError, match=r"needs questions: set task\.name or task\.path"):
+        load_env(f"{HERE}:Asking", {}, False)
+
+
+def test_an_agent_is_a_function_with_three_arguments() -> None:
+    assert load_agent(f"{HERE}:solve") is solve
+    with pytest.raises(ConfigError, match="must be a function"):
+        load_agent(f"{HERE}:takes_nothing")

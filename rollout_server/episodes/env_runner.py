@@ -9,11 +9,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from async_rl.errors import AsyncRLError, raised_at
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, first_success
+from rollout_server.episodes.messages import Message, plain_messages
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import OverdueError
 from rollout_server.episodes.tools import ToolCaller, ToolCounts
@@ -59,7 +60,7 @@ class _EnvAttempt:
     async def _play(self, open_env: Callable[[], Env]) -> None:
         """Let the environment and the model speak in turn until the environment is done."""
         env = self._env = self._open(open_env)
-        messages = list(await self._call(env.start, "the environment's start"))
+        messages = _messages(await self._call(env.start, "the environment's start"))
         schemas = self._tools.schemas()
         while True:
             try:
@@ -75,7 +76,7 @@ class _EnvAttempt:
             self._attempt.metrics.update(step.metrics)
             if step.done:
                 return
-            messages += [said, *step.messages]
+            messages += [said, *_messages(step.messages)]
 
     def _open(self, open_env: Callable[[], Env]) -> Env:
         try:
@@ -107,6 +108,18 @@ class _EnvAttempt:
     async def _close(self) -> None:
         if self._env is not None:
             await self._env.close()
+
+
+def _messages(messages: Any) -> list[Message]:
+    """Return the messages of an environment if they are valid.
+
+    Raises:
+        EpisodeFailedError: they are no messages.
+    """
+    try:
+        return plain_messages(messages)
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
 
 
 def _checked(step: Step) -> Step:

@@ -71,7 +71,10 @@ class TurnRenderer:
 
     def fits(self, messages: Sequence[Message], max_tokens: int) -> bool:
         """Return False if the messages are certainly longer than `max_tokens`, without tokenizing them."""
-        return sum(len(message["content"]) for message in messages) <= max_tokens * self._longest_token
+        calls = (call for message in messages for call in message.get("tool_calls", ()))
+        length = sum(len(message["content"]) for message in messages)
+        length += sum(len(call["function"]["arguments"]) for call in calls)
+        return length <= max_tokens * self._longest_token
 
     def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """Return the tokens of a conversation up to the head of the next reply.

@@ -155,8 +155,13 @@ class Session:
         if is_retry and earlier and not _has_failed(earlier):
             self.counts.retried += 1
             return await asyncio.shield(earlier)
-        context = self._context(messages, tools, digests)
+        if self._num_begun >= self._limits.max_turns:
+            raise EpisodeOver("turns", f"all {self._limits.max_turns} turns of the episode are taken")
+        context = self._contexts.get(digests[-1]) or self._new_context(messages, tools, digests)
         room = self._room(context, max_tokens)
+        if context.parent is None and self._contexts and digests[-1] not in self._contexts:
+            self.counts.rewritten += 1
+        self._contexts[digests[-1]] = context
         self._num_begun += 1
         task = asyncio.create_task(self._sample(context, room, digests[-1], tools, stop), name="session reply")
         self._requests[key] = task
@@ -180,18 +185,11 @@ class Session:
         if self._running:
             await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
-    def _context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
-        """Return the node of this conversation. It continues the longest known part, or else is a new root."""
-        if node := self._contexts.get(digests[-1]):
-            return node
+    def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
+        """Return a node for a conversation. It continues the longest known part, or else is a new root."""
         if not self._renderer.fits(messages, self._limits.max_tokens):
             raise EpisodeOver("length", f"the messages do not fit into {self._limits.max_tokens} tokens")
-        node = self._continuation(messages, digests)
-        if node is None:
-            self.counts.rewritten += bool(self._contexts)
-            node = Node(None, self._renderer.start(messages, tools))
-        self._contexts[digests[-1]] = node
-        return node
+        return self._continuation(messages, digests) or Node(None, self._renderer.start(messages, tools))
 
     def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
         """Return the context behind the last known reply; None if history was rewritten, or can't be continued."""
@@ -207,8 +205,6 @@ class Session:
 
     def _room(self, context: Node, max_tokens: int | None) -> int:
         limits, length = self._limits, context.num_tokens
-        if self._num_begun >= limits.max_turns:
-            raise EpisodeOver("turns", f"all {limits.max_turns} turns of the episode are taken")
         room = min(limits.max_tokens - length, limits.max_reply_tokens)
         if room < 1:
             raise EpisodeOver(

@@ -178,6 +178,9 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
         (Step(), "must hold messages for the model, or be done"),
         ({"done": True}, "must return a Step"),
         (Step(messages=({"role": "assistant", "content": "me"},)), "can't be shown to the model"),
+        (Step(messages=({"content": "me"},)), "must be an object with a role"),  # type: ignore[typeddict-item]
+        (Step(messages=("me",)), "must be an object with a role"),  # type: ignore[arg-type]
+        (Step(messages=5), "can't be shown to the model"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_step_is_the_fault_of_its_environment(step: Any, said: str) -> None:

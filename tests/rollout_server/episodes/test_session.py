@@ -203,6 +203,18 @@ def test_messages_far_too_long_are_refused_before_they_are_tokenized() -> None:
     asyncio.run(asyncio.wait_for(talk(), 1))
 
 
+def test_conversations_without_room_are_not_kept() -> None:
+    async def talk() -> None:
+        session = session_with("r1", max_tokens=8)
+        await ask(session, "a")
+        for number in range(50):
+            with pytest.raises(EpisodeOver):
+                await ask(session, f"longer than that {number}")
+        assert len(session._contexts) == 1 and session.counts.rewritten == 0
+
+    asyncio.run(talk())
+
+
 def test_a_request_can_lower_the_limit_of_its_reply() -> None:
     rooms = []
 

@@ -2,22 +2,21 @@
 
     async def solve(question: Question, base_url: str, api_key: str) -> float
 
-The agent needs to know nothing of training. A `def` runs in a thread of its own. It must end when it is cancelled, or
-when its requests get status 410.
+The agent needs to know nothing of training. A `def` runs in a thread of its own; an `async def` must not block. It must
+end when it is cancelled, or when its requests get status 410.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from async_rl.errors import AsyncRLError, raised_at
-from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, first_success
+from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import CANCEL_S, OverdueError, in_thread
@@ -77,7 +76,7 @@ class AgentRunner:
         running = asyncio.create_task(attempt.foreign.call(call, self._limits.episode_s, "the agent"))
         try:
             await self._wait(running, opened)
-            rewards.append(_checked(running.result()))
+            rewards.append(finite(running.result(), "the reward that the agent returns"))
         except (OverdueError, EpisodeFailedError, AsyncRLError):
             raise
         except Exception as error:
@@ -117,18 +116,3 @@ async def _called(agent: Agent, question: Question, opened: OpenSession) -> Any:
         return await call()
     result = await in_thread(call)
     return await result if isinstance(result, Awaitable) else result
-
-
-def _checked(reward: Any) -> float:
-    """Return the reward as a float.
-
-    Raises:
-        EpisodeFailedError: it is no finite number.
-    """
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        raise EpisodeFailedError(f"the agent must return its reward, a number, got {reward!r:.200}") from None
-    if not math.isfinite(value):
-        raise EpisodeFailedError(f"the agent must return a finite reward, got {value}")
-    return value

@@ -71,6 +71,10 @@ class GroupSampler:
         )
         try:
             completions = await self._engine.generate(request)
+        except asyncio.CancelledError:
+            for reply in waiting:
+                reply.future.cancel()
+            raise
         except Exception as error:  # each session raises it
             for reply in waiting:
                 if not reply.future.done():

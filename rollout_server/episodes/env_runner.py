@@ -6,14 +6,14 @@ env.start ──► messages ──► session.reply ──► reply ──► t
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from async_rl.errors import AsyncRLError, raised_at
 from rollout_server.episodes.env import Env, Step
-from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, first_success
+from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
 from rollout_server.episodes.messages import Message, plain_messages
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import OverdueError
@@ -123,15 +123,14 @@ def _messages(messages: Any) -> list[Message]:
 
 
 def _checked(step: Step) -> Step:
-    """Return the step if it is valid.
+    """Return the step, with its numbers as floats.
 
     Raises:
-        EpisodeFailedError: it is none, its reward is no finite number, or the model has nothing to reply to.
+        EpisodeFailedError: it is no Step, one of its numbers is none, or the model has nothing to reply to.
     """
     if not isinstance(step, Step):
         raise EpisodeFailedError(f"the environment's step must return a Step, got {step!r:.200}")
-    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not math.isfinite(step.reward):
-        raise EpisodeFailedError(f"the reward of a step must be a finite number, got {step.reward!r}")
     if not step.done and not step.messages:
         raise EpisodeFailedError("a step must hold messages for the model, or be done, got neither")
-    return step
+    metrics = {name: finite(value, f"the metric {name} of a step") for name, value in step.metrics.items()}
+    return replace(step, reward=finite(step.reward, "the reward of a step"), metrics=metrics)

@@ -6,9 +6,10 @@ Whatever their code does (raise, hang, leave tasks behind), its episode ends and
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rollout_server.episodes.rows import Row
 from rollout_server.episodes.session import EpisodeOver, Session
@@ -73,6 +74,21 @@ EPISODE_METRICS = (
 
 class EpisodeFailedError(Exception):
     """An environment or an agent raised, or returned something wrong. The message says what and where."""
+
+
+def finite(value: Any, what: str) -> float:
+    """Return a reward or a metric as a float.
+
+    Raises:
+        EpisodeFailedError: it is no finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise EpisodeFailedError(f"{what} must be a number, got {value!r:.200}") from None
+    if not math.isfinite(number):
+        raise EpisodeFailedError(f"{what} must be a finite number, got {number}")
+    return number
 
 
 async def first_success(attempt: Callable[[], Awaitable[Episode]]) -> Episode:

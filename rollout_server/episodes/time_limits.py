@@ -35,7 +35,6 @@ class ForeignCode:
         self._context.run(_CREATED.set, self._created)
         self.num_given_up = 0
         """Calls that did not end when they were cancelled."""
-        self.num_overdue = 0
 
     async def call(self, function: Callable[[], Awaitable[Result]], limit_s: float, what: str) -> Result:
         """Await the function in a task and return its result. At the limit cancel it, and wait no more than CANCEL_S.
@@ -55,7 +54,6 @@ class ForeignCode:
             if task.cancelled():
                 raise RuntimeError(f"{what} was cancelled by its own code")
             return task.result()
-        self.num_overdue += 1
         await self._end((task,))
         raise OverdueError(f"{what} took longer than {limit_s:g} s")
 

@@ -99,7 +99,7 @@ def test_an_agent_that_raises_is_called_once_more() -> None:
 
 @pytest.mark.parametrize(
     ("result", "said"),
-    [(None, "must return its reward, a number, got None"), (float("nan"), "a finite reward, got nan")],
+    [(None, "the agent returns must be a number, got None"), (float("nan"), "must be a finite number, got nan")],
 )
 def test_an_agent_without_a_reward_fails(result: Any, said: str) -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> Any:

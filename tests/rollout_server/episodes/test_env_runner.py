@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_rl.errors import ProcessDiedError
@@ -175,6 +176,8 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     ("step", "said"),
     [
         (Step(reward=float("nan"), done=True), "must be a finite number, got nan"),
+        (Step(reward="1x", done=True), "the reward of a step must be a number, got '1x'"),  # type: ignore[arg-type]
+        (Step(done=True, metrics={"a": "b"}), "the metric a of a step"),  # type: ignore[dict-item]
         (Step(), "must hold messages for the model, or be done"),
         ({"done": True}, "must return a Step"),
         (Step(messages=({"role": "assistant", "content": "me"},)), "can't be shown to the model"),
@@ -186,6 +189,11 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
 def test_a_wrong_step_is_the_fault_of_its_environment(step: Any, said: str) -> None:
     episode = played(Scripted(step), Scripted(step))
     assert episode.end == "failed" and said in episode.error
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), np.int64(1)])
+def test_any_number_is_a_reward(reward: Any) -> None:
+    assert played(Scripted(Step(done=True, reward=reward))).reward == 1.0
 
 
 def test_an_environment_that_can_not_be_created_is_counted() -> None:

@@ -1,7 +1,8 @@
 """The interface of environments, which tell the model what it sees and reward its replies. `task.env` names one.
 
 An environment is made for one episode. Its methods are awaited one after the other, each with a time limit. They share
-the event loop with all other episodes, so they must not block it; the tasks that they create end with the episode.
+the event loop with all other episodes, so they must not block it. The tasks that they create end with the episode; one
+that serves several episodes needs a context of its own: asyncio.create_task(..., context=contextvars.Context()).
 """
 
 from __future__ import annotations

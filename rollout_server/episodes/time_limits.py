@@ -44,6 +44,7 @@ class ForeignCode:
         """
         _record_created_tasks()
         task = asyncio.get_running_loop().create_task(_awaited(function), name=what, context=self._context)
+        self._created.discard(task)
         try:
             await asyncio.wait((task,), timeout=limit_s)
         except asyncio.CancelledError:
@@ -94,14 +95,15 @@ def _record_created_tasks() -> None:
 
 
 class _RecordingFactory:
-    """A task factory that notes each new task in the `_CREATED` of the code that creates it."""
+    """A task factory that notes each new task in the `_CREATED` of its context: by default that of its creator."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner or _new_task
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
         task = self._inner(loop, coroutine, **options)
-        created = _CREATED.get()
+        context = options.get("context")
+        created = _CREATED.get() if context is None else context.get(_CREATED)
         if created is not None:
             created.add(task)
             task.add_done_callback(created.discard)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,6 +224,21 @@ def test_tasks_that_an_environment_leaves_behind_are_ended_and_counted() -> None
 
     episode = played(Scripted(MORE, DONE, act=leak))
     assert (episode.end, episode.metrics["leaked_tasks"], ended) == ("done", 1, [True])
+
+
+def test_a_task_with_a_context_of_its_own_outlives_its_episode() -> None:
+    shared: list[asyncio.Task[None]] = []
+
+    async def begin() -> None:
+        shared.append(asyncio.create_task(asyncio.sleep(60), context=contextvars.Context()))
+
+    async def play() -> Episode:
+        session = session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END])
+        episode = await EnvRunner(LIMITS, 1).run(lambda: Scripted(MORE, DONE, act=begin), lambda: session)
+        assert not shared[0].done()
+        return episode
+
+    assert asyncio.run(play()).metrics["leaked_tasks"] == 0
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:

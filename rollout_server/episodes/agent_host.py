@@ -1,0 +1,93 @@
+"""The program of an agent process: python agent_host.py MODULE:NAME. It uses the standard library only.
+
+So it runs in the environment of the agent, which need not have this package. Lines of JSON come on standard input:
+
+    {"call": 5, "question": {...}, "base_url": "...", "api_key": "..."}       {"cancel": 5}
+
+and go to standard output: {"call": 5, "reward": 1.0} or {"call": 5, "error": "..."}. It ends with its standard input.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+
+class Host:
+    """Runs the calls of one agent, many at once."""
+
+    def __init__(self, agent: Any, replies: Any) -> None:
+        self._agent = agent
+        self._replies = replies
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Handle lines until standard input ends."""
+        loop = asyncio.get_running_loop()
+        lines: asyncio.Queue[str] = asyncio.Queue()
+
+        def read() -> None:
+            for line in sys.stdin:
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+            os._exit(0)  # the worker has ended, and agents that hang must not hold this process
+
+        threading.Thread(target=read, daemon=True).start()
+        while True:
+            self._handle(json.loads(await lines.get()))
+
+    def _handle(self, request: dict[str, Any]) -> None:
+        if "cancel" in request:
+            if task := self._calls.get(request["cancel"]):
+                task.cancel()
+            return
+        number = request["call"]
+        task = self._calls[number] = asyncio.get_running_loop().create_task(self._call(number, request))
+        task.add_done_callback(lambda _: self._calls.pop(number))
+
+    async def _call(self, number: int, request: dict[str, Any]) -> None:
+        question = types.SimpleNamespace(**request["question"])
+        try:
+            reward = await _result(self._agent, question, base_url=request["base_url"], api_key=request["api_key"])
+            reply: dict[str, Any] = {"call": number, "reward": float(reward)}
+        except Exception as error:
+            reply = {"call": number, "error": f"{type(error).__name__}: {error}"}
+        self._replies.write(json.dumps(reply) + "\n")
+        self._replies.flush()
+
+
+async def _result(agent: Any, *args: Any, **options: Any) -> Any:
+    if inspect.iscoroutinefunction(agent):
+        return await agent(*args, **options)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        try:
+            outcome, value = future.set_result, agent(*args, **options)
+        except BaseException as error:
+            outcome, value = future.set_exception, RuntimeError(f"{type(error).__name__}: {error}")
+        loop.call_soon_threadsafe(lambda: None if future.done() else outcome(value))
+
+    threading.Thread(target=work, daemon=True).start()
+    result = await future
+    return await result if inspect.isawaitable(result) else result
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the agent prints goes to the log
+    sys.path.append(os.getcwd())
+    module, _, name = sys.argv[1].partition(":")
+    agent = getattr(importlib.import_module(module), name)
+    replies.write('{"ready": true}\n')
+    replies.flush()
+    asyncio.run(Host(agent, replies).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""An agent in a process of its own, with a Python of its own: its packages may be incompatible with ours.
+
+`AgentProcess` is an agent itself, so `AgentRunner` plays with it as with a function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import sys
+from contextlib import suppress
+from contextvars import Context
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from rollout_server.episodes import agent_host
+from rollout_server.question import Question
+
+MAX_DEATHS = 3
+"""The run ends when the process has died this many times without an answer in between."""
+END_S = 5.0
+"""How long the process may take to end after its standard input has."""
+_MAX_LINE_BYTES = 2**24
+
+
+class AgentProcess:
+    """The process of an agent, started with the first call and again after its death.
+
+    Args:
+        name: the agent, as `module:name`, which only the process imports.
+        python: the interpreter of the agent's own environment. Empty: the one of this process.
+        start_s: how long the process may take to import the agent.
+        log_file: gets what the agent prints.
+    """
+
+    def __init__(self, name: str, log_file: Path, python: str = "", start_s: float = 120.0) -> None:
+        self._name = name
+        self._python = python or sys.executable
+        self._start_s = start_s
+        self._log_file = log_file
+        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
+        """Returns the process; it belongs to no episode, and goes on if the one that began it is cancelled."""
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._calls: dict[int, tuple[asyncio.subprocess.Process, asyncio.Future[float]]] = {}
+        self._num_deaths = 0
+
+    async def __call__(self, question: Question, base_url: str, api_key: str) -> float:
+        """Let the agent work on a question, and return its reward. If cancelled, cancel the agent too.
+
+        Raises:
+            ConnectionError: the process died meanwhile.
+            RuntimeError: the agent raised, or returned no number.
+            ProcessDiedError: the process died too often.
+        """
+        process = await self._running()
+        assert process.stdin is not None
+        number = next(self._numbers)
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._calls[number] = (process, future)
+        body = {"call": number, "question": dataclasses.asdict(question), "base_url": base_url, "api_key": api_key}
+        try:
+            process.stdin.write(json.dumps(body, default=str).encode() + b"\n")
+            reward = await future
+            self._num_deaths = 0
+            return reward
+        except asyncio.CancelledError:
+            with suppress(OSError, RuntimeError):  # the process has died
+                process.stdin.write(json.dumps({"cancel": number}).encode() + b"\n")
+            raise
+        finally:
+            del self._calls[number]
+
+    async def aclose(self) -> None:
+        """End the process, by force if it does not end by itself."""
+        if self._starting is None:
+            return
+        with suppress(ProcessDiedError, WaitTimeoutError):
+            process = await self._starting
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), END_S)
+            except TimeoutError:
+                process.kill()
+                await asyncio.wait_for(process.wait(), END_S)
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        """Return the process, started if there is none."""
+        if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
+            if self._num_deaths >= MAX_DEATHS:
+                raise ProcessDiedError(
+                    f"the process of the agent {self._name} died {MAX_DEATHS} times. The end of its log "
+                    f"{self._log_file}:\n{_tail(self._log_file)}"
+                )
+            self._starting = asyncio.create_task(self._start(), name=f"start of {self._name}", context=Context())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self._log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                self._python, str(agent_host.__file__), self._name, stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=log, limit=_MAX_LINE_BYTES,
+            )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            ready = await asyncio.wait_for(process.stdout.readline(), self._start_s)
+        except TimeoutError:
+            process.kill()
+            raise WaitTimeoutError(
+                f"the agent {self._name} waited {self._start_s:g} s for its process to import it; log: {self._log_file}"
+            ) from None
+        if not ready:
+            await asyncio.wait_for(process.wait(), END_S)
+            raise ProcessDiedError(
+                f"the process of the agent {self._name} can't start. The end of its log {self._log_file}:\n"
+                f"{_tail(self._log_file)}"
+            )
+        self._reading = asyncio.create_task(self._read(process), name=f"replies of {self._name}")
+        return process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Give each reply to its call, until the process ends; then fail the calls that it has not answered."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            reply: dict[str, Any] = json.loads(line)
+            _, future = self._calls.get(reply["call"], (process, None))
+            if future is None or future.done():
+                continue
+            if "error" in reply:
+                future.set_exception(RuntimeError(reply["error"]))
+            else:
+                future.set_result(reply["reward"])
+        self._num_deaths += 1
+        await process.wait()  # its output has ended, so it ends now
+        for asked, future in self._calls.values():
+            if asked is process and not future.done():
+                future.set_exception(ConnectionError(f"the process of the agent {self._name} died"))
+
+
+def _has_ended(starting: asyncio.Task[asyncio.subprocess.Process]) -> bool:
+    return starting.exception() is not None or starting.result().returncode is not None
+
+
+def _tail(log_file: Path) -> str:
+    return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])

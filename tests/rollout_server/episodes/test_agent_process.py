@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ProcessDiedError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.episodes.agent_process import AgentProcess
+from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.question import Question
+from tests.rollout_server.episodes.fake_engine import scripted, session_of
+
+pytestmark = pytest.mark.processes
+
+TOKENIZER = character_tokenizer()
+PLACE = "tests.rollout_server.episodes.example_agents"
+LIMITS = EpisodeLimits(tool_s=5, turn_s=10, episode_s=20)
+
+
+def played(
+    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0
+) -> list[Episode]:
+    """Episodes of the agent, at once, whose policy always answers 4."""
+
+    async def play() -> list[Episode]:
+        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{PLACE}:{name}", folder / "agent.log")
+        await endpoint.start()
+        runner = AgentRunner(agent, endpoint, limits, 64)
+        question = Question(
+            messages=({"role": "user", "content": "2+2?"},), answer="4", extra={"marker": str(folder / "marker")}
+        )
+        try:
+            for _ in range(num_before):
+                await runner.run(question, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [0]))
+            return list(await asyncio.gather(*(
+                runner.run(
+                    question, lambda: session_of(scripted(TOKENIZER, ["4"] * 3), TOKENIZER, [TOKENIZER.eos_token_id])
+                )
+                for _ in range(count)
+            )))  # fmt: skip
+        finally:
+            await agent.aclose()
+            await endpoint.aclose()
+
+    return asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
+    episodes = played("solve", tmp_path, count=20)
+    assert [(episode.end, episode.reward) for episode in episodes] == [("done", 1.0)] * 20
+    assert "working on 4" in (tmp_path / "agent.log").read_text()  # what agents print does no harm
+
+
+def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
+    (episode,) = played("solve_or_die", tmp_path)
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ProcessDiedError, match="died 3 times"):
+        played("die", tmp_path, num_before=1)
+
+
+def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -> None:
+    (episode,) = played("fail", tmp_path)
+    assert episode.end == "failed" and "KeyError: 'oops'" in episode.error
+
+
+def test_an_agent_is_cancelled_in_its_process(tmp_path: Path) -> None:
+    limits = EpisodeLimits(tool_s=5, turn_s=3, episode_s=20, on_timeout="partial")
+    (episode,) = played("hang", tmp_path, limits=limits)
+    assert episode.end == "timeout" and len(episode.rows) == 1
+    end_s = time.monotonic() + 5
+    while not (tmp_path / "marker").exists() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert (tmp_path / "marker").read_text() == "cancelled"
+
+
+def test_an_agent_that_blocks_does_not_hold_its_process(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    (episode,) = played("block", tmp_path, limits=EpisodeLimits(tool_s=5, turn_s=20, episode_s=3))
+    assert episode.end == "timeout" and time.monotonic() - began_s < 20
+
+
+def test_an_agent_that_can_not_be_imported_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ProcessDiedError, match=r"can't start(.|\n)*has no attribute 'missing'"):
+        played("missing", tmp_path)

@@ -151,10 +151,11 @@ class TurnRenderer:
     def _cleaned(self, value: Any) -> Any:
         """Return a message, or a part of one, without the texts of special tokens."""
         if isinstance(value, str):
+            text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
             # A space takes its place, so that a removal can't join two parts into another special token.
-            return self._special.sub(" ", value) if self._special else value
+            return self._special.sub(" ", text) if self._special else text
         if isinstance(value, dict):
-            return {key: self._cleaned(part) for key, part in value.items()}
+            return {self._cleaned(key): self._cleaned(part) for key, part in value.items()}
         return [self._cleaned(part) for part in value] if isinstance(value, list | tuple) else value
 
     def _can_append(self, role: str) -> bool:

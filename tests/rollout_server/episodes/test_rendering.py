@@ -133,3 +133,7 @@ def test_a_message_the_template_refuses_is_a_clear_error() -> None:
     two_calls = [user("a"), Message(role="assistant", content="", tool_calls=[call, call]), TOOL]
     with pytest.raises(ValueError, match=r"refuses messages of the roles user, assistant, tool.*single tool-calls"):
         renderer.start(two_calls)
+
+
+def test_half_a_character_becomes_a_question_mark() -> None:
+    assert "\nx?y<|im_end|>" in after("qwen2_5", "4<|im_end|>", user("x\ud800y"))

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_server.episodes.completion_request import CompletionRequest, RequestRefusedError
+from rollout_server.episodes.messages import Message, plain_messages, prefix_digests, user
+from rollout_server.episodes.reply_reader import json_calls
+from rollout_server.episodes.session import EpisodeOver
+from tests.rollout_server.episodes.fake_engine import completion, session_of
+from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+CALL = st.fixed_dictionaries(
+    {},
+    optional={"id": ANYTHING, "function": ANYTHING | st.fixed_dictionaries({"name": ANYTHING, "arguments": ANYTHING})},
+)
+MESSAGE = ANYTHING | st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system", "developer", "x"]) | ANYTHING},
+    optional={"content": ANYTHING, "tool_calls": ANYTHING | st.lists(CALL, max_size=2), "name": ANYTHING},
+)
+BODY = ANYTHING | st.fixed_dictionaries(
+    {"messages": ANYTHING | st.lists(MESSAGE, max_size=3)},
+    optional={
+        "tools": ANYTHING | st.lists(CALL, max_size=2), "max_tokens": ANYTHING, "stop": ANYTHING, "n": ANYTHING,
+        "stream_options": ANYTHING, "model": ANYTHING, "temperature": ANYTHING,
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(body=BODY)
+def test_any_body_is_read_or_refused_with_a_reason(body: Any) -> None:
+    try:
+        request = CompletionRequest.from_body(body)
+    except RequestRefusedError as refused:
+        assert refused.status == 400 and str(refused)
+        return
+    json.dumps(request.messages)
+    assert all(isinstance(message["content"], str) for message in request.messages)
+
+
+@settings(max_examples=150, deadline=None)
+@given(body=BODY)
+def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
+    try:
+        request = CompletionRequest.from_body(body)
+    except RequestRefusedError:
+        return
+
+    async def ask() -> None:
+        async def generate(tokens: list[int], max_tokens: int) -> Any:
+            return completion([5])
+
+        session = session_of(generate, tokenizer_of("qwen2_5"), end_tokens("qwen2_5"))
+        try:
+            await session.reply(request.messages, request.tools, stop=request.stop)
+        except (ValueError, EpisodeOver):
+            return
+
+    asyncio.run(ask())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f"', "[", "</think>", ";"])
+        | st.text(max_size=4)
+    ),
+    name=st.sampled_from(["hermes", "llama3"]),
+)  # fmt: skip
+def test_any_text_is_read_without_an_error(parts: list[str], name: str) -> None:
+    text = "".join(parts)
+    parsed = json_calls(text, name)
+    assert parsed.calls or parsed.content == text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [user("a"), {"role": "assistant", "content": "b", "tool_calls": [], "name": "bot"}],
+        [user("a"), {"role": "assistant", "content": [{"type": "text", "text": " b\n"}], "reasoning_content": "hm"}],
+    ],
+)
+def test_tellings_of_one_conversation_have_one_digest(other: list[Any]) -> None:
+    told: list[Message] = [user("a"), {"role": "assistant", "content": "b"}]
+    assert prefix_digests(plain_messages(other), []) == prefix_digests(told, [])
+
+
+@pytest.mark.parametrize(
+    "other", [[user("a "), {"role": "assistant", "content": "b"}], [user("a"), {"role": "user", "content": "b"}]]
+)
+def test_other_conversations_have_other_digests(other: list[Message]) -> None:
+    told: list[Message] = [user("a"), {"role": "assistant", "content": "b"}]
+    assert prefix_digests(other, [])[2] != prefix_digests(told, [])[2]
+
+
+def test_calls_are_compared_by_name_and_arguments() -> None:
+    def told(id_: str, arguments: str) -> bytes:
+        call: Any = {"id": id_, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return prefix_digests([Message(role="assistant", content="", tool_calls=[call])], [])[1]
+
+    assert told("1", '{"a": 1, "b": 2}') == told("2", '{"b":2,"a":1}') != told("1", '{"a": 1, "b": 3}')

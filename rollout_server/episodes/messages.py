@@ -117,8 +117,8 @@ def _identity(message: Message) -> list[Any]:
     return [role, text.strip() if role == "assistant" else text, calls]
 
 
-def _call_identity(call: ToolCall) -> list[Any]:
-    arguments: Any = call["function"]["arguments"]
-    with suppress(ValueError):
-        arguments = json.loads(arguments)
+def _call_identity(call: ToolCall) -> list[str]:
+    arguments = call["function"]["arguments"]
+    with suppress(ValueError, RecursionError):  # it is no JSON, or nested too deeply: compared as it is
+        arguments = json.dumps(json.loads(arguments), sort_keys=True)
     return [call["function"]["name"], arguments]

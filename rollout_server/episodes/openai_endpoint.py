@@ -175,7 +175,7 @@ class OpenAIEndpoint:
 async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestRefusedError(400, "invalid_request", f"the body must be JSON: {error}") from None
 
 

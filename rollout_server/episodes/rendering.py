@@ -208,5 +208,5 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 def _object(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

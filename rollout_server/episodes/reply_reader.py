@@ -116,7 +116,7 @@ def json_calls(text: str, format_name: str) -> Parsed:
     for part in parts:
         try:
             calls.append(_json_call(part))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             errors.append(f"{part!r:.200} is no tool call: {error}")
     if not calls:
         return Parsed(text, errors=tuple(errors))
@@ -132,7 +132,7 @@ def _calls_in(text: str, format_name: str) -> list[str]:
     while text:
         try:
             _, end = decoder.raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [*parts, text]
         parts.append(text[:end])
         separator = _SEPARATOR.match(text, end)
@@ -144,7 +144,7 @@ def _json_call(text: str) -> tuple[str, str]:
     """Return (name, arguments) of a call.
 
     Raises:
-        ValueError, TypeError, KeyError: it is none.
+        ValueError, TypeError, KeyError, RecursionError: it is none.
     """
     said = json.loads(text)
     if not isinstance(said, dict):

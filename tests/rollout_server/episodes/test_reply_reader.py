@@ -58,6 +58,12 @@ def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
     assert f"{call!r} is no tool call" in error
 
 
+@pytest.mark.parametrize(("name", "start"), [("hermes", "<tool_call>"), ("llama3", '{"a":')])
+def test_a_call_nested_too_deeply_is_malformed(name: str, start: str) -> None:
+    parsed = json_calls(start + "[" * 100_000 + "]" * 100_000, name)
+    assert not parsed.calls and len(parsed.errors) == 1
+
+
 def test_a_good_call_beside_a_malformed_one_is_kept() -> None:
     parsed = json_calls('<tool_call>{</tool_call><tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', "hermes")
     assert parsed.calls == (ADD,) and len(parsed.errors) == 1

@@ -96,7 +96,7 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list
     Equal digests mean that two tellings are the same conversation. Agents change ids, drop `name` and reasoning, strip
     replies, and write the JSON of arguments in their own way, so none of these counts.
     """
-    digests = [_digest(b"", list(tools))]
+    digests = [_digest(b"", [json.dumps(list(tools), sort_keys=True)])]
     for message in messages:
         digests.append(extended_digest(digests[-1], message))
     return digests
@@ -107,14 +107,19 @@ def extended_digest(digest: bytes, message: Message) -> bytes:
     return _digest(digest, _identity(message))
 
 
-def _digest(before: bytes, said: Any) -> bytes:
-    return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
+def _digest(before: bytes, parts: list[str]) -> bytes:
+    digest = blake2b(before, digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))  # so that no two lists of parts are the same bytes
+        digest.update(data)
+    return digest.digest()
 
 
-def _identity(message: Message) -> list[Any]:
+def _identity(message: Message) -> list[str]:
     role, text = message["role"], message["content"]
-    calls = [_call_identity(call) for call in message.get("tool_calls", ())]
-    return [role, text.strip() if role == "assistant" else text, calls]
+    calls = [part for call in message.get("tool_calls", ()) for part in _call_identity(call)]
+    return [role, text.strip() if role == "assistant" else text, *calls]
 
 
 def _call_identity(call: ToolCall) -> list[str]:

@@ -63,7 +63,12 @@ def make_rows(replies: Sequence[Node]) -> list[Row]:
 
     A reply that several leaves share is trained in the row of the first of them.
     """
-    inner = {node for reply in replies for node in reply.path()[:-1]}
+    inner: set[Node | None] = {None}
+    for reply in replies:
+        node = reply.parent
+        while node not in inner:
+            inner.add(node)
+            node = node.parent if node else None
     trained: set[Node] = set()
     rows = []
     for leaf in replies:

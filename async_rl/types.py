@@ -1,13 +1,15 @@
 """The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
 
 Letters of the axes in every shape comment of the project:
-    B  sequences in a (micro-)batch     G  rollouts of one group
+    B  sequences in a (micro-)batch     G  episodes of one group
     T  tokens of a response             P  tokens of a prompt
     S  tokens of a whole sequence (P + T, padded)     V  vocabulary
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,29 +48,56 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer. Its arrays have one entry for each of the T >= 1 response tokens."""
+    """One row that is trained: an answer, or one path through the conversation of an episode of several turns.
+
+    Its arrays have one entry for each of the T >= 1 tokens after the prompt. The last token is trained.
+    """
 
     tokens: IntArray  # [T]
-    logprobs: FloatArray  # [T] behaviour logprobs, at the logged temperature
-    versions: IntArray  # [T] token versions, non-decreasing
-    mask: BoolArray  # [T] True where the token is trained (the model sampled it)
+    logprobs: FloatArray  # [T] behaviour logprobs, at the logged temperature; 0 where the model did not sample
+    versions: IntArray  # [T] token versions, non-decreasing; of other tokens that of the sampled token before them
+    mask: BoolArray  # [T] True where the token is trained: the model sampled it, and no earlier row trains it
     reward: float
+    """The reward of the whole episode, equal in all its rows."""
     finish_reason: str
-    """`stop` (the model ended the answer) or `length` (it ran into max_response_tokens)."""
+    """`stop` (the model ended its last reply), `length` (a limit on tokens or turns did), or `timeout`."""
+    turn_ends: tuple[int, ...] = ()
+    """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
+    turn_rewards: tuple[float, ...] = ()
+    """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
     num_too_old: int = 0
     """The number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFacts:
+    """An episode of several turns, apart from its tokens."""
+
+    rows: int
+    """The number of its rollouts, at least 1: more than one if the conversation was forked or rewritten."""
+    turns: int
+    """The number of replies of the model."""
+    tool_calls: int
+    tool_s: float
+    """The time that its tools took, summed over all calls."""
+    duration_s: float
+    end: str
+    """`done`, `length`, `turns` (a limit on tokens or on turns ended it) or `timeout`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that the environment logged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The `group_size` rollouts of one prompt: the unit of admission, transport, staleness and training."""
+    """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
 
     group_id: int
     prompt_index: int
     start_version: int
     temperature: float
-    prompt_tokens: IntArray  # [P]
-    rollouts: tuple[Rollout, ...]  # G of them
+    prompt_tokens: IntArray  # [P] the tokens with which all rows begin, none of them sampled
+    rollouts: tuple[Rollout, ...]
+    """The rows: one for each answer; of episodes those of the first one, then those of the second, and so on."""
     duration_s: float
     """The time from the grant of the slot to the last reward."""
     worker: str = ""
@@ -76,6 +105,8 @@ class RolloutGroup:
     """The reward of a greedy answer, which is not trained on; None unless the advantage needs it (remax)."""
     keeps_kv: bool = False
     """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
+    episodes: tuple[EpisodeFacts, ...] = ()
+    """The episodes. Empty if each rollout is an episode of one turn, the answer to a question."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
         """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.
@@ -86,13 +117,25 @@ class RolloutGroup:
         return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
 
     @property
+    def episode_rows(self) -> tuple[int, ...]:
+        """The number of rollouts of each episode, in order."""
+        return tuple(episode.rows for episode in self.episodes) or (1,) * len(self.rollouts)
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The reward of each episode, in order."""
+        firsts = itertools.accumulate(self.episode_rows[:-1], initial=0)
+        return [self.rollouts[first].reward for first in firsts]
+
+    @property
     def oldest_version(self) -> int:
-        return min(int(r.versions[0]) for r in self.rollouts)
+        """The lowest version of a trained token."""
+        return min(int(r.versions[r.mask.argmax()]) for r in self.rollouts)
 
     @property
     def num_tokens(self) -> int:
-        """The number of response tokens of all rollouts."""
-        return sum(len(r.tokens) for r in self.rollouts)
+        """The number of trained tokens of all rollouts."""
+        return sum(int(r.mask.sum()) for r in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

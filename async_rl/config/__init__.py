@@ -72,13 +72,27 @@ class Config:
 
     @property
     def rollouts_per_step(self) -> int:
-        """The number of rollouts in a batch."""
+        """The number of episodes in a batch, each with one rollout unless its conversation is forked or rewritten."""
         return self.learner.prompts_per_step * self.rollout.group_size
 
     @property
     def longest_tokens(self) -> int:
-        """The length in tokens of the longest prompt with the longest answer."""
-        return self.task.max_prompt_tokens + self.rollout.max_response_tokens
+        """The length in tokens of the longest row: the longest prompt with the longest answer, or an episode."""
+        longest_answered = self.task.max_prompt_tokens + self.rollout.max_response_tokens
+        return max(longest_answered, self.rollout.max_episode_tokens if self.task.has_turns else 0)
+
+    @property
+    def longest_response_tokens(self) -> int:
+        """The most tokens that a row has after the prompt of its group.
+
+        With episodes of several turns that may be the whole row, because a group's prompt is what its rows share.
+        """
+        return self.longest_tokens if self.task.has_turns else self.rollout.max_response_tokens
+
+    @property
+    def max_rows_per_group(self) -> int:
+        """The most rows that a rollout group has: one for each episode of one turn, else rollout.max_rows for each."""
+        return self.rollout.group_size * (self.rollout.max_rows if self.task.has_turns else 1)
 
     @property
     def fresh_per_step(self) -> int:

@@ -20,6 +20,7 @@ def check_cross_section(config: Config) -> None:
     """
     _check_sizes(config)
     _check_algorithm(config)
+    _check_episodes(config)
     _check_slots(config)
     _check_replay(config)
     _check_best(config)
@@ -71,6 +72,23 @@ def _check_algorithm(config: Config) -> None:
     check(
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
+    )
+
+
+def _check_episodes(config: Config) -> None:
+    """Check the settings of episodes of several turns."""
+    task, rollout, advantage = config.task, config.rollout, config.algorithm.advantage
+    check(
+        not rollout.max_episode_tokens or task.has_turns, "rollout.max_episode_tokens", rollout.max_episode_tokens,
+        "0 without task.env, task.agent and task.tools", "The answer to a question is the whole episode then.",
+    )
+    check(
+        not config.algorithm.advantage_entry.needs_greedy_baseline or not task.gives_rewards, "algorithm.advantage",
+        advantage, "one without a greedy baseline with task.env or task.agent", "Use rloo or grpo.",
+    )
+    check(
+        not config.reward_model.path or not task.gives_rewards, "reward_model.path", config.reward_model.path,
+        "empty with task.env or task.agent", "These give the rewards.",
     )
 
 

@@ -17,15 +17,31 @@ class TaskConfig:
     """The prompts that a run trains on, and the scoring of their answers."""
 
     name: str = ""
-    """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file."""
+    """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file, or when the
+    environment `env` needs no questions."""
     path: PathText = ""
     """A Parquet or JSONL file of prompts, in verl's schema."""
     eval_path: PathText = ""
     """The file of held-out prompts. A reasoning_gym task makes its own, disjoint from the training prompts."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """Parameters of the reasoning_gym dataset, or those that a task of your own reads."""
+    """Parameters of the reasoning_gym dataset, of the environment `env`, or those that a task of your own reads."""
     size: PositiveInt = 10_000
-    """Training prompts to generate (reasoning_gym only)."""
+    """Training prompts to generate, or episodes that an environment without questions offers."""
+    env: str = ""
+    """The environment in which an episode of several turns is played: package.module:Class. Its rewards are those of
+    the run. Empty: an episode is the answer to a question."""
+    agent: str = ""
+    """The agent that plays an episode and returns its reward: package.module:function. It talks to an endpoint like
+    OpenAI's, behind which is the trained model."""
+    agent_python: PathText = ""
+    """The Python program of the process in which the agent runs. Empty: the agent runs in the worker's process."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call before it answers a question: [package.module:function, ...]."""
+    on_timeout: Literal["zero", "partial", "drop"] = "zero"
+    """The reward of an episode that ran out of time. zero: 0. partial: that of its turns so far. drop: none, because
+    the episode is left out of its group and counted."""
+    max_concurrent_calls: PositiveInt = 256
+    """Calls of tools and environments, or agents, that one worker runs at once."""
     reward: str = ""
     """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
     task's own verifier."""
@@ -35,12 +51,42 @@ class TaskConfig:
     """The run ends when the rewards of this many groups in a row have failed."""
 
     def __post_init__(self) -> None:
-        check(bool(self.name) != bool(self.path), "task", (self.name, self.path), "one of task.name and task.path")
+        num_sources = bool(self.name) + bool(self.path)
+        check(
+            num_sources == 1 or (num_sources == 0 and bool(self.env)), "task", (self.name, self.path),
+            "one of task.name and task.path", "" if num_sources else "Only a run with task.env may have neither.",
+        )
+        check(
+            not (self.env and self.agent), "task.agent", self.agent, f"empty with task.env {self.env}",
+            "An episode is played by one of the two.",
+        )
+        check(
+            not self.tools or not self.gives_rewards, "task.tools", self.tools, "empty with task.env or task.agent",
+            "These bring tools of their own.",
+        )
+        check(
+            not self.reward or not self.gives_rewards, "task.reward", self.reward, "empty with task.env or task.agent",
+            "These give the rewards.",
+        )
+        check(
+            not self.agent_python or bool(self.agent), "task.agent_python", self.agent_python,
+            "empty without task.agent",
+        )
         check(
             not self.name or self.name.startswith("reasoning_gym/") or ":" in self.name,
             "task.name", self.name, "reasoning_gym/<dataset> or package.module:Class",
             "Use task.path for a Parquet or JSONL file.",
         )
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an episode may have several turns: it is played with an environment, an agent or tools."""
+        return bool(self.env or self.agent or self.tools)
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment or the agent rewards the episodes, and no reward function is called."""
+        return bool(self.env or self.agent)
 
 
 @section("rollout")
@@ -53,9 +99,20 @@ class RolloutConfig:
     """The Python that runs the servers of an engine with an environment of its own (vllm: `make vllm` makes it).
     Empty: the engine's own choice, .venv-vllm/bin/python in the project's folder."""
     group_size: PositiveInt = 8
-    """Answers to each prompt."""
+    """Answers to each prompt, or episodes with it."""
     max_response_tokens: PositiveInt = 256
-    """The longest answer, in tokens; longer ones are cut off."""
+    """The longest answer, in tokens; longer ones are cut off. Of episodes of several turns, the longest reply."""
+    max_episode_tokens: NonNegativeInt = 0
+    """The longest conversation of an episode of several turns, in tokens, with the prompt and all that is shown to the
+    model. 0: task.max_prompt_tokens + max_response_tokens."""
+    max_turns: PositiveInt = 16
+    """Replies of the model in one episode of several turns. The episode ends when they are taken."""
+    max_rows: PositiveInt = 4
+    """Rows of an episode that are trained, at most. An episode has several if its conversation is forked or rewritten;
+    the last ones are kept, the others counted."""
+    tool_parser: str = ""
+    """The format in which the model calls tools: hermes, llama3, or another parser of SGLang's. Empty: found in the
+    chat template."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy rollouts have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

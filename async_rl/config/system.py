@@ -234,7 +234,13 @@ class TimeoutsConfig:
     join_s: Seconds = 120.0
     """How long processes may take to connect: torch.distributed, the weight group, the buffer."""
     generate_s: Seconds = 1800.0
-    """How long the engine may take to answer one group."""
+    """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
+    tool_s: Seconds = 30.0
+    """How long one call of a tool may take. The model is told when it took longer."""
+    turn_s: Seconds = 120.0
+    """How long an environment may take to answer a reply, or an agent to ask for the next one."""
+    episode_s: Seconds = 1800.0
+    """How long one episode may take. After that `task.on_timeout` says what it is worth."""
     eval_s: Seconds = 3600.0
     """How long one evaluation may take, before, beside or after training."""
     reward_s: Seconds = 30.0

@@ -46,6 +46,14 @@ class RewardError(AsyncRLError):
     """A reward could not be computed, or those of too many groups in a row (task.max_failures) could not."""
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception in the group or, if that is a group too, the first one in it, and so on."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def raised_at(error: BaseException) -> str:
     """Return the last `file:line` of an error's traceback that is not in importlib; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]

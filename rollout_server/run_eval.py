@@ -14,7 +14,8 @@ from async_rl.errors import RewardError
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.episode import Episode
 from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
 
@@ -23,8 +24,8 @@ CORRECT = 1 - 1e-6
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
-Answer = Callable[[GenerationRequest], Awaitable[tuple[list[Completion], list[float]]]]
-"""Returns the completions of a request and their rewards."""
+Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
+"""Plays the episodes of a request and returns them with their rewards; those that failed have no rows."""
 
 
 class Evaluation:
@@ -54,27 +55,28 @@ class Evaluation:
         with self._stats.evaluating():
             prompts = await asyncio.to_thread(self._task.eval_prompts)
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
-        rewards = [reward for group, _ in groups for reward in group]
-        completions = [completion for _, group in groups for completion in group]
-        if not rewards:
+        rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
+        answers = [reward for group in rewards for reward in group]
+        rows = [row for group in groups for episode in group if episode for row in episode.rows]
+        if not answers:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
-        scored = [reward for reward in rewards if reward is not None]
+        scored = [reward for reward in answers if reward is not None]
         metrics = (
-            Metric("eval/accuracy", sum(reward >= CORRECT for reward in scored) / len(rewards)),
-            Metric("eval/reward", sum(scored) / len(rewards)),
-            Metric("eval/response_length", sum(len(c.tokens) for c in completions) / len(rewards)),
-            Metric("eval/failed", len(rewards) - len(scored), "sum"),
+            Metric("eval/accuracy", sum(reward >= CORRECT for reward in scored) / len(answers)),
+            Metric("eval/reward", sum(scored) / len(answers)),
+            Metric("eval/response_length", sum(int(row.mask.sum()) for row in rows) / len(answers)),
+            Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
-            *_version_metrics([completion.versions for completion in completions]),
-            *_at_k_metrics([group for group, _ in groups], evaluation),
-            *_source_metrics([prompt.source for prompt in prompts], [group for group, _ in groups]),
+            *_version_metrics([row.versions[row.mask] for row in rows]),
+            *_at_k_metrics(rewards, evaluation),
+            *_source_metrics([prompt.source for prompt in prompts], rewards),
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
-    ) -> tuple[Sequence[float | None], list[Completion]]:
-        """Answer a prompt; return the answers' rewards and the answers. If a reward fails: Nones, and no answers."""
+    ) -> Sequence[Episode | None]:
+        """Return the episodes of a prompt; Nones if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -83,10 +85,9 @@ class Evaluation:
         )
         try:
             async with places:
-                completions, rewards = await self._answer(request)
+                return await self._answer(request)
         except RewardError:
-            return [None] * request.n, []
-        return rewards, completions
+            return [None] * request.n
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:

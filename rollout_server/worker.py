@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from async_rl.config import Config
-from async_rl.errors import RewardError, WaitTimeoutError, raised_at
+from async_rl.errors import RewardError, WaitTimeoutError, first_error, raised_at
 from async_rl.messages.reports import EvaluationDone, WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
-from async_rl.types import Prompt, Rollout, RolloutGroup, Slot
+from async_rl.types import Prompt, RolloutGroup, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.episodes.episode import ENDS, MAX_ATTEMPTS, Episode, episode_metrics
+from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
+from rollout_server.episodes.player import EpisodePlayer
 from rollout_server.flat_rewards import FlatRewards
 from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
@@ -59,7 +61,8 @@ class Worker:
         self._engine = engine
         self._task = task
         self._reward = reward
-        self._tokenizer = tokenizer
+        log_file = config.run_dir / "logs" / f"agent-{index}.log"
+        self._player = EpisodePlayer(config, tokenizer, self._generate, engine.url, log_file)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
         self._stats = WorkerStats(self._name)
@@ -68,14 +71,16 @@ class Worker:
         self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
-        self._failure_kinds: set[tuple[str, str]] = set()
-        """(type, place) of the errors that rewards have raised."""
+        self._episodes: list[Mapping[str, float]] = []
+        """The metrics of each episode of several turns since the last report."""
+        self._noted: set[str] = set()
+        """The kinds of errors that were noted for the console, each with the place where it was raised."""
         self._notes: list[str] = []
         """Lines for the console that were not reported yet."""
         self._report_now = asyncio.Event()
         """Set for notes, which must not come after the end of a run that they explain."""
         batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
-        self._flat = FlatRewards(max(2, round(batches)), self._text, task.has_answer)
+        self._flat = FlatRewards(max(2, round(batches)), task.has_answer)
         self._group_ended = asyncio.Event()
         self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
@@ -112,6 +117,7 @@ class Worker:
         """End `run`, cancel the groups in flight, and close the connection to the buffer."""
         self._is_stopped = True
         await self._cancel_groups()
+        await self._player.aclose()
         await self._client.close()
         self._threads.close()
         self._gpus.close()
@@ -142,7 +148,7 @@ class Worker:
                         self._groups[slot.group_id] = group
                         group.add_done_callback(partial(self._on_group_end, slot.group_id, begun))
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
 
     def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
         """Count the group of an ended task as ended, so also one whose task was cancelled before it ran any code."""
@@ -167,26 +173,41 @@ class Worker:
             temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
         )
         try:
-            (completions, rewards), baseline = await asyncio.gather(
-                self._answer(request), self._greedy_reward(request)
-            )
+            episodes, baseline = await asyncio.gather(self._answer(request), self._greedy_reward(request))
+            rows = self._rows(prompt, episodes)
         except RewardError as error:
             await self._fail(slot, error)
             return
-        if not self._config.reward_model.path and (warning := self._flat.add(prompt, completions, rewards)):
+        if not self._config.reward_model.path and (warning := self._flat.add(prompt, episodes)):
             self._notes.append(f"{self._name}: {warning}")
             self._report_now.set()
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
-            temperature=request.temperature, prompt_tokens=prompt.tokens,
-            rollouts=tuple(map(_make_rollout, completions, rewards)),
+            temperature=request.temperature, prompt_tokens=rows.prompt_tokens, rollouts=rows.rollouts,
             duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
-            keeps_kv=self._config.weight_sync.on_update == "in_place",
+            keeps_kv=self._config.weight_sync.on_update == "in_place", episodes=rows.episodes,
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
-        self._counts.update(groups=1, rollouts=request.n, tokens=group.num_tokens)
+        self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
+
+    def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
+        """Return the rows of a group's episodes, but of those that failed.
+
+        Raises:
+            RewardError: too few episodes are left.
+        """
+        config, played = self._config, [episode for episode in episodes if episode.rows]
+        if len(played) < config.fewest_episodes:
+            errors = [episode.error for episode in episodes if not episode.rows]
+            raise RewardError(
+                f"{len(played)} of {len(episodes)} episodes could be played, at least {config.fewest_episodes} are "
+                f"needed. The last error: {errors[-1]}"
+            )
+        if not config.task.has_turns:
+            return question_rows(played, prompt.tokens)
+        return group_rows(played, config.task.max_prompt_tokens, config.rollout.max_rows)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
         """Sample a greedy answer to the prompt, return its reward; None unless the advantage needs it (ReMax does)."""
@@ -195,15 +216,44 @@ class Worker:
         greedy = dataclasses.replace(
             request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
         )
-        return (await self._answer(greedy))[1][0]
+        return (await self._answer(greedy))[0].reward
 
-    async def _answer(self, request: GenerationRequest) -> tuple[list[Completion], list[float]]:
-        """Have the engine sample the answers and the reward threads score them; return (completions, rewards)."""
+    async def _answer(self, request: GenerationRequest) -> list[Episode]:
+        """Play the episodes of a request, have the reward threads score their answers, and return them rewarded.
+
+        Raises:
+            RewardError: the reward function failed.
+        """
+        task = self._config.task
+        with self._playing():
+            episodes = await self._player.play(request)
+        for episode in episodes:
+            self._add_metrics(episode)
+        if task.gives_rewards:
+            return episodes
+        can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
+        answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
+        calls = [partial(self._reward, request.prompt, answer) for answer in answers]
+        try:
+            with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
+                rewards = iter(await self._threads.run(calls))
+        except RewardError as error:
+            cause = error.__cause__ or error
+            self._note_once(
+                f"{type(cause).__name__} {raised_at(cause)}",
+                f"a reward failed: {error}. Its group is dropped; in an evaluation the answer counts as wrong. Further "
+                "errors of this kind are only counted (rollout/failed)",
+            )
+            raise
+        return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
+
+    async def _generate(self, request: GenerationRequest) -> list[Completion]:
+        """Have the engine answer a request within timeouts.generate_s."""
         timeout_s = self._config.timeouts.generate_s
         try:
             with self._stats.waiting("generates", "its engine", timeout_s):
                 async with asyncio.timeout(timeout_s) as limit:
-                    completions = await self._engine.generate(request)
+                    return await self._engine.generate(request)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -211,30 +261,31 @@ class Worker:
                 f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
                 f"{self._config.rollout.engine} engine to answer group {request.group_id}"
             ) from None
-        calls = [partial(self._score, request.prompt, completion) for completion in completions]
-        try:
-            with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
-                return completions, await self._threads.run(calls)
-        except RewardError as error:
-            self._note_failure(error)
-            raise
 
-    def _score(self, prompt: Prompt, completion: Completion) -> float:
-        return self._reward(prompt, self._text(completion))
+    def _playing(self) -> AbstractContextManager[None]:
+        """Let `status` show a group of episodes of several turns as being played."""
+        task, limit_s = self._config.task, self._config.timeouts.episode_s
+        if not task.has_turns:
+            return nullcontext()
+        waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
+        return self._stats.waiting("plays", waits_on, MAX_ATTEMPTS * limit_s)
 
-    def _text(self, completion: Completion) -> str:
-        return str(self._tokenizer.decode(completion.tokens, skip_special_tokens=True))
-
-    def _note_failure(self, error: RewardError) -> None:
-        """Note an error for the console, unless one of its type, raised at the same line of code, was noted before."""
-        cause = error.__cause__ or error
-        kind = (type(cause).__name__, raised_at(cause))
-        if kind not in self._failure_kinds:
-            self._failure_kinds.add(kind)
-            self._notes.append(
-                f"{self._name}: a reward failed: {error}. Its group is dropped; in an evaluation the answer counts as "
-                "wrong. Further errors of this kind are only counted (rollout/failed)"
+    def _add_metrics(self, episode: Episode) -> None:
+        """Add the metrics of an episode of several turns to the next report, and its error to the console's notes."""
+        if self._config.task.has_turns:
+            self._episodes.append(episode.metrics | {f"end_{end}": float(episode.end == end) for end in ENDS})
+        if error := episode.error:
+            self._note_once(
+                f"{episode.end} {error.partition(':')[0]} {error.rpartition(', at ')[2]}",
+                f"an episode ended with `{episode.end}`: {error}. Further ones are only counted, in "
+                f"episode/end_{episode.end}",
             )
+
+    def _note_once(self, kind: str, note: str) -> None:
+        """Note a text for the console, unless one of its kind was noted before."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self._notes.append(f"{self._name}: {note}")
 
     async def _fail(self, slot: Slot, error: RewardError) -> None:
         self._counts["failed"] += 1
@@ -242,7 +293,7 @@ class Worker:
         limit = self._config.task.max_failures
         if self._failures_in_a_row >= limit:
             raise RewardError(
-                f"the rewards of {limit} groups in a row failed (task.max_failures). The last error: {error}"
+                f"{limit} groups in a row failed (task.max_failures), by rewards or episodes. The last error: {error}"
             ) from error
         # The prompt is not granted again: it would most likely fail the same way.
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
@@ -253,30 +304,16 @@ class Worker:
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
+        episodes, self._episodes = self._episodes, []
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._stats.in_flight),
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
             *self._stats.drain_groups(),
+            *episode_metrics(episodes),
         ]
         notes, self._notes = tuple(self._notes), []
         return WorkerReport(
             metrics=tuple(metrics), notes=notes, spans=self._stats.drain_spans(),
             samples=occupancy + self._gpus.drain(),
         )
-
-
-def _make_rollout(completion: Completion, reward: float) -> Rollout:
-    return Rollout(
-        tokens=completion.tokens, logprobs=completion.logprobs, versions=completion.versions,
-        mask=np.ones(len(completion.tokens), dtype=np.bool_), reward=reward,
-        finish_reason=completion.finish_reason,
-    )
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception in the group or, if that is a group too, the first one in it, and so on."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -90,6 +90,13 @@ class Config:
         return self.longest_tokens if self.task.has_turns else self.rollout.max_response_tokens
 
     @property
+    def fewest_episodes(self) -> int:
+        """The fewest episodes of a group that can be trained. Episodes of several turns may fail, and are left out."""
+        if not self.task.has_turns:
+            return self.rollout.group_size
+        return 2 if self.algorithm.advantage_entry.compares_group else 1
+
+    @property
     def max_rows_per_group(self) -> int:
         """The most rows that a rollout group has: one for each episode of one turn, else rollout.max_rows for each."""
         return self.rollout.group_size * (self.rollout.max_rows if self.task.has_turns else 1)

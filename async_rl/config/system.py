@@ -239,7 +239,7 @@ class TimeoutsConfig:
     """How long one call of a tool may take. The model is told when it took longer."""
     turn_s: Seconds = 120.0
     """How long an environment may take to answer a reply, or an agent to ask for the next one."""
-    episode_s: Seconds = 1800.0
+    episode_s: Seconds = 3600.0
     """How long one episode may take. After that `task.on_timeout` says what it is worth."""
     eval_s: Seconds = 3600.0
     """How long one evaluation may take, before, beside or after training."""

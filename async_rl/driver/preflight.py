@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
@@ -54,6 +55,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     from rollout_server.tasks.base import open_task
 
     model, host = config.model.path, config.network.host
+    has_questions = bool(config.task.path or config.task.name)
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     if not config.rollout.server_url:
@@ -75,11 +77,13 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings), needs))
     if config.rollout.top_p < 1:
         checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
+    if config.task.has_turns:
+        played = config.task.env or config.task.agent or ", ".join(config.task.tools)
+        checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), MODEL, everywhere=True))
+    source = config.task.path or config.task.name or config.task.env
     return [
         *checks,
-        PreflightCheck(
-            TASK, config.task.path or config.task.name, lambda: _check_task(task()), MODEL, everywhere=True
-        ),
+        PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True),
         PreflightCheck(
             "reward", config.task.reward or "the task's own", lambda: _check_reward(config, task()), TASK,
             everywhere=True,
@@ -130,14 +134,25 @@ def _check_sampling(config: Config) -> list[str]:
     ]
 
 
-def _check_task(task: Task) -> list[str]:
+def _check_task(task: Task, has_questions: bool) -> list[str]:
     """Make the task's first prompt, which alone shows that a task's template fails; returns the task's cautions."""
     prompt = task.prompt(0)
-    if not len(prompt.tokens):
+    if not len(prompt.tokens) and has_questions:
         raise ConfigError(
             f"task: a prompt of {prompt.source} has no tokens: its text is {prompt.text!r}. Correct the task"
         )
     return task.cautions
+
+
+def _check_episodes(config: Config) -> None:
+    """Check the environment, agent or tools, and that the model's chat template can be extended turn by turn."""
+    from rollout_server.episodes.player import EpisodePlayer
+
+    def generate(request: object) -> NoReturn:
+        raise AssertionError("a check generates nothing")
+
+    server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
+    EpisodePlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
 
 
 def _check_reward(config: Config, task: Task) -> None:

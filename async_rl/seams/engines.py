@@ -45,6 +45,8 @@ class EngineEntry:
     """The model runs in the worker's own process, not in a process that the engine starts."""
     sets_flags: tuple[str, ...] = ()
     """Flags of the server's program that the engine sets and relies on: they must not be in rollout.server_args."""
+    parses_tool_calls: bool = False
+    """A server has the parsers of tool calls that rollout.tool_parser names, at SGLang's /parse_function_call."""
     packages: tuple[str, ...] = ()
     """Python packages that the engine needs and that are not requirements of this project."""
     python: str = ""
@@ -104,6 +106,7 @@ ENGINES: dict[str, EngineEntry] = {
         max_tensor_parallel=0,
         attaches_to_url=True,
         sets_flags=("model-path", "host", "port", "weight-version", "served-model-name", "tp-size"),
+        parses_tool_calls=True,
         packages=("sglang",),
         refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
     ),

@@ -19,7 +19,8 @@ class GenerationRequest:
     """A request for `n` answers to one prompt."""
 
     group_id: int
-    """The request's id, unique among the engine's running requests; negative for evaluations."""
+    """The group that the request is for. Several requests of one group run at once if its episodes have several turns.
+    Negative for evaluations."""
     prompt: Prompt
     start_version: int
     """The served version when the group was admitted; no token of the answers may be older."""

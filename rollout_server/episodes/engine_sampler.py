@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from async_rl.types import Prompt
-from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.episodes.session import Generate
+
+GenerateAnswers = Callable[[GenerationRequest], Awaitable[list[Completion]]]
+"""Has the engine answer a request; returns its completions."""
 
 
 @dataclass(slots=True)
@@ -33,11 +36,12 @@ class GroupSampler:
     """Samples the replies of one group's episodes.
 
     Args:
+        generate: has the engine answer a request.
         request: the group's request, of which each reply takes all but the prompt's tokens, n and max_tokens.
     """
 
-    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
-        self._engine = engine
+    def __init__(self, generate: GenerateAnswers, request: GenerationRequest) -> None:
+        self._generate = generate
         self._request = request
         self._collected: dict[tuple[tuple[int, ...], int], list[_Waiting]] = {}
         """The replies asked for in the current turn of the event loop, by conversation and largest number of tokens."""
@@ -70,7 +74,7 @@ class GroupSampler:
             self._request, prompt=prompt, n=len(waiting), max_tokens=max_tokens, seed=self._seed(prompt, waiting)
         )
         try:
-            completions = await self._engine.generate(request)
+            completions = await self._generate(request)
         except asyncio.CancelledError:
             for reply in waiting:
                 reply.future.cancel()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from async_rl.telemetry.metrics import Metric
 from rollout_server.episodes.rows import Row
 from rollout_server.episodes.session import EpisodeOver, Session
 from rollout_server.episodes.time_limits import ForeignCode, OverdueError
@@ -22,6 +23,7 @@ MAX_ATTEMPTS = 2
 """An episode whose environment fails is played once more, with a fresh environment and a fresh session."""
 
 End = Literal["done", "length", "turns", "timeout", "failed"]
+ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,22 @@ EPISODE_METRICS = (
     "observed_tokens", "timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls",
 )  # fmt: skip
 """The metrics that every episode has. `timeouts` counts overdue calls and an overdue episode, `failed` attempts."""
+
+_SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls")
+"""Those of them that are counts of something rare: the log has their sum over a step, of the others the mean."""
+
+
+def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
+    """Yield the metrics `episode/<name>` of ended episodes, of which the metrics are given one by one."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.items():
+            values.setdefault(name, []).append(value)
+    for name, found in values.items():
+        if name in _SUMMED:
+            yield Metric(f"episode/{name}", sum(found), "sum")
+        else:
+            yield Metric(f"episode/{name}", sum(found) / len(found), weight=len(found))
 
 
 class EpisodeFailedError(Exception):

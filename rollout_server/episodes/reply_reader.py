@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,11 @@ class ReplyReader:
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._parse = parse
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it can read tool calls."""
+        return self._parse is not None
 
     def cut(self, reply: Completion, stop: Sequence[str]) -> Completion:
         """Return the reply up to the first token that completes one of the texts `stop`; all of it if none does."""
@@ -157,12 +162,13 @@ def _json_call(text: str) -> tuple[str, str]:
     return said["name"], json.dumps(arguments)
 
 
-def open_parser(name: str, chat_template: str, server_url: str) -> ParseCalls:
+def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping[str, str]) -> ParseCalls:
     """Return the parser of tool calls `name`, or without a name the one for the chat template.
 
     Args:
         name: rollout.tool_parser.
         server_url: the engine's address. Empty, if the engine has no parsers of its own.
+        headers: of requests to the engine.
 
     Raises:
         ConfigError: there is no such parser, or none can be told from the template.
@@ -171,7 +177,7 @@ def open_parser(name: str, chat_template: str, server_url: str) -> ParseCalls:
     if name in _FORMATS:
         return JsonParser(name)
     if name and server_url:
-        return ServerParser(server_url, name)
+        return ServerParser(server_url, name, tuple(headers.items()))
     raise ConfigError(
         f"rollout.tool_parser must be {', '.join([*_FORMATS, *_SAME])}, or with the engine sglang one of its own, got "
         f"{name!r}" + ("" if name else ", and the chat template has none of the known formats")

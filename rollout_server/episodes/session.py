@@ -20,7 +20,7 @@ from typing import Literal
 
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
-from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.rendering import GivenStart, TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.rows import Node, Row, make_rows
 
@@ -87,7 +87,9 @@ class Session:
         reader: reads sampled replies as messages.
     """
 
-    def __init__(self, generate: Generate, renderer: TurnRenderer, reader: ReplyReader, limits: SessionLimits) -> None:
+    def __init__(
+        self, generate: Generate, renderer: TurnRenderer | GivenStart, reader: ReplyReader, limits: SessionLimits
+    ) -> None:
         self._generate = generate
         self._renderer = renderer
         self._reader = reader
@@ -149,6 +151,10 @@ class Session:
             raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
+        if tools and not self._reader.reads_calls:
+            raise ValueError(
+                "tools can't be called: the format of this model's calls is not known. Set rollout.tool_parser"
+            )
         digests = prefix_digests(messages, tools)
         key = (digests[-1], max_tokens, tuple(stop))
         earlier = self._requests.get(key)

@@ -141,8 +141,9 @@ class Task(ABC):
 TASKS = {
     "reasoning_gym": "rollout_server.tasks.reasoning_gym_task:ReasoningGymTask",
     "files": "rollout_server.tasks.verl_files:VerlFilesTask",
+    "": "rollout_server.tasks.env_task:EnvTask",
 }
-"""The class of each kind of task: `task.name: reasoning_gym/<dataset>`, and `task.path: <file>`."""
+"""The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:

@@ -31,6 +31,7 @@ class SGLangEngine(HttpEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
+        self._keeps_kv = config.weight_sync.on_update == "in_place"
 
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         if url := self._config.rollout.server_url:
@@ -50,6 +51,10 @@ class SGLangEngine(HttpEngine):
         if len(answers) > 1:
             bodies.insert(0, primer_body(request, key))
         for body in bodies:
+            if self._keeps_kv:
+                # A group's next turn may begin on KV of older weights, as the rest of an answer does after an update in
+                # place; `RolloutGroup.old_kv` flags both. Otherwise no request reuses the KV of an earlier one.
+                body["extra_key"] = f"{request.group_id}."
             replies = await self._post("/generate", body, body["rid"], request.group_id)
         for answer, reply in zip(answers, replies, strict=True):
             extend_answer(answer, reply, request.max_tokens, self._end_tokens, may_abort=self._resubmits)

@@ -103,7 +103,7 @@ def group_request(n: int, tokens: tuple[int, ...] = (1,)) -> GenerationRequest:
 async def play_group(engine: Engine, family: str, n: int, turn_ended: Callable[[], Awaitable[None]]) -> list[Episode]:
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
     renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None)
-    sampler = GroupSampler(engine, group_request(n))
+    sampler = GroupSampler(engine.generate, group_request(n))
     runner = EnvRunner(EpisodeLimits(tool_s=30, turn_s=30, episode_s=120), 64)
 
     async def play(sample: int) -> Episode:
@@ -209,7 +209,7 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
             return await generate(request)
 
         engine.generate = counted  # type: ignore[method-assign]
-        sampler = GroupSampler(engine, dataclasses.replace(request, group_id=6))
+        sampler = GroupSampler(engine.generate, dataclasses.replace(request, group_id=6))
         runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=30), 64)
 
         async def episode(sample: int) -> Episode:
@@ -239,7 +239,7 @@ def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None
             return [request.seed] * request.n
 
     async def ask() -> None:
-        sampler = GroupSampler(Recorder(), group_request(2))  # type: ignore[arg-type]
+        sampler = GroupSampler(Recorder().generate, group_request(2))  # type: ignore[arg-type]
         both = [sampler.of_sample(sample) for sample in range(2)]
         await asyncio.gather(*(generate([1, 2], 5) for generate in both))  # the first turn of the whole group
         await asyncio.gather(*(generate([1, 2], 5) for generate in both))
@@ -264,7 +264,7 @@ def test_a_request_that_nobody_waits_for_is_cancelled_at_the_engine() -> None:
             raise AssertionError
 
     async def ask() -> None:
-        sampler = GroupSampler(Slow(), group_request(2))  # type: ignore[arg-type]
+        sampler = GroupSampler(Slow().generate, group_request(2))  # type: ignore[arg-type]
         tasks = [asyncio.create_task(sampler.of_sample(sample)([1], 5)) for sample in range(2)]
         await asyncio.sleep(0.02)
         tasks[0].cancel()

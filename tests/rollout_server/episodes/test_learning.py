@@ -57,7 +57,7 @@ async def play(engine: HFEngine, index: int, n: int, seed: int) -> list[Episode]
     request = GenerationRequest(
         group_id=index, prompt=prompt, start_version=0, seed=seed, n=n, max_tokens=8, temperature=1.0
     )
-    sampler = GroupSampler(engine, request)
+    sampler = GroupSampler(engine.generate, request)
 
     async def one(sample: int) -> Episode:
         generate = sampler.of_sample(sample)

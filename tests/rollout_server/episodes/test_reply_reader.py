@@ -72,7 +72,7 @@ def test_a_good_call_beside_a_malformed_one_is_kept() -> None:
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_2"])
 def test_a_reply_is_read_without_its_end(family: str) -> None:
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
-    reader = ReplyReader(tokenizer, ends, open_parser("", tokenizer.chat_template, ""))
+    reader = ReplyReader(tokenizer, ends, open_parser("", tokenizer.chat_template, "", {}))
     text = '{"name": "add", "parameters": {"a": 1}}'
     text = f"<tool_call>{text}</tool_call>" if family == "qwen2_5" else f"<|python_tag|>{text}"
     tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], ends[1]]
@@ -87,15 +87,17 @@ def test_a_reply_is_read_without_its_end(family: str) -> None:
     [("", "qwen2_5", "hermes"), ("", "qwen3", "hermes"), ("", "llama3_2", "llama3"), ("qwen25", "glm4moe", "hermes")],
 )
 def test_the_format_of_calls_is_told_from_the_template(name: str, family: str, found: str) -> None:
-    assert open_parser(name, template(family), "") == JsonParser(found)
+    assert open_parser(name, template(family), "", {}) == JsonParser(found)
 
 
 def test_an_unknown_format_is_refused_unless_the_server_reads_it() -> None:
     with pytest.raises(ConfigError, match="the chat template has none of the known formats"):
-        open_parser("", template("glm4moe"), "http://127.0.0.1:1")
+        open_parser("", template("glm4moe"), "http://127.0.0.1:1", {})
     with pytest.raises(ConfigError, match=r"must be hermes, llama3, qwen, qwen25, or .* got 'glm45'"):
-        open_parser("glm45", template("glm4moe"), "")
-    assert open_parser("glm45", template("glm4moe"), "http://h:1") == ServerParser("http://h:1", "glm45")
+        open_parser("glm45", template("glm4moe"), "", {})
+    key = {"Authorization": "Bearer k"}
+    asked = ServerParser("http://h:1", "glm45", tuple(key.items()))
+    assert open_parser("glm45", template("glm4moe"), "http://h:1", key) == asked
 
 
 def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:

@@ -1,0 +1,67 @@
+"""Makes the rows that the learner trains on of the episodes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from async_rl.types import EpisodeFacts, IntArray, Rollout
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.rows import Row, num_shared_tokens
+
+
+class GroupRows(NamedTuple):
+    """The tokens and facts of a group's episodes, as the fields of `RolloutGroup` with these names."""
+
+    prompt_tokens: IntArray  # [P]
+    rollouts: tuple[Rollout, ...]
+    episodes: tuple[EpisodeFacts, ...]
+
+
+def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: int) -> GroupRows:
+    """Return the rows of episodes of several turns, the last `max_rows` of each.
+
+    Args:
+        episodes: at least one, each with rows.
+        max_prompt_tokens: the most tokens that become the prompt of the group.
+    """
+    kept = [episode.rows[-max_rows:] for episode in episodes]
+    num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
+    rollouts = tuple(rollout for rows in kept for rollout in _rollouts(rows, num_prompt))
+    facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(episodes, kept, strict=True))
+    return GroupRows(kept[0][0].tokens[:num_prompt], rollouts, facts)
+
+
+def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
+    """Return the rows of answers to a question with the tokens `prompt_tokens`, one for each episode."""
+    rollouts = (
+        _rollout(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
+    )
+    return GroupRows(prompt_tokens, tuple(rollouts), ())
+
+
+def _rollouts(rows: Sequence[Row], num_prompt: int) -> Iterator[Rollout]:
+    """Yield the rows of one episode, whose reward is the sum of the rewards of all turns that they train."""
+    reward = float(sum(reward for row in rows for reward in row.turn_rewards))
+    for row in rows:
+        ends = tuple(end - num_prompt for end in row.turn_ends)
+        yield _rollout(row, num_prompt, reward, ends, row.turn_rewards)
+
+
+def _rollout(
+    row: Row, num_prompt: int, reward: float, turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = ()
+) -> Rollout:
+    return Rollout(
+        tokens=row.tokens[num_prompt:], logprobs=row.logprobs[num_prompt:], versions=row.versions[num_prompt:],
+        mask=row.mask[num_prompt:], reward=reward, finish_reason=row.finish_reason,
+        turn_ends=turn_ends, turn_rewards=turn_rewards,
+    )  # fmt: skip
+
+
+def _facts(episode: Episode, num_rows: int) -> EpisodeFacts:
+    values, prefix = episode.metrics, "env/"
+    return EpisodeFacts(
+        rows=num_rows, turns=int(values["turns"]), tool_calls=int(values["tool_calls"]), tool_s=values["tool_s"],
+        duration_s=values["duration_s"], end=episode.end,
+        metrics={key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)},
+    )  # fmt: skip

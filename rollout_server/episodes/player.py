@@ -1,0 +1,151 @@
+"""Plays the episodes of rollout groups: with an environment, with an agent, or as questions and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError, first_error
+from async_rl.network import authorization
+from async_rl.storage.model_folder import end_tokens
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.agent_process import AgentProcess
+from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.engine_sampler import GenerateAnswers, GroupSampler
+from rollout_server.episodes.env import Env
+from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.load import load_agent, load_env
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.rendering import GivenStart, TurnRenderer
+from rollout_server.episodes.reply_reader import ParseCalls, ReplyReader, open_parser
+from rollout_server.episodes.session import Generate, Session, SessionLimits
+from rollout_server.episodes.single_turn import QuestionEnv
+from rollout_server.episodes.tools import load_tools
+
+
+class EpisodePlayer:
+    """Plays all episodes of one worker, many at once.
+
+    Args:
+        generate: has the engine answer a request.
+        server_url: the address of the engine, whose parsers of tool calls may be needed.
+        log_file: gets what an agent in a process of its own prints.
+
+    Raises:
+        ConfigError: the environment, the agent, a tool, or the format of tool calls can't be used as configured, or the
+            model's chat template can't be extended exactly, turn by turn.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path
+    ) -> None:
+        task, timeouts = config.task, config.timeouts
+        self._config = config
+        self._generate = generate
+        limits = EpisodeLimits(
+            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, on_timeout=task.on_timeout,
+            # The answer to a question has the limit timeouts.generate_s, which ends the run.
+            episode_s=timeouts.episode_s if task.has_turns else math.inf,
+        )  # fmt: skip
+        ends = end_tokens(config.model.path)
+        self._renderer = TurnRenderer(tokenizer, ends) if task.has_turns else None
+        self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
+        self._envs = EnvRunner(limits, task.max_concurrent_calls)
+        self._tools = load_tools(task.tools)
+        if self._tools and "tool" not in (self._renderer or GivenStart([])).roles:
+            raise ConfigError(
+                f"task.tools must be empty for the model {config.model.path}: its chat template, if there is one, "
+                "can't show the results of tools to the model. Use a model whose template knows tools"
+            )
+        self._has_questions = bool(task.name or task.path)
+        params = {} if task.name else task.params
+        self._make_env = load_env(task.env, params, self._has_questions) if task.env else None
+        self._agents: AgentRunner | None = None
+        self._endpoint = OpenAIEndpoint()
+        self._agent_process: AgentProcess | None = None
+        if task.agent:
+            if task.agent_python:
+                self._agent_process = AgentProcess(task.agent, log_file, task.agent_python)
+            agent = self._agent_process or load_agent(task.agent)
+            self._agents = AgentRunner(agent, self._endpoint, limits, task.max_concurrent_calls)
+        self._starting: asyncio.Task[None] | None = None
+
+    async def play(self, request: GenerationRequest) -> list[Episode]:
+        """Play `request.n` episodes of a group, and return them in order. Those that failed have no rows.
+
+        Raises:
+            AsyncRLError: the engine failed.
+        """
+        if self._agents is not None:
+            if self._starting is None:
+                self._starting = asyncio.create_task(self._endpoint.start())
+            await asyncio.shield(self._starting)
+        sampler = GroupSampler(self._generate, request)
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(self._play(request, sampler, sample)) for sample in range(request.n)]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return [task.result() for task in playing]
+
+    async def _play(self, request: GenerationRequest, sampler: GroupSampler, sample: int) -> Episode:
+        generate = sampler.of_sample(sample)
+        if self._agents is not None:
+            return await self._agents.run(request.prompt.reference, lambda: self._session(request, generate))
+        attempts = itertools.count()
+        return await self._envs.run(
+            lambda: self._open_env(request, sample, attempts), lambda: self._session(request, generate)
+        )
+
+    def _open_env(self, request: GenerationRequest, sample: int, attempts: Iterator[int]) -> Env:
+        question = request.prompt.reference
+        if self._make_env is None:
+            return QuestionEnv(question, [tool for make in self._tools for tool in make()])
+        source = np.random.SeedSequence((request.seed, request.prompt.index, sample, next(attempts)))
+        seed = int(source.generate_state(1)[0])
+        if self._has_questions:
+            return self._make_env(question, request.prompt.index, seed)
+        return self._make_env(None, question.answer, seed)
+
+    def _session(self, request: GenerationRequest, generate: Generate) -> Session:
+        rollout = self._config.rollout
+        limits = SessionLimits(
+            max_tokens=self._config.longest_tokens, max_reply_tokens=request.max_tokens,
+            max_turns=rollout.max_turns if self._config.task.has_turns else 1,
+        )  # fmt: skip
+        renderer = self._renderer or GivenStart(request.prompt.tokens.tolist())
+        return Session(generate, renderer, self._reader, limits)
+
+    async def aclose(self) -> None:
+        """End the endpoint of agents and the agent's process, if they were started."""
+        if self._starting is not None:
+            await self._starting
+            await self._endpoint.aclose()
+        if self._agent_process is not None:
+            await self._agent_process.aclose()
+
+
+def _open_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
+    """Return the parser of tool calls; None if nothing asks for one and the chat template does not tell a format.
+
+    Raises:
+        ConfigError: the run needs a parser, and there is none.
+    """
+    if not config.task.has_turns:
+        return None
+    url = server_url if config.rollout.engine_entry.parses_tool_calls else ""
+    template, headers = tokenizer.chat_template or "", authorization(config.network)
+    try:
+        return open_parser(config.rollout.tool_parser, template, url, headers)
+    except ConfigError:
+        if config.task.tools or config.rollout.tool_parser:
+            raise
+        return None

@@ -1,0 +1,49 @@
+"""The task of a run whose environment needs no questions: it only numbers the episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.types import Prompt
+from rollout_server.question import Question
+from rollout_server.tasks.base import Task
+
+
+class EnvTask(Task):
+    """task.size numbers of training episodes, from 0, and eval.size of held-out ones: -1, -2, ...
+
+    A prompt has no tokens, because only the environment knows what the model sees first. Its question has the number
+    as `answer`.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.num_prompts = config.task.size
+
+    def train_question(self, position: int) -> Question:
+        return self._question(position)
+
+    def eval_questions(self) -> list[Question]:
+        return [self._question(-1 - number) for number in range(self._eval_size)]
+
+    def verify(self, question: Question, response: str) -> float:
+        """Raise NotImplementedError, because the environment gives the rewards."""
+        raise NotImplementedError("the environment gives the rewards")
+
+    def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
+        raise ConfigError(
+            f"the environment {self._config.env} has no reference answers, so sft can't learn from it. Set sft.oracle"
+        )
+
+    def _question(self, number: int) -> Question:
+        return Question(messages=(), answer=number, source=self._config.env)
+
+    def _encode(self, question: Question, index: int) -> Prompt:
+        text = f"episode {question.answer} of {self._config.env}"
+        return Prompt(
+            index=index, tokens=np.zeros(0, np.int32), text=text, reference=question, source=question.source
+        )

@@ -172,6 +172,16 @@ class WorkerClient:
         groups: list[int] = reply.result["groups"]
         return groups
 
+    async def turns(self, holds: bool) -> bool:
+        """Wait until the buffer wants turns of episodes held back, or no longer so, and return that; `holds` after
+        LONG_POLL_S.
+
+        Args:
+            holds: whether this worker holds back all turns now, and samples no reply.
+        """
+        reply = await self._call(next(self._ids), "turns", "held turns", holds=holds, wait_s=LONG_POLL_S)
+        return bool(reply.result["hold"])
+
     async def put(self, group: RolloutGroup) -> bool:
         """Deliver a finished group. Returns False if it had arrived already, or was dropped.
 

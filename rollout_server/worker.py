@@ -4,6 +4,7 @@
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
+    turns    a push's drain     held turns         running replies           the buffer's served version
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 """
 
@@ -37,6 +38,7 @@ from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
+from rollout_server.turn_gate import TurnGate
 from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
@@ -65,6 +67,7 @@ class Worker:
         self._player = EpisodePlayer(config, tokenizer, self._generate, engine.url, log_file)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
+        self._gate = TurnGate(self._name, config.timeouts.generate_s + config.timeouts.push_s)
         self._stats = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
@@ -133,6 +136,8 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
+                if self._config.holds_turns:
+                    tasks.create_task(self._hold_turns())
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
@@ -164,6 +169,17 @@ class Worker:
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
+
+    async def _hold_turns(self) -> None:
+        """Keep asking the buffer whether to hold back the turns of episodes, and do so."""
+        holds = False
+        while True:
+            must_hold = await self._client.turns(holds)
+            if must_hold and not holds:
+                await self._gate.shut()
+            elif holds and not must_hold:
+                self._gate.open()
+            holds = must_hold
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
         request = GenerationRequest(
@@ -248,12 +264,13 @@ class Worker:
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Have the engine answer a request within timeouts.generate_s."""
-        timeout_s = self._config.timeouts.generate_s
+        """Have the engine answer a request within timeouts.generate_s, once turns are not held back."""
+        timeout_s, is_evaluation = self._config.timeouts.generate_s, _BASELINE_IDS < request.group_id < 0
         try:
-            with self._stats.waiting("generates", "its engine", timeout_s):
-                async with asyncio.timeout(timeout_s) as limit:
-                    return await self._engine.generate(request)
+            async with nullcontext() if is_evaluation else self._gate.reply():
+                with self._stats.waiting("generates", "its engine", timeout_s):
+                    async with asyncio.timeout(timeout_s) as limit:
+                        return await self._engine.generate(request)
         except TimeoutError:
             if not limit.expired():
                 raise

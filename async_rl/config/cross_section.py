@@ -147,7 +147,8 @@ def _check_updates(config: Config) -> None:
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     check(
         late != "mask" or on_update != "drain" or config.task.has_turns, "staleness.late", late,
-        "wait or drop with weight_sync.on_update drain", "All tokens of a drained answer are of one version: no single token can be too old. "
+        "wait or drop with weight_sync.on_update drain",
+        "All tokens of a drained answer are of one version: no single token can be too old. "
         "Or set weight_sync.on_update: in_place, retract or abort.",
     )
     flags = {name.replace("_", "-"): value for name, value in server_args.items()}

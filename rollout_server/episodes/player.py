@@ -55,7 +55,7 @@ class EpisodePlayer:
             # The answer to a question has the limit timeouts.generate_s, which ends the run.
             episode_s=timeouts.episode_s if task.has_turns else math.inf,
         )  # fmt: skip
-        ends = end_tokens(config.model.path)
+        ends = end_tokens(config.model.path) if task.has_turns else []
         self._renderer = TurnRenderer(tokenizer, ends) if task.has_turns else None
         self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
         self._envs = EnvRunner(limits, task.max_concurrent_calls)

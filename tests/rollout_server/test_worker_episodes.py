@@ -1,0 +1,172 @@
+"""The worker with episodes of several turns: environments, agents, faults, and pushes that hold back turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.errors import RewardError
+from async_rl.types import RolloutGroup
+from buffer.client import LearnerClient
+from rollout_server.tasks.base import open_task
+from rollout_server.worker import Worker
+from tests.rollout_server.episode_cases import TalkingEngine, follow
+from tests.rollout_server.test_worker import TOKENIZER, config_of, metric_values, rolled_out, running_buffer
+from tests.tiny_folder import save_tiny_model
+
+CHAIN = "rollout_server.episodes.environments.chain:Chain"
+CASES = "tests.rollout_server.episode_cases"
+
+
+def no_reward(*_: Any) -> float:
+    raise AssertionError("the environment gives the rewards")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    save_tiny_model("tiny-qwen2", tmp_path, seed=0)
+    config = config_of(str(tmp_path))
+    task = TaskConfig(env=CHAIN, size=50, max_prompt_tokens=16, params={"mean_s": 0.0}, max_failures=5)
+    rollout = replace(config.rollout, max_episode_tokens=200, max_turns=32)
+    timeouts = TimeoutsConfig(generate_s=20, wire_s=5, batch_s=20, shutdown_s=5, turn_s=0.3)
+    return replace(config, task=task, rollout=rollout, timeouts=timeouts)
+
+
+def texts(group: RolloutGroup) -> list[str]:
+    return [TOKENIZER.decode(np.concatenate([group.prompt_tokens, r.tokens])) for r in group.rollouts]
+
+
+def test_episodes_of_an_environment_become_groups_with_turns_and_rewards(config: Config) -> None:
+    batches, reports, _, _ = rolled_out(config, TalkingEngine(follow), no_reward, steps=3)
+    groups = [group for batch in batches for group in batch.groups]
+    for group in groups:
+        assert TOKENIZER.decode(group.prompt_tokens)[1:] == "<sep>"
+        assert [episode.rows for episode in group.episodes] == [1, 1, 1]
+        assert group.episode_rewards == [0.0, 1.0, 1.0]
+        assert [episode.turns for episode in group.episodes] == [len(r.turn_ends) for r in group.rollouts]
+        for rollout, text, episode in zip(group.rollouts, texts(group), group.episodes, strict=True):
+            replies = [part.partition("<eos>")[0] for part in text.split("<sep>")[1:]]
+            said = TOKENIZER.decode(rollout.tokens[rollout.mask])
+            assert said == "".join(reply + "<eos>" for reply in replies)
+            assert (rollout.logprobs[~rollout.mask] == 0).all()
+            assert set(rollout.tokens[list(rollout.turn_ends)].tolist()) == {TOKENIZER.eos_token_id}
+            assert sum(rollout.turn_rewards) == rollout.reward and episode.end == "done"
+            assert episode.metrics["links"] == max(0, len(replies) - 1)
+    assert max(episode.turns for group in groups for episode in group.episodes) > 3
+    values = metric_values(reports)
+    assert values["episode/turns"] > 1 and values["episode/end_done"] == 1 and values["episode/failed"] == 0
+    assert values["episode/sampled_tokens"] > values["episode/observed_tokens"] > 0
+
+
+def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(config: Config) -> None:
+    engine = TalkingEngine(follow)
+    batches, *_ = rolled_out(config, engine, no_reward, steps=1)
+    by_group: dict[int, list[int]] = {}
+    for request in engine.requests:
+        by_group.setdefault(request.group_id, []).append(request.n)
+    for group in batches[0].groups:
+        first, *rest = by_group[group.group_id]
+        assert first == 3 and set(rest) <= {1, 2}
+
+
+def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Config) -> None:
+    task = replace(config.task, env=f"{CASES}:Silent", params={})
+    engine = TalkingEngine(lambda last, number: last)
+    batches, reports, server, _ = rolled_out(replace(config, task=task), engine, no_reward, steps=4)
+    task_of = open_task(replace(config, task=task), TOKENIZER)
+    for group in (group for batch in batches for group in batch.groups):
+        index = task_of.prompt(group.prompt_index).reference.answer
+        assert index % 5 != 1, "all its episodes raise"
+        if index % 5 == 2:  # zero by task.on_timeout, with the turn that was sampled
+            assert group.episode_rewards == [0.0] * 3 and {r.finish_reason for r in group.rollouts} == {"timeout"}
+        else:
+            assert group.episode_rewards == [2.5] * 3
+            assert {r.turn_rewards for r in group.rollouts} == {(0.5, 2.0)}
+            assert group.episodes[0].metrics == {"turns_seen": 2.0}
+    notes = [note for report in reports for note in report.notes]
+    assert sum("`failed`: the environment's step raised KeyError: 'no unit', at " in note for note in notes) == 1
+    assert sum("`timeout`: the environment's step took longer than 0.3 s" in note for note in notes) == 1
+    values = metric_values(reports)
+    assert values["episode/failed"] >= 6 and values["episode/timeouts"] >= 3
+    assert server.counters()["buffer/dropped_failed"] >= 1
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
+    broken = replace(config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}))
+    with pytest.raises(RewardError, match=r"5 groups in a row failed .* the environment's step raised KeyError"):
+        rolled_out(broken, TalkingEngine(follow), no_reward)
+
+
+def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) -> None:
+    task = TaskConfig(
+        name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
+    )
+    config = replace(config, task=task, timeouts=replace(config.timeouts, turn_s=20))
+    engine = TalkingEngine(lambda last, number: "xy" if last == "more" else "z")
+    (batch,), reports, *_ = rolled_out(config, engine, no_reward)
+    for group in batch.groups:
+        assert [episode.turns for episode in group.episodes] == [2, 2, 2]
+        assert group.episode_rewards == [2.0] * 3
+        assert {r.turn_rewards for r in group.rollouts} == {(0.0, 2.0)}
+        assert all(text.endswith("z<eos>\nmore<sep>xy<eos>") for text in texts(group))
+    assert metric_values(reports)["episode/failed"] == 0
+
+
+def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: Config) -> None:
+    engine = TalkingEngine(follow)
+    *_, report = rolled_out(
+        replace(config, staleness=StalenessConfig(max=1)), engine, no_reward,
+        beside=lambda worker: worker.evaluate(7, beside_training=False),
+    )
+    values = {metric.key: metric.value for metric in report.metrics}
+    assert values["eval/accuracy"] == 0.5 and values["eval/failed"] == 0  # of two answers the first is wrong
+
+
+def test_a_push_that_drains_waits_for_replies_and_not_for_tools(config: Config) -> None:
+    """Episodes wait most of the time. A push is allowed in between, and while it runs the engine gets no request."""
+    config = replace(
+        config, staleness=StalenessConfig(max=4), weight_sync=WeightSyncConfig(on_update="drain"),
+        task=replace(config.task, params={"mean_s": 0.2}), timeouts=replace(config.timeouts, turn_s=30),
+    )
+    engine = TalkingEngine(follow, delay_s=0.01)
+    seen: Counter[str] = Counter()
+
+    def learn(address: str) -> None:
+        client = LearnerClient(address, config.timeouts)
+        client.served(0)
+        for version in range(4):
+            client.take(version)
+            client.trained(version + 1)
+            client.await_push(version + 1)
+            before = len(engine.requests)
+            seen["running"] += engine.num_running
+            asyncio.run(asyncio.sleep(0.3))  # the push: episodes go on waiting for their look-ups
+            seen["begun"] += len(engine.requests) - before
+            engine.version = version + 1
+            client.served(version + 1)
+        client.close()
+
+    async def run(address: str) -> None:
+        worker = Worker(config, 0, engine, open_task(config, TOKENIZER), no_reward, TOKENIZER, address)
+
+        async def collect() -> None:
+            async for _ in worker.run():
+                pass
+
+        collecting = asyncio.create_task(collect())
+        learning = asyncio.create_task(asyncio.to_thread(learn, address))
+        await asyncio.wait((collecting, learning), return_when=asyncio.FIRST_COMPLETED)
+        await worker.stop()
+        await asyncio.gather(collecting, return_exceptions=True)
+        await learning
+
+    with running_buffer(config) as server:
+        asyncio.run(asyncio.wait_for(run(server.address), 60))
+    assert seen == {"running": 0, "begun": 0}

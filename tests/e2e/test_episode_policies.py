@@ -1,0 +1,113 @@
+"""Episodes of several turns end to end on a real SGLang server: every mode, late policy and update policy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.types import Rollout
+from buffer.store_rows import DROP_REASONS
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.tools import Tool
+from tests.conftest import EngineInThread
+from tests.e2e.assembled import Run, run_assembled
+
+Case = tuple[str, str, str]
+"""staleness.mode, staleness.late, weight_sync.on_update"""
+STEPS, BOUND, TURNS = 5, 2, 5
+UPDATES = ("in_place", "retract", "drain", "abort")
+BOUNDED = [("bounded", late, on_update) for late in ("wait", "drop", "mask") for on_update in UPDATES]
+ALL = [*BOUNDED, ("exact", "wait", "drain")]
+IN_CI = [("bounded", "wait", "in_place"), ("bounded", "drop", "drain"), ("bounded", "mask", "abort"), ALL[-1]]
+
+
+class SmallTalk:
+    """Says one to five letters, one a turn, after a wait with a long tail. The reward of a turn is for vowels."""
+
+    tools: Sequence[Tool] = ()
+
+    def __init__(self, index: int, seed: int) -> None:
+        self._turns = 1 + index % TURNS
+        self._random = random.Random(seed)
+
+    async def start(self) -> list[Message]:
+        return [user("hello")]
+
+    async def step(self, reply: Message) -> Step:
+        await asyncio.sleep(self._random.lognormvariate(-4, 1.2))
+        self._turns -= 1
+        reward = sum(letter in "aeiou" for letter in reply["content"]) / 16
+        messages = [user(self._random.choice("bcdfg"))]
+        return Step(reward=reward, done=not self._turns, messages=messages)
+
+    async def close(self) -> None:
+        pass
+
+
+def configure(smoke_yaml: Path, tmp_path: Path, case: Case, url: str) -> Config:
+    mode, late, on_update = case
+    return load_config(smoke_yaml, [
+        f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"staleness.mode={mode}",
+        f"staleness.late={late}", f"weight_sync.on_update={on_update}", f"rollout.server_url={url}",
+        "task.name=", "task.params={}", "task.env=tests.e2e.test_episode_policies:SmallTalk", "task.size=100",
+        "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "eval.size=4", "eval.every_steps=2",
+    ])
+
+
+def replies(rollout: Rollout) -> list[np.ndarray]:
+    """The versions of each reply."""
+    starts = [0, *(end + 1 for end in rollout.turn_ends[:-1])]
+    parts = [slice(start, end + 1) for start, end in zip(starts, rollout.turn_ends, strict=True)]
+    return [rollout.versions[part][rollout.mask[part]] for part in parts]
+
+
+def check(run: Run, config: Config, case: Case) -> None:
+    mode, late, on_update = case
+    assert [batch.version for batch in run.batches] == list(range(STEPS))
+    groups = [group for batch in run.batches for group in batch.groups]
+    assert len({group.group_id for group in groups}) == len(groups) == run.counters["buffer/trained"]
+    dropped = sum(run.counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS)
+    assert run.counters["buffer/admitted"] == len(groups) + dropped and run.counters["buffer/unaccounted"] == 0
+    assert {episode.turns for group in groups for episode in group.episodes} > {1, 2, 3}
+    for step in run.steps:
+        assert step["staleness/max"] <= BOUND
+        assert step.get("mismatch/mean_abs", 0.0) < 1e-4
+        assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
+    for batch in run.batches:
+        for group in batch.groups:
+            sampled = np.concatenate([r.versions[r.mask] for r in group.rollouts])
+            assert sampled.min() >= group.start_version
+            if late != "mask":
+                assert sampled.min() >= batch.version - BOUND
+            if on_update == "drain":
+                assert all(len(set(reply.tolist())) == 1 for r in group.rollouts for reply in replies(r))
+            if mode == "exact":
+                assert set(sampled.tolist()) == {max(0, batch.version - BOUND)}
+    assert set(run.evals) >= {2} and all(0 <= values["eval/reward"] for values in run.evals.values())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", IN_CI, ids="-".join)
+def test_episodes_keep_the_bound_under_each_policy(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
+) -> None:
+    config = configure(smoke_yaml, tmp_path, case, sglang_server.engine.url)
+    check(run_assembled(config), config, case)
+
+
+@pytest.mark.nightly
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", ALL, ids="-".join)
+def test_episodes_keep_the_bound_under_every_combination(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
+) -> None:
+    config = configure(smoke_yaml, tmp_path, case, sglang_server.engine.url)
+    check(run_assembled(config), config, case)

@@ -19,14 +19,14 @@ from tests.rollout_server.test_worker import TOKENIZER
 
 
 class TalkingEngine:
-    """Answers each request with the text that `say` makes of the last message and the number of the answer.
+    """Answers each request with the text that `say` makes of the last message, and of the answer's number among n.
 
     Tokens have the newest of the versions that the test sets and that of the request.
     """
 
     url, vocab_size = "", len(TOKENIZER)
 
-    def __init__(self, say: Callable[[str, int], str], delay_s: float = 0.001) -> None:
+    def __init__(self, say: Callable[[str, int, int], str], delay_s: float = 0.001) -> None:
         self.say = say
         self.delay_s = delay_s
         self.version = 0
@@ -49,7 +49,7 @@ class TalkingEngine:
         finally:
             self.num_running -= 1
         last = re.split(r"<eos>|<sep>", TOKENIZER.decode(request.prompt.tokens).removesuffix("<sep>"))[-1].strip()
-        return [self._completion(self.say(last, number), version, request.max_tokens) for number in range(request.n)]
+        return [self._completion(self.say(last, number, request.n), version, request.max_tokens) for number in range(request.n)]
 
     def _completion(self, text: str, version: int, max_tokens: int) -> Completion:
         tokens = TOKENIZER(text + "<eos>", add_special_tokens=False)["input_ids"][:max_tokens]
@@ -61,10 +61,10 @@ class TalkingEngine:
         )  # fmt: skip
 
 
-def follow(last: str, number: int) -> str:
-    """The right reply in `chain`, but a wrong one of the first answer to a group's first question."""
+def follow(last: str, number: int, n: int) -> str:
+    """The right reply in `chain`, but a wrong one of the first of three answers, which only the first turn asks for."""
     right = f"={last}" if last.isdecimal() else f"?{last}"
-    return right if number else "?!"
+    return "?!" if (number, n) == (0, 3) else right
 
 
 class Silent:

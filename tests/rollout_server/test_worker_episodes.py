@@ -78,7 +78,7 @@ def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(confi
 
 def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Config) -> None:
     task = replace(config.task, env=f"{CASES}:Silent", params={})
-    engine = TalkingEngine(lambda last, number: last)
+    engine = TalkingEngine(lambda last, number, n: last)
     batches, reports, server, _ = rolled_out(replace(config, task=task), engine, no_reward, steps=4)
     task_of = open_task(replace(config, task=task), TOKENIZER)
     for group in (group for batch in batches for group in batch.groups):
@@ -99,7 +99,10 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
-    broken = replace(config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}))
+    broken = replace(
+        config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}),
+        timeouts=replace(config.timeouts, batch_s=1),
+    )
     with pytest.raises(RewardError, match=r"5 groups in a row failed .* the environment's step raised KeyError"):
         rolled_out(broken, TalkingEngine(follow), no_reward)
 
@@ -109,7 +112,7 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
         name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
     )
     config = replace(config, task=task, timeouts=replace(config.timeouts, turn_s=20))
-    engine = TalkingEngine(lambda last, number: "xy" if last == "more" else "z")
+    engine = TalkingEngine(lambda last, number, n: "xy" if last == "more" else "z")
     (batch,), reports, *_ = rolled_out(config, engine, no_reward)
     for group in batch.groups:
         assert [episode.turns for episode in group.episodes] == [2, 2, 2]
@@ -126,7 +129,7 @@ def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: 
         beside=lambda worker: worker.evaluate(7, beside_training=False),
     )
     values = {metric.key: metric.value for metric in report.metrics}
-    assert values["eval/accuracy"] == 0.5 and values["eval/failed"] == 0  # of two answers the first is wrong
+    assert values["eval/accuracy"] == 1 and values["eval/failed"] == 0  # two answers a question: none is wrong
 
 
 def test_a_push_that_drains_waits_for_replies_and_not_for_tools(config: Config) -> None:

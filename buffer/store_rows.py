@@ -21,17 +21,19 @@ class Outcome(NamedTuple):
 
     newest_version: int
     response_tokens: float
-    """Mean over the group's rollouts, as is `reward`."""
+    """The mean number of trained tokens of an episode."""
     reward: float
+    """The mean reward of an episode."""
     equal_rewards: bool
+    """Whether all episodes have the same reward."""
     duration_s: float
 
     @classmethod
     def of(cls, group: GroupColumns) -> Outcome:
-        rewards = group.rewards
+        rewards = group.episode_rewards
         size = len(rewards)
         return cls(
-            group.newest_version, sum(group.lengths) / size, sum(rewards) / size, min(rewards) == max(rewards),
+            group.newest_version, sum(group.trained_tokens) / size, sum(rewards) / size, min(rewards) == max(rewards),
             group.duration_s,
         )
 

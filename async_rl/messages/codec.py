@@ -1,9 +1,10 @@
 """Encodes a RolloutGroup to msgpack bytes and decodes it, after checking all that comes from the network.
 
-    group     {schema, group_id, ..., lengths [G], tokens [sum of lengths], logprobs, versions, mask, rewards [G], ...}
+    group     {schema, group_id, ..., lengths [N], tokens [sum of lengths], logprobs, versions, mask, rewards [N], ...,
+               episodes: None if each of the N rollouts is the answer to a question, else see episode_columns.py}
     array     [dtype, number of elements, little-endian bytes]
 
-A group of G rollouts is sent as columns, each with one rollout after the other, so that a few array operations check
+A group of N rollouts is sent as columns, each with one rollout after the other, so that a few array operations check
 all rollouts. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
 read-only views of the columns.
 """
@@ -23,19 +24,34 @@ import numpy.typing as npt
 
 from async_rl.config import Config
 from async_rl.errors import WireError
-from async_rl.messages.message_reader import Fields, pack, refusal, unpack
+from async_rl.messages.episode_columns import (
+    BYTES_A_TURN,
+    MAX_EPISODE_BYTES,
+    EpisodeColumns,
+    check_episodes,
+    pack_episodes,
+)
+from async_rl.messages.message_reader import (
+    BOOL,
+    FLOAT32,
+    FLOAT64,
+    INT32,
+    Fields,
+    pack,
+    pack_array,
+    refusal,
+    unpack,
+)
 from async_rl.types import BoolArray, FloatArray, IntArray, Rollout, RolloutGroup
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
 """The largest logprob above 0 that is taken for a rounding error and sent as 0. Float32 log-softmax rounds the logprob
 0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or negated
 logprobs sent by mistake."""
-FINISH_REASONS = ("stop", "length")
-
-_INT32, _FLOAT32, _FLOAT64, _BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
+FINISH_REASONS = ("stop", "length", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +59,11 @@ class Limits:
     """The largest sizes that a rollout group may have; `group_size` must be met exactly."""
 
     group_size: int
+    """The number of episodes."""
+    max_rows: int
+    """The number of rollouts of all episodes of several turns; of answers to a question there are `group_size`."""
+    max_turns: int
+    """The number of turns of an episode; 0 if only answers to a question are allowed."""
     max_prompt_tokens: int
     max_response_tokens: int
 
@@ -50,23 +71,38 @@ class Limits:
     def from_config(cls, config: Config) -> Limits:
         return cls(
             group_size=config.rollout.group_size,
+            max_rows=config.max_rows_per_group,
+            max_turns=config.rollout.max_turns if config.task.has_turns else 0,
             max_prompt_tokens=config.task.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
+            max_response_tokens=config.longest_response_tokens,
+        )
+
+    @classmethod
+    def of_stored(cls, data: bytes, num_episodes: int) -> Limits:
+        """Return limits that the bytes of a stored group are within, whatever its sizes.
+
+        A resume may have changed the config since the group was checked and stored.
+        """
+        size = len(data)
+        return cls(
+            group_size=num_episodes, max_rows=size, max_turns=size, max_prompt_tokens=size, max_response_tokens=size
         )
 
     @property
     def max_group_bytes(self) -> int:
         """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, some for the rest."""
-        return 4096 + 4 * self.max_prompt_tokens + self.group_size * (512 + 13 * self.max_response_tokens)
+        of_episode = MAX_EPISODE_BYTES + BYTES_A_TURN * self.max_turns if self.max_turns else 0
+        of_rows = self.max_rows * (512 + 13 * self.max_response_tokens)
+        return 4096 + 4 * self.max_prompt_tokens + of_rows + self.group_size * of_episode
 
 
 def encode_group(group: RolloutGroup) -> bytes:
     """Encode one rollout group as bytes; a logprob above 0 by a rounding error is sent as 0.
 
-    WireError: an array has the wrong shape, dtype or length.
+    WireError: an array has the wrong shape, dtype or length, or turns are given that can't be sent.
     """
     rollouts = group.rollouts
-    logprobs = _column("logprobs", rollouts, _FLOAT32)
+    logprobs = _column("logprobs", rollouts, FLOAT32)
     if logprobs.size and 0 < logprobs.max() <= MAX_ROUNDING:
         logprobs = np.minimum(logprobs, 0)
     return pack(
@@ -76,59 +112,92 @@ def encode_group(group: RolloutGroup) -> bytes:
             "prompt_index": operator.index(group.prompt_index),
             "start_version": operator.index(group.start_version),
             "temperature": float(group.temperature),
-            "prompt_tokens": _pack_array(_one_dimensional("prompt_tokens", group.prompt_tokens, _INT32)),
-            "lengths": _pack_array(np.array([len(rollout.tokens) for rollout in rollouts], _INT32)),
-            "tokens": _pack_array(_column("tokens", rollouts, _INT32)),
-            "logprobs": _pack_array(logprobs),
-            "versions": _pack_array(_column("versions", rollouts, _INT32)),
-            "mask": _pack_array(_column("mask", rollouts, _BOOL)),
-            "rewards": _pack_array(np.array([rollout.reward for rollout in rollouts], _FLOAT64)),
+            "prompt_tokens": pack_array(_one_dimensional("prompt_tokens", group.prompt_tokens, INT32)),
+            "lengths": pack_array(np.array([len(rollout.tokens) for rollout in rollouts], INT32)),
+            "tokens": pack_array(_column("tokens", rollouts, INT32)),
+            "logprobs": pack_array(logprobs),
+            "versions": pack_array(_column("versions", rollouts, INT32)),
+            "mask": pack_array(_column("mask", rollouts, BOOL)),
+            "rewards": pack_array(np.array([rollout.reward for rollout in rollouts], FLOAT64)),
             "finish_reasons": [rollout.finish_reason for rollout in rollouts],
             "duration_s": float(group.duration_s),
             "worker": group.worker,
             "baseline_reward": None if group.baseline_reward is None else float(group.baseline_reward),
             "keeps_kv": group.keeps_kv,
+            "episodes": pack_episodes(group),
         }
     )
 
 
 class GroupColumns(NamedTuple):
-    """A checked group as it is sent: each array holds all rollouts, one after the other."""
+    """A checked group of N rollouts as it is sent: each array holds all rollouts, one after the other."""
 
     group_id: int
     prompt_index: int
     start_version: int
     temperature: float
     prompt_tokens: IntArray  # [P]
-    lengths: list[int]  # [G] T of each rollout
+    lengths: list[int]  # [N] T of each rollout
     tokens: IntArray  # [sum of T]
     logprobs: FloatArray  # [sum of T]
     versions: IntArray  # [sum of T]
     mask: BoolArray  # [sum of T]
-    rewards: list[float]  # [G]
-    finish_reasons: list[str]  # [G]
+    rewards: list[float]  # [N]
+    finish_reasons: list[str]  # [N]
     duration_s: float
     worker: str
     baseline_reward: float | None
     keeps_kv: bool
+    episodes: EpisodeColumns | None
+    """None if each rollout is an episode of one turn."""
     newest_version: int
-    """The highest version of the group's tokens."""
+    """The highest version of the group's tokens. A trained token has it, because the last one of each rollout is."""
+    trained_tokens: list[int]  # [N] the number of trained tokens of each rollout
+
+    @property
+    def starts(self) -> list[int]:
+        """The position of the first token of each rollout in the columns."""
+        return list(itertools.accumulate(self.lengths[:-1], initial=0))
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The reward of each episode."""
+        if self.episodes is None:
+            return self.rewards
+        rows = [facts.rows for facts in self.episodes.facts]
+        return [self.rewards[first] for first in itertools.accumulate(rows[:-1], initial=0)]
+
+    def oldest_versions(self) -> list[int]:
+        """Return the version of the first trained token of each rollout, the lowest of those that are trained."""
+        firsts = self.starts
+        if self.trained_tokens != self.lengths:
+            masks = np.split(self.mask, firsts[1:])
+            firsts = [start + int(mask.argmax()) for start, mask in zip(firsts, masks, strict=True)]
+        versions: list[int] = self.versions[firsts].tolist()
+        return versions
 
     def group(self) -> RolloutGroup:
         """Return the group as a RolloutGroup, whose arrays are views of the columns."""
-        ends = list(itertools.accumulate(self.lengths))
+        facts, turn_ends, turn_rewards = self.episodes or _NO_EPISODES
         rollouts = tuple(
             Rollout(
                 tokens=self.tokens[start:end], logprobs=self.logprobs[start:end], versions=self.versions[start:end],
-                mask=self.mask[start:end], reward=reward, finish_reason=reason,
+                mask=self.mask[start:end], reward=reward, finish_reason=reason, turn_ends=ends, turn_rewards=rewards,
             )
-            for start, end, reward, reason in zip([0, *ends], ends, self.rewards, self.finish_reasons, strict=False)
+            for start, end, reward, reason, ends, rewards in zip(
+                self.starts, itertools.accumulate(self.lengths), self.rewards, self.finish_reasons, turn_ends,
+                turn_rewards, strict=False,
+            )
         )
-        return RolloutGroup(rollouts=rollouts, **{name: getattr(self, name) for name in _SHARED_FIELDS})
+        shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        return RolloutGroup(rollouts=rollouts, episodes=facts, **shared)
 
 
-_SHARED_FIELDS = tuple(field.name for field in dataclasses.fields(RolloutGroup) if field.name != "rollouts")
-_GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version"}
+_NO_EPISODES = ((), itertools.repeat(()), itertools.repeat(()))
+_SHARED_FIELDS = tuple(
+    field.name for field in dataclasses.fields(RolloutGroup) if field.name not in ("rollouts", "episodes")
+)
+_GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version", "trained_tokens"}
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
@@ -141,55 +210,58 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
 
     A valid message has exactly the known fields, sizes within `limits`, and the right dtypes. Each rollout has four
     arrays of equal length T >= 1, tokens >= 0, finite logprobs <= 0, versions that start at start_version or later and
-    do not decrease, and a finite reward. Otherwise this raises WireError, which names the field and the value.
+    do not decrease, and a finite reward. Its last token is trained, and the logprob of a masked token is 0. Episodes
+    meet `check_episodes`. Otherwise this raises WireError, which names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
         raise WireError(
             f"group: {len(data)} bytes, allowed at most {limits.max_group_bytes} (from rollout.group_size, "
-            "task.max_prompt_tokens and rollout.max_response_tokens)"
+            "task.max_prompt_tokens, rollout.max_response_tokens and rollout.max_episode_tokens)"
         )
     fields = Fields(unpack(data), _GROUP_FIELDS)
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
-    size = limits.group_size
     start_version = fields.integer("start_version", 0, 2**31 - 1)
-    prompt_tokens = fields.array("prompt_tokens", _INT32, 1, limits.max_prompt_tokens)
-    if prompt_tokens.min() < 0:
-        raise fields.refuse("prompt_tokens", "token ids 0 and up", int(prompt_tokens.min()))
     temperature = fields.number("temperature", 0.0)
     if temperature == 0:
         raise fields.refuse("temperature", "above 0")
-    lengths = fields.array("lengths", _INT32, size, size).tolist()
+    episodes = fields.nested_or_none("episodes")
+    if episodes is not None and not limits.max_turns:
+        raise fields.refuse("episodes", "None: an episode of this run is the answer to a question")
+    max_rows = limits.group_size if episodes is None else limits.max_rows
+    lengths = fields.array("lengths", INT32, limits.group_size, max_rows).tolist()
     if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
         bad = min(lengths) if min(lengths) < 1 else max(lengths)
         raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a rollout", bad)
     total = sum(lengths)
-    tokens = fields.array("tokens", _INT32, total, total)
+    tokens = fields.array("tokens", INT32, total, total)
     if tokens.min() < 0:
         raise _refuse_element("tokens", tokens, tokens < 0, lengths, "token ids 0 and up")
-    logprobs = fields.array("logprobs", _FLOAT32, total, total)
+    logprobs = fields.array("logprobs", FLOAT32, total, total)
     # A NaN makes both comparisons false.
     if not (logprobs.max() <= 0 and logprobs.min() > -math.inf):
         bad_logprobs = ~((logprobs <= 0) & (logprobs > -math.inf))
         raise _refuse_element("logprobs", logprobs, bad_logprobs, lengths, "finite numbers <= 0")
-    versions = fields.array("versions", _INT32, total, total)
+    versions = fields.array("versions", INT32, total, total)
     newest_version = _check_versions(versions, start_version, lengths)
-    rewards = fields.array("rewards", _FLOAT64, size, size).tolist()
-    reasons = fields.items("finish_reasons", size, size)
+    mask = fields.array("mask", BOOL, total, total)
+    trained_tokens = _check_mask(mask, logprobs, lengths)
+    prompt_tokens = _read_prompt(fields, limits.max_prompt_tokens, mask, lengths)
+    rewards = fields.array("rewards", FLOAT64, len(lengths), len(lengths)).tolist()
+    reasons = fields.items("finish_reasons", len(lengths), len(lengths))
     for i, (reward, reason) in enumerate(zip(rewards, reasons, strict=True)):
         if not math.isfinite(reward):
             raise refusal(f"rollouts[{i}].reward", reward, "a finite number")
         if reason not in FINISH_REASONS:
             raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
+    checked = None
+    if episodes is not None:
+        checked = check_episodes(episodes, limits.group_size, limits.max_turns, lengths, mask, rewards)
     return GroupColumns(
         fields.integer("group_id", 0), fields.integer("prompt_index", 0), start_version, temperature, prompt_tokens,
-        lengths, tokens, logprobs, versions, fields.array("mask", _BOOL, total, total), rewards, reasons,
-        fields.number("duration_s", 0.0), fields.text("worker"), fields.number_or_none("baseline_reward"),
-        fields.boolean("keeps_kv"), newest_version,
+        lengths, tokens, logprobs, versions, mask, rewards, reasons, fields.number("duration_s", 0.0),
+        fields.text("worker"), fields.number_or_none("baseline_reward"), fields.boolean("keeps_kv"), checked,
+        newest_version, trained_tokens,
     )
-
-
-def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
-    return [array.dtype.str, len(array), array.tobytes()]
 
 
 def _one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -228,6 +300,39 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
             allowed = f"{versions[at]} and up, as the token before has version {versions[at]}"
             raise _refuse_element("versions", versions, np.append(False, falls), lengths, allowed)
     return newest
+
+
+def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int]) -> list[int]:
+    """Return the number of trained tokens of each rollout.
+
+    WireError: the last token of a rollout is masked, or a masked token has a logprob that is not 0.
+    """
+    if mask.all():
+        return lengths
+    ends = np.cumsum(lengths, dtype=np.intp)
+    is_trained = mask[ends - 1]
+    if not is_trained.all():
+        raise refusal(f"rollouts[{is_trained.argmin()}].mask", False, "true for the last token of a rollout")
+    has_logprob = (logprobs != 0) & ~mask
+    if has_logprob.any():
+        raise _refuse_element("logprobs", logprobs, has_logprob, lengths, "0 for a token that is not trained")
+    trained: list[int] = np.add.reduceat(mask, ends - lengths, dtype=np.intp).tolist()
+    return trained
+
+
+def _read_prompt(fields: Fields, max_tokens: int, mask: BoolArray, lengths: list[int]) -> IntArray:
+    """Return the prompt tokens. Rollouts that share no first token have none, and each begins with a masked token."""
+    tokens = fields.array("prompt_tokens", INT32, 0, max_tokens)
+    if not len(tokens):
+        is_trained = mask[np.cumsum(lengths, dtype=np.intp) - lengths]
+        if is_trained.any():
+            raise WireError(
+                f"prompt_tokens: 0 elements, allowed 1..{max_tokens}, as the first token of rollout "
+                f"{is_trained.argmax()} is trained"
+            )
+    elif tokens.min() < 0:
+        raise fields.refuse("prompt_tokens", "token ids 0 and up", int(tokens.min()))
+    return tokens
 
 
 def _refuse_element(

@@ -15,8 +15,10 @@ from async_rl.errors import WireError
 MAX_INT = 2**62
 MAX_NAME_CHARS = 200
 
+INT32, FLOAT32, FLOAT64, BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
+"""The dtypes of the arrays in messages, all in little-endian order."""
+
 _WHOLE = object()
-_BOOL = np.dtype("bool")
 _PACKER = msgpack.Packer()
 """Shared, because creating a Packer takes longer than packing a small message."""
 
@@ -91,6 +93,9 @@ class Fields:
             raise self.refuse(name, "a map")
         return value
 
+    def nested_or_none(self, name: str) -> dict[Any, Any] | None:
+        return None if self._values[name] is None else self.nested(name)
+
     def array(self, name: str, dtype: np.dtype[Any], low: int, high: int) -> npt.NDArray[Any]:
         """Read a one-dimensional array of low..high elements of exactly this dtype; the array is read-only."""
         value = self._values[name]
@@ -106,13 +111,22 @@ class Fields:
             raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize}")
         array = np.frombuffer(data, dtype)
         # numpy accepts any byte as a bool, but arithmetic with bytes other than 0 and 1 is wrong.
-        if dtype == _BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+        if dtype == BOOL and count and (worst := array.view(np.uint8).max()) > 1:
             raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 
 
+def pack_array(array: npt.NDArray[Any]) -> list[Any]:
+    """Return an array as the list that `Fields.array` reads: its dtype, number of elements and bytes."""
+    return [array.dtype.str, len(array), array.tobytes()]
+
+
 def pack(message: dict[str, Any]) -> bytes:
-    data: bytes = _PACKER.pack(message)
+    """Encode a map as msgpack. Raises WireError if it holds text that is not valid Unicode."""
+    try:
+        data: bytes = _PACKER.pack(message)
+    except UnicodeEncodeError as error:
+        raise WireError(f"message: the text {_short(error.object)} is not valid Unicode") from None
     return data
 
 

@@ -125,16 +125,15 @@ class JournalReader:
             JournalError: the journal can't be read, or another version of this program wrote the group.
         """
         rows = self.rows("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,))
-        answers = self.rows("SELECT COUNT(*) AS number FROM rollouts WHERE group_id = ?", (group_id,))[0]["number"]
         if not rows:
             return None
+        episodes = self.rows("SELECT MAX(episode) + 1 AS number FROM rollouts WHERE group_id = ?", (group_id,))
         try:
             data = read_payload(payload_folder(self._file), Place(**rows[0]))
         except OSError:
             return None  # removed since the query, or not copied here
-        limits = Limits(group_size=answers, max_prompt_tokens=len(data), max_response_tokens=len(data))
         try:
-            return decode_group(data, limits)
+            return decode_group(data, Limits.of_stored(data, episodes[0]["number"]))
         except AsyncRLError as error:
             raise JournalError(f"The tokens of group {group_id} can't be decoded: {error}.") from None
 

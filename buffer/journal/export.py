@@ -26,24 +26,29 @@ SCHEMA = pa.schema(
         "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "worker": pa.string(),
         "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(), "finished_version": pa.int32(),
         "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
-        "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "finish_reason": pa.string(),
+        "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "context_tokens": pa.int32(),
+        "finish_reason": pa.string(), "episode": pa.int32(), "turns": pa.int32(), "tool_calls": pa.int32(),
+        "tool_s": pa.float64(), "duration_s": pa.float64(), "end": pa.string(), "metrics": pa.string(),
+        "turn_ends": pa.list_(pa.int32()), "turn_rewards": pa.list_(pa.float64()),
         "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
     }
 )
-"""The columns of the file. `staleness` is that of the last use. The arrays are null if the journal has removed the
-group's payload."""
+"""The columns of the file. `staleness` is that of the last use. The columns from `turns` to `turn_rewards` are null for
+an answer to a question. Those from `prompt_tokens` on are null if the journal has removed the group's payload."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
 _ROLLOUTS = """
 SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
     rollouts.newest_version AS newest_version, rollouts.reward AS reward,
-    rollouts.response_tokens AS response_tokens, finish_reason,
+    rollouts.response_tokens AS response_tokens, context_tokens, finish_reason, episode, turns, tool_calls, tool_s,
+    episodes.duration_s AS duration_s, end, metrics,
     (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
     (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
-FROM rollouts JOIN groups USING (group_id) ORDER BY group_id, rollout
+FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode) ORDER BY group_id, rollout
 """
+_TURNS = "SELECT rollout, end_token, reward FROM turns WHERE group_id = ? ORDER BY rollout, turn"
 
 
 def export_trajectories(
@@ -91,6 +96,8 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
     every_row = (dict(zip(names, values, strict=True)) for values in cursor)
     for number, (group_id, of_group) in enumerate(groupby(every_row, itemgetter("group_id")), 1):
         rows = list(of_group)
+        if rows[0]["turns"]:
+            _add_turns(rows, database.execute(_TURNS, (group_id,)).fetchall())
         place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
         if place:
             with suppress(FileNotFoundError):  # the journal has removed the file since
@@ -105,13 +112,16 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         yield chunk
 
 
-def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """Add the arrays (tokens, logprobs, versions, mask) of an encoded group to its rows, without checking limits again.
+def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[int, int, float]]) -> None:
+    """Add `turn_ends` and `turn_rewards` to the rows of a group, given (rollout, end, reward) of all its turns."""
+    for row in rows:
+        of_row = [(end, reward) for rollout, end, reward in turns if rollout == row["rollout"]]
+        row["turn_ends"], row["turn_rewards"] = (list(column) for column in zip(*of_row, strict=True))
 
-    A resume may have changed the limits of the config since the group arrived.
-    """
-    limits = Limits(group_size=len(rows), max_prompt_tokens=len(payload), max_response_tokens=len(payload))
-    group = decode_group(payload, limits)
+
+def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
+    """Add the arrays (tokens, logprobs, versions, mask) of an encoded group to its rows."""
+    group = decode_group(payload, Limits.of_stored(payload, rows[-1]["episode"] + 1))
     for row, rollout in zip(rows, group.rollouts, strict=True):
         row |= {
             "prompt_tokens": group.prompt_tokens, "tokens": rollout.tokens, "logprobs": rollout.logprobs,

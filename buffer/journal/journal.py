@@ -2,6 +2,8 @@
 
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
+    episodes   one row for each episode of several turns, none for the answer to a question
+    turns      one row for each turn that a rollout of such an episode trains
     uses       one row for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
@@ -13,7 +15,6 @@ Users may read the tables too, also while the run goes on: see "Trajectories in 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sqlite3
 from collections import deque
@@ -25,6 +26,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import GroupColumns
 from async_rl.storage.checkpoints import TrainingState
 from buffer.frames import view
+from buffer.journal.arrived_rows import TABLE_NAMES, TABLES, ArrivedRows
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
 from buffer.store_rows import Outcome, Row
 
@@ -34,19 +36,15 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the tables below, of the scalars and of the payloads. Each change of one of them must raise it."""
-SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" """
+SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" + TABLES + """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
     granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
     newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER, duration_s REAL,
     final_version INTEGER
 );
-CREATE TABLE IF NOT EXISTS rollouts (
-    group_id INTEGER, rollout INTEGER, reward REAL, response_tokens INTEGER, oldest_version INTEGER,
-    newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
@@ -62,7 +60,10 @@ _IMPORT_PAST = (
     # Batches after the checkpoint, which a group may have been in as well, are discarded.
     "UPDATE groups SET state = 'trained', final_version = min(ifnull(final_version, :version), :version) "
     "WHERE state <> 'dropped'",
-    "REPLACE INTO rollouts SELECT * FROM past.rollouts WHERE group_id IN (SELECT group_id FROM groups)",
+    *(
+        f"REPLACE INTO {table} SELECT * FROM past.{table} WHERE group_id IN (SELECT group_id FROM groups)"
+        for table in TABLE_NAMES
+    ),
     "REPLACE INTO uses SELECT * FROM past.uses "
     "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
     "REPLACE INTO payloads SELECT * FROM past.payloads "
@@ -81,7 +82,7 @@ class Journal:
         self._file = file
         self._keep_steps = keep_steps
         self._rows: dict[int, Row] = {}
-        self._rollouts: list[tuple[Any, ...]] = []
+        self._arrived = ArrivedRows()
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -143,14 +144,8 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row (reward, length, oldest and newest version, finish reason) for each rollout of an arrived group."""
-        ends = list(itertools.accumulate(group.lengths))
-        oldest = group.versions[[0, *ends[:-1]]].tolist()
-        newest = group.versions[[end - 1 for end in ends]].tolist()
-        self._rollouts += zip(
-            itertools.repeat(group.group_id), itertools.count(), group.rewards, group.lengths, oldest, newest,
-            group.finish_reasons, strict=False,
-        )
+        """Add a row for each rollout, episode of several turns and turn of an arrived group."""
+        self._arrived.add(group)
 
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
@@ -174,7 +169,7 @@ class Journal:
                 "INSERT INTO payloads VALUES (?, ?, ?, ?)",
                 [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
             )
-            execute("INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)", self._rollouts)
+            self._arrived.insert(self._db)
             execute(
                 "INSERT OR IGNORE INTO uses VALUES (?, ?)",
                 [(row.group_id, used_in) for row in rows for used_in in row.trained_versions],
@@ -184,7 +179,7 @@ class Journal:
             self._db.execute("COMMIT")
             self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
         self._rows.clear()
-        self._rollouts.clear()
+        self._arrived.clear()
         self._scalars = scalars
 
     def close(self) -> None:

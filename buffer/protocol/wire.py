@@ -144,7 +144,7 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
-    limits = Limits(**{name: size_fields.integer(name, 1) for name in sizes})
+    limits = Limits(**{name: size_fields.integer(name, 0) for name in sizes})
     finished = fields.items("finished_versions", 0, _MAX_BATCH)
     if len(finished) != len(frames) - 1:
         raise WireError(f"batch: {len(frames) - 1} groups, allowed {len(finished)} as its header says")

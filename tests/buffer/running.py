@@ -7,12 +7,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from async_rl.config import Config, TimeoutsConfig
-from async_rl.types import Batch, Slot
+from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
@@ -44,14 +45,26 @@ async def put_all(worker: WorkerClient) -> None:
         await worker.put(make_group(slot))
 
 
+GroupMaker = Callable[[Slot, np.random.Generator, int], RolloutGroup]
+"""Makes a group for a slot, with token versions from the slot's up to the given one."""
+
+
+def make_answers(slot: Slot, rng: np.random.Generator, newest: int, group_size: int = 2) -> RolloutGroup:
+    versions = np.array([slot.start_version, newest], np.int32)
+    return make_group(slot, rollouts=tuple(make_rollout(2, versions=versions) for _ in range(group_size)))
+
+
 def run_pipeline(
-    server: BufferServer | str, config: Config, steps: int, workers: int, step_s: float = 0.005
+    server: BufferServer | str, config: Config, steps: int, workers: int, step_s: float = 0.005,
+    make: GroupMaker | None = None,
 ) -> list[Batch]:
     """A learner in this thread, workers with random durations in another; returns what was trained on.
 
     Args:
         server: the buffer; or only its address, if it may be killed meanwhile, so that an answer may get lost.
+        make: makes the groups; by default each has answers of two tokens to a question.
     """
+    make_one = make or partial(make_answers, group_size=config.rollout.group_size)
     address = server if isinstance(server, str) else server.address
     stop = threading.Event()
     announced = [0]
@@ -65,9 +78,7 @@ def run_pipeline(
             if rng.random() < 0.1:
                 await client.fail(slot.group_id, "drawn", requeue=bool(rng.random() < 0.5))
                 return
-            versions = np.array([slot.start_version, announced[0]], np.int32)
-            rollouts = tuple(make_rollout(2, versions=versions) for _ in range(config.rollout.group_size))
-            stored = await client.put(make_group(slot, rollouts=rollouts))
+            stored = await client.put(make_one(slot, rng, announced[0]))
             assert stored or address is server
 
         running: set[asyncio.Task[None]] = set()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from collections.abc import Callable
 
 import msgpack
+import numpy as np
+import pytest
 import zmq
 
+from async_rl.messages.codec import encode_group
+from async_rl.types import Slot
 from buffer.protocol.operations import Operations
 from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules
@@ -16,8 +21,9 @@ from buffer.store import Store
 from tests.buffer.factories import make_config, serving
 from tests.buffer.running import run_pipeline
 from tests.buffer.test_refusals import FIRST, put_frames
+from tests.messages.random_episodes import random_episodes
 
-TO_THE_OPERATIONS, OVER_A_SOCKET = 90_000, 10_000
+TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 90_000, 30_000, 10_000
 FAR = 0x1111_1111_1111_1111
 """No five mutations make a small number of it."""
 
@@ -36,10 +42,15 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
     return frames
 
 
-def valid_messages() -> list[list[bytes]]:
+def put_episodes(slot: Slot) -> list[bytes]:
+    group = random_episodes(slot, np.random.default_rng(slot.group_id))
+    return [pack_request("put", 77, worker="rollout/0"), encode_group(group)]
+
+
+def valid_messages(put: Callable[[Slot], list[bytes]]) -> list[list[bytes]]:
     worker = "rollout/0"
     return [
-        *(put_frames(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)),
+        *(put(dataclasses.replace(FIRST, group_id=i, prompt_index=i)) for i in range(4)),
         [pack_request("fail", 5, worker=worker, group_id=2, cause="no cause", requeue=True)],
         [pack_request("admit", 5, worker=worker, max_groups=3, wait_s=0.0)],
         [pack_request("take", 5, version=0, wait_s=0.0)],
@@ -48,28 +59,34 @@ def valid_messages() -> list[list[bytes]]:
     ]
 
 
-def test_mutated_messages_of_a_worker_are_refused_or_valid() -> None:
+@pytest.mark.parametrize(
+    ("env", "put", "number"), [("", put_frames, TO_THE_OPERATIONS), ("my_games:Game", put_episodes, WITH_EPISODES)]
+)
+def test_mutated_messages_of_a_worker_are_refused_or_valid(
+    env: str, put: Callable[[Slot], list[bytes]], number: int
+) -> None:
     """The messages are those of a worker that has slots, so some are still valid and change the state."""
     rng = random.Random(1)
-    originals = valid_messages()
+    originals = valid_messages(put)
     answers = refusals = admitted = 0
+    config = make_config(max_staleness=1)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, env=env))
     for seed in range(10):
-        config = make_config(max_staleness=1)
         store = Store(Rules.from_config(config))
         operations = Operations(config, store)
         for frames in [[pack_request("served", 1, version=0)], originals[5]]:
             operations.handle(b"worker", frames)
         operations.answers(0.0)  # grants the slots
         rng.seed(seed)
-        for _ in range(TO_THE_OPERATIONS // 10):
+        for _ in range(number // 10):
             operations.handle(b"worker", mutate(rng.choice(originals), rng))
             for answer in operations.answers(0.0):
                 answers += len(answer.ids)
                 refusals += bool(answer.error)
         admitted += int(operations.counters()["buffer/admitted"])
-        assert operations.counters()["buffer/refused"] > 0.5 * TO_THE_OPERATIONS // 10
+        assert operations.counters()["buffer/refused"] > 0.5 * number // 10
         store.close()  # checks the accounting
-    assert refusals < answers <= TO_THE_OPERATIONS + 10, "some were valid"
+    assert refusals < answers <= number + 10, "some were valid"
     assert admitted >= 10 * 3
 
 

@@ -15,7 +15,7 @@ from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, Limits, decode
 from async_rl.types import Rollout, RolloutGroup, Slot
 from tests.buffer.factories import make_group, make_rollout
 
-LIMITS = Limits(group_size=2, max_prompt_tokens=16, max_response_tokens=32)
+LIMITS = Limits(group_size=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32)
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 
@@ -41,16 +41,17 @@ def assert_same(a: RolloutGroup, b: RolloutGroup) -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float, seed: int, worker: str) -> None:
     rng = np.random.default_rng(seed)
+    masks = [np.append(rng.random(n - 1) < 0.5, True) for n in lengths]
     rollouts = tuple(
         Rollout(
-            tokens=rng.integers(0, 2**31 - 1, n, dtype=np.int32),
-            logprobs=-rng.exponential(size=n).astype(np.float32),
-            versions=np.sort(rng.integers(3, 9, n)).astype(np.int32),
-            mask=rng.random(n) < 0.5,
+            tokens=rng.integers(0, 2**31 - 1, len(mask), dtype=np.int32),
+            logprobs=np.where(mask, -rng.exponential(size=len(mask)), 0).astype(np.float32),
+            versions=np.sort(rng.integers(3, 9, len(mask))).astype(np.int32),
+            mask=mask,
             reward=reward,
             finish_reason="length",
         )
-        for n in lengths
+        for mask in masks
     )
     group = make_group(SLOT, rollouts=rollouts, worker=worker)
     assert_same(decode_group(encode_group(group), LIMITS), group)
@@ -91,8 +92,8 @@ F, I = np.float32, np.int32  # noqa: E741
         ({"duration_s": -0.5}, "duration_s: got -0.5"),
         ({"worker": "w" * 201}, "worker: got 'www"),
         ({"worker": 5}, "worker: got 5, allowed a string"),
-        ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16"),
-        ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 1..16"),
+        ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
+        ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
         ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed token ids"),
         ({"rollouts": (make_rollout(3, 3),)}, "lengths: 1 elements, allowed 2"),
         ({"rollouts": (make_rollout(0, 3), make_rollout(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a rollout"),
@@ -102,13 +103,18 @@ F, I = np.float32, np.int32  # noqa: E741
             with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
             r"mask: got 2, allowed bytes 0 and 1",
         ),
+        (with_rollout(mask=np.array([1, 1, 0], np.bool_)), r"rollouts\[1\].mask: got False, allowed true for the last"),
+        (
+            with_rollout(mask=np.array([1, 0, 1], np.bool_)),
+            r"rollouts\[1\].logprobs: got -1.25, allowed 0 for a token that is not trained",
+        ),
         (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rollouts\[1\].logprobs: got 0.5, allowed finite"),
         (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rollouts\[1\].logprobs: got nan"),
         (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rollouts\[1\].logprobs: got -inf"),
         (with_rollout(versions=np.array([2, 3, 3], I)), r"rollouts\[1\].versions: got 2, allowed start_version = 3"),
         (with_rollout(versions=np.array([3, 5, 4], I)), r"rollouts\[1\].versions: got 4, allowed 5 and up, as the"),
         (with_rollout(reward=float("inf")), r"rollouts\[1\].reward: got inf"),
-        (with_rollout(finish_reason="abort"), r"rollouts\[1\].finish_reason: got 'abort', allowed stop or length"),
+        (with_rollout(finish_reason="abort"), r"rollouts\[1\].finish_reason: got 'abort', allowed stop or length or t"),
     ],
 )
 def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], message: str) -> None:
@@ -139,6 +145,12 @@ def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> Non
             encode_group(make_group(SLOT, **with_rollout(**changes)))
     with pytest.raises(WireError, match=r"prompt_tokens: got shape \(1, 2\)"):
         encode_group(make_group(SLOT, prompt_tokens=np.zeros((1, 2), I)))
+
+
+def test_a_text_that_is_not_valid_unicode_is_refused_by_its_sender() -> None:
+    with pytest.raises(WireError, match=r"the text 'rollout.ud800' is not valid Unicode"):
+        encode_group(make_group(SLOT, worker="rollout\ud800"))
+    assert_same(decode_group(encode_group(make_group(SLOT)), LIMITS), make_group(SLOT))
 
 
 def test_arrays_are_sent_in_little_endian_order() -> None:
@@ -179,6 +191,8 @@ def test_unknown_missing_and_renamed_fields_are_refused() -> None:
         ({k: v for k, v in good.items() if k != "worker"}, "worker: missing"),
         ({**good, "schema": 99}, f"schema: got 99, allowed an integer in {SCHEMA_VERSION}..{SCHEMA_VERSION}"),
         ({**good, "group_id": True}, "group_id: got True"),
+        ({**good, "episodes": {}}, "episodes: got a dict of 0, allowed None: an episode of this run is the answer to"),
+        ({**good, "episodes": []}, "episodes: got a list of 0, allowed a map"),
         ([1], "message: got a list of 1, allowed a map"),
     ):
         with pytest.raises(WireError, match=message):

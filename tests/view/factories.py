@@ -82,12 +82,15 @@ class JournalWriter:
             ),
         )  # fmt: skip
         self._db.executemany(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?)",
             [
-                (group.group_id, i, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]), r.finish_reason)
+                (
+                    group.group_id, i, i, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]),
+                    r.finish_reason,
+                )
                 for i, r in enumerate(group.rollouts)
             ],
-        )
+        )  # fmt: skip
         if step is not None:
             self._db.execute("INSERT INTO uses VALUES (?, ?)", (group.group_id, step - 1))
         (place,) = self._payloads.append([memoryview(encode_group(group))])

@@ -1,0 +1,196 @@
+"""Encodes the episodes of a rollout group as columns, and checks such columns.
+
+    episodes  {rows [G], turns [G], tool_calls [G], tool_s [G], duration_s [G], ends [G], metrics [G],
+               row_turns [rollouts], turn_ends [sum of row_turns], turn_rewards [sum of row_turns]}
+
+`row_turns` is the number of turns that each rollout trains. A group whose rollouts are answers to a question has none
+of these columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.errors import WireError
+from async_rl.messages.message_reader import FLOAT64, INT32, MAX_NAME_CHARS, Fields, pack_array, refusal
+from async_rl.types import BoolArray, EpisodeFacts, IntArray, RolloutGroup
+
+ENDS = ("done", "length", "turns", "timeout")
+MAX_METRICS = 64
+"""The most metrics that the environment may log in one episode; their names have at most MAX_NAME_CHARS characters."""
+MAX_EPISODE_BYTES = 512 + MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
+"""The most bytes that one valid episode takes, without those of its turns."""
+BYTES_A_TURN = 12
+REWARD_ROUNDING = 1e-6
+"""The largest difference, relative to the sum of the absolute values, between an episode's reward and the sum of the
+rewards of its turns."""
+
+_COUNTS = ("rows", "turns", "tool_calls")
+_TIMES = ("tool_s", "duration_s")
+_FIELDS = (*_COUNTS, *_TIMES, "ends", "metrics", "row_turns", "turn_ends", "turn_rewards")
+
+
+class EpisodeColumns(NamedTuple):
+    """The checked episodes of a group."""
+
+    facts: tuple[EpisodeFacts, ...]  # [G]
+    turn_ends: list[tuple[int, ...]]  # [rollouts]
+    turn_rewards: list[tuple[float, ...]]  # [rollouts]
+
+
+def pack_episodes(group: RolloutGroup) -> dict[str, Any] | None:
+    """Return the episodes of a group as columns, or None if the group has none.
+
+    WireError: a rollout has not one reward for each of its turns, or it has turns and the group no episodes.
+    """
+    rollouts, facts = group.rollouts, group.episodes
+    for i, rollout in enumerate(rollouts):
+        if len(rollout.turn_ends) != len(rollout.turn_rewards):
+            raise WireError(
+                f"rollouts[{i}].turn_rewards: {len(rollout.turn_rewards)} rewards for {len(rollout.turn_ends)} turns"
+            )
+        if rollout.turn_ends and not facts:
+            raise refusal(f"rollouts[{i}].turn_ends", rollout.turn_ends, "none in a group without episodes")
+    if not facts:
+        return None
+    counts = {name: _int32([getattr(episode, name) for episode in facts]) for name in _COUNTS}
+    times = {name: _float64([getattr(episode, name) for episode in facts]) for name in _TIMES}
+    return {
+        **counts, **times,
+        "ends": [episode.end for episode in facts],
+        "metrics": [{name: float(value) for name, value in episode.metrics.items()} for episode in facts],
+        "row_turns": _int32([len(rollout.turn_ends) for rollout in rollouts]),
+        "turn_ends": _int32([end for rollout in rollouts for end in rollout.turn_ends]),
+        "turn_rewards": _float64([reward for rollout in rollouts for reward in rollout.turn_rewards]),
+    }
+
+
+def check_episodes(
+    columns: dict[Any, Any], group_size: int, max_turns: int, lengths: list[int], mask: BoolArray, rewards: list[float]
+) -> EpisodeColumns:
+    """Check the columns of `pack_episodes`, and return them.
+
+    There are `group_size` episodes of at most `max_turns` turns. Each rollout belongs to one episode, and all rollouts
+    of an episode have its reward, to which the rewards of its turns add up. Each rollout trains at least one turn. The
+    ends of its turns ascend, each is a trained token, and the last one is the rollout's last token. Otherwise this
+    raises WireError, which names the field and the value.
+
+    Args:
+        lengths: the number of tokens of each rollout.
+        mask: for all rollouts, one after the other, whether a token is trained. The last token of each rollout is.
+        rewards: the reward of each rollout.
+    """
+    fields = Fields(columns, _FIELDS, "episodes.")
+    facts = _read_facts(fields, group_size, max_turns, len(lengths))
+    turn_ends, turn_rewards = _read_turns(fields, facts, lengths, mask)
+    ends = list(itertools.accumulate(episode.rows for episode in facts))
+    for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for row in range(start + 1, end):
+            if rewards[row] != rewards[start]:
+                allowed = f"{rewards[start]}, the reward of the episode's first rollout"
+                raise refusal(f"rollouts[{row}].reward", rewards[row], allowed)
+        of_turns = [reward for of_row in turn_rewards[start:end] for reward in of_row]
+        # A sum is not close to the reward, which is finite, if an element is not.
+        if not math.isclose(sum(of_turns), rewards[start], abs_tol=REWARD_ROUNDING * sum(map(abs, of_turns))):
+            allowed = f"{rewards[start]}, the reward of the episode"
+            raise refusal(f"episodes[{i}], sum of turn_rewards", sum(of_turns), allowed)
+    return EpisodeColumns(facts, turn_ends, turn_rewards)
+
+
+def _read_facts(fields: Fields, group_size: int, max_turns: int, num_rows: int) -> tuple[EpisodeFacts, ...]:
+    rows = _numbers(fields, "rows", INT32, group_size, low=1)
+    if sum(rows) != num_rows:
+        raise fields.refuse("rows", f"a sum of {num_rows}, the number of rollouts", sum(rows))
+    turns = _numbers(fields, "turns", INT32, group_size, low=1)
+    if max(turns) > max_turns:
+        raise fields.refuse("turns", f"at most {max_turns} in an episode", max(turns))
+    tool_calls = _numbers(fields, "tool_calls", INT32, group_size)
+    tool_s = _numbers(fields, "tool_s", FLOAT64, group_size)
+    duration_s = _numbers(fields, "duration_s", FLOAT64, group_size)
+    ends = fields.items("ends", group_size, group_size)
+    metrics = fields.items("metrics", group_size, group_size)
+    for i, end in enumerate(ends):
+        if end not in ENDS:
+            raise refusal(f"episodes[{i}].end", end, " or ".join(ENDS))
+    return tuple(
+        EpisodeFacts(
+            rows=rows[i], turns=turns[i], tool_calls=tool_calls[i], tool_s=tool_s[i], duration_s=duration_s[i],
+            end=ends[i], metrics=_read_metrics(i, metrics[i]),
+        )
+        for i in range(group_size)
+    )  # fmt: skip
+
+
+def _numbers(fields: Fields, name: str, dtype: np.dtype[Any], size: int, low: int = 0) -> list[Any]:
+    """Return an array of `size` finite numbers >= low as a list."""
+    numbers: list[Any] = fields.array(name, dtype, size, size).tolist()
+    for i, number in enumerate(numbers):
+        if not low <= number <= sys.float_info.max:
+            raise refusal(f"episodes[{i}].{name}", number, f"a finite number >= {low}")
+    return numbers
+
+
+def _read_metrics(episode: int, metrics: object) -> dict[str, float]:
+    path = f"episodes[{episode}].metrics"
+    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
+        raise refusal(path, metrics, f"a map of at most {MAX_METRICS} metrics")
+    for name in metrics:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise refusal(path, name, f"names of at most {MAX_NAME_CHARS} characters")
+    values = Fields(metrics, metrics, f"{path}.")
+    return {name: values.number(name) for name in metrics}
+
+
+def _read_turns(
+    fields: Fields, facts: Sequence[EpisodeFacts], lengths: list[int], mask: BoolArray
+) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
+    """Return the checked ends of each rollout's turns, and their rewards, the values of which are not checked."""
+    num_rows = len(lengths)
+    row_turns = fields.array("row_turns", INT32, num_rows, num_rows)
+    if row_turns.min() < 1:
+        raise fields.refuse("row_turns", "at least 1 turn in a rollout", int(row_turns.min()))
+    counts = row_turns.tolist()
+    rest = iter(counts)
+    for i, episode in enumerate(facts):
+        trained = sum(itertools.islice(rest, episode.rows))
+        if trained > episode.turns:
+            allowed = f"at least {trained}, the number of turns that its rollouts train"
+            raise refusal(f"episodes[{i}].turns", episode.turns, allowed)
+    total = sum(counts)
+    ends = fields.array("turn_ends", INT32, total, total)
+    rewards = fields.array("turn_rewards", FLOAT64, total, total).tolist()
+    rows = np.repeat(np.arange(num_rows), row_turns)
+    sizes = np.array(lengths)
+    _refuse_turn(ends, (ends < 0) | (ends >= sizes[rows]), rows, "a position in the rollout")
+    positions = (np.cumsum(sizes) - sizes)[rows] + ends
+    # Each end is in its rollout, so positions in the group ascend if and only if the ends of each rollout ascend.
+    _refuse_turn(ends, np.diff(positions, prepend=-1) <= 0, rows, "a position after that of the turn before")
+    _refuse_turn(ends, ~mask[positions], rows, "the position of a trained token")
+    is_last = np.diff(rows, append=num_rows) > 0
+    _refuse_turn(ends, is_last & (ends != sizes[rows] - 1), rows, "the rollout's last token, which ends its last turn")
+    bounds = [0, *itertools.accumulate(counts)]
+    of_rows = list(itertools.pairwise(bounds))
+    plain_ends = ends.tolist()
+    return [tuple(plain_ends[a:b]) for a, b in of_rows], [tuple(rewards[a:b]) for a, b in of_rows]
+
+
+def _refuse_turn(ends: IntArray, is_bad: npt.NDArray[np.bool_], rows: npt.NDArray[np.intp], allowed: str) -> None:
+    """Raise WireError for the first bad end of a turn, if there is one; it names the rollout and the value."""
+    if is_bad.any():
+        at = int(is_bad.argmax())
+        raise refusal(f"rollouts[{rows[at]}].turn_ends", int(ends[at]), allowed)
+
+
+def _int32(values: list[int]) -> list[Any]:
+    return pack_array(np.array(values, INT32))
+
+
+def _float64(values: list[float]) -> list[Any]:
+    return pack_array(np.array(values, FLOAT64))

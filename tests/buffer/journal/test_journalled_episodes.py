@@ -1,0 +1,236 @@
+"""Episodes of several turns in a real buffer and its journal: the tables, a crash, a resume, the export."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import Config
+from async_rl.messages.codec import check_group, encode_group
+from async_rl.storage.checkpoints import TrainingState
+from async_rl.types import Batch, RolloutGroup, Slot
+from async_rl.view.journal_reader import JournalReader
+from buffer.journal.journal import FILE_NAME, Journal
+from buffer.server import BufferServer
+from buffer.store_rows import Outcome, Row
+from tests.buffer.factories import serving
+from tests.buffer.journal.test_journal import (
+    documented_queries,
+    journalled,
+    same_port,
+    select,
+    serving_until_a_crash,
+)
+from tests.buffer.running import run_pipeline
+from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.messages.test_codec import assert_same
+
+
+def with_episodes(folder: Path, **sizes: int) -> Config:
+    config = journalled(folder, keep_steps=-1, **sizes)
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, env="my_games:Game"))
+
+
+def play(server: BufferServer, config: Config, steps: int) -> list[Batch]:
+    return run_pipeline(server, config, steps, workers=1, make=random_episodes)
+
+
+def expected_tables(groups: Iterable[RolloutGroup]) -> dict[str, list[tuple[Any, ...]]]:
+    """The rows that the journal must have for these groups, made token by token."""
+    tables = defaultdict(list)
+    for group in groups:
+        rows = iter(enumerate(group.rollouts))
+        for number, episode in enumerate(group.episodes):
+            reward = None
+            for _ in range(episode.rows):
+                i, row = next(rows)
+                reward = row.reward
+                trained = [int(v) for v, is_trained in zip(row.versions, row.mask, strict=True) if is_trained]
+                tables["rollouts"].append((
+                    group.group_id, i, number, row.reward, len(trained), len(row.tokens) - len(trained), min(trained),
+                    max(trained), row.finish_reason,
+                ))  # fmt: skip
+                tables["turns"] += [
+                    (group.group_id, i, turn, row.turn_ends[turn], row.turn_rewards[turn])
+                    for turn in range(len(row.turn_ends))
+                ]
+            tables["episodes"].append((
+                group.group_id, number, reward, episode.turns, episode.tool_calls, episode.tool_s, episode.duration_s,
+                episode.end, dict(episode.metrics),
+            ))  # fmt: skip
+    return {name: sorted(rows, key=lambda row: row[:3]) for name, rows in tables.items()}
+
+
+def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]]]:
+    found = {
+        name: select(config, f"SELECT * FROM {name} WHERE {only} ORDER BY 1, 2, 3")
+        for name in ("rollouts", "episodes", "turns")
+    }
+    found["episodes"] = [(*row[:-1], json.loads(row[-1])) for row in found["episodes"]]
+    return found
+
+
+TRAINED = "group_id IN (SELECT group_id FROM uses)"
+
+
+def test_the_tables_hold_every_episode_and_turn_that_was_trained(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    with serving(config) as server:
+        batches = play(server, config, steps=12)
+    groups = sorted((group for batch in batches for group in batch.groups), key=lambda group: group.group_id)
+    assert len(groups) == 12 * 4
+    assert tables_of(config, TRAINED) == expected_tables(groups)
+    columns = "response_tokens, reward, newest_version"
+    means = select(config, f"SELECT {columns} FROM groups WHERE {TRAINED} ORDER BY group_id")
+    for group, (response_tokens, reward, newest_version) in zip(groups, means, strict=True):
+        assert response_tokens == group.num_tokens / 2, "a mean over both episodes, however many rows they have"
+        assert reward == pytest.approx(np.mean(group.episode_rewards))
+        assert newest_version == max(int(rollout.versions.max()) for rollout in group.rollouts)
+    worst = select(config, "SELECT step, MAX(staleness) FROM trained GROUP BY step ORDER BY step")
+    assert worst == [
+        (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
+    ]
+
+
+def test_episodes_survive_a_crash_of_the_buffer(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    with serving_until_a_crash(config) as server:
+        before = play(server, config, steps=4)
+    kept = tables_of(config)
+    assert expected_tables(group for batch in before for group in batch.groups) == tables_of(config, TRAINED)
+    with serving(same_port(config, server)) as server:
+        assert tables_of(config) == kept
+        state = server._store.state
+        payloads = [check_group(row.payload, LIMITS).group() for row in state.rows() if row.payload]
+        ids = ", ".join(str(group.group_id) for group in payloads)
+        assert payloads, "groups arrived that no batch held yet"
+        assert expected_tables(payloads) == tables_of(config, f"group_id IN ({ids})")
+
+
+def record(journal: Journal, group: RolloutGroup, state: str) -> None:
+    """Record a group that arrived, as the buffer does."""
+    payload = encode_group(group)
+    columns = check_group(payload, LIMITS)
+    row = Row(group.group_id, group.prompt_index, group.start_version, group.worker, outcome=Outcome.of(columns))
+    trained_versions = (0,) if state == "trained" else ()
+    journal.record_group(columns)
+    journal.record(row._replace(state=state, payload=payload, trained_versions=trained_versions))  # type: ignore[arg-type]
+
+
+def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    slots = [Slot(group_id=i, prompt_index=i, start_version=0) for i in range(6)]
+    groups = [random_episodes(slot, rng) for slot in slots]
+    past = Journal(tmp_path / "past.sqlite", keep_steps=-1)
+    for group in groups:
+        record(past, group, "trained" if group.group_id < 3 else "finished")
+    past.commit({"version": 1})
+    past.close()
+    saved = TrainingState(
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[],
+        buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]},
+    )  # fmt: skip
+    config = journalled(tmp_path)
+    journal = Journal(config.run_dir / FILE_NAME, keep_steps=-1)
+    for _ in range(2):  # as after a crash between the import and the first commit
+        journal.import_past(tmp_path / "past.sqlite", saved)
+    assert tables_of(config) == expected_tables(groups[:3])
+    for group in groups[3:5]:
+        record(journal, group, "finished")
+    for _ in range(2):
+        record(journal, groups[3], "held")
+        journal.commit({"version": 1})
+    assert tables_of(config) == expected_tables(groups[:5]), "a group that is recorded twice is there once"
+    journal.close()
+
+
+def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    with serving(config) as server:
+        batches = play(server, config, steps=5)
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
+    rows = {(row["group_id"], row["rollout"]): row for row in pq.read_table(target).to_pylist()}
+    assert len(rows) == select(config, "SELECT COUNT(*) FROM rollouts")[0][0]
+    for batch in batches:
+        for group in batch.groups:
+            number_of = [number for number, rows_of in enumerate(group.episode_rows) for _ in range(rows_of)]
+            for i, rollout in enumerate(group.rollouts):
+                row, episode = rows[group.group_id, i], group.episodes[number_of[i]]
+                assert row["episode"] == number_of[i]
+                for name in ("turns", "tool_calls", "tool_s", "duration_s", "end"):
+                    assert row[name] == getattr(episode, name)
+                assert json.loads(row["metrics"]) == episode.metrics
+                assert row["turn_ends"] == list(rollout.turn_ends)
+                assert row["turn_rewards"] == list(rollout.turn_rewards)
+                assert row["response_tokens"] + row["context_tokens"] == len(rollout.tokens)
+                assert row["tokens"] == rollout.tokens.tolist() and row["mask"] == rollout.mask.tolist()
+                assert row["prompt_tokens"] == group.prompt_tokens.tolist()
+
+
+def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal_keep_steps=0))
+    with serving(config) as server:
+        (batch,) = play(server, config, steps=1)
+    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
+    rows = {(row["group_id"], row["rollout"]): row for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
+    for group in batch.groups:
+        for i, rollout in enumerate(group.rollouts):
+            assert rows[group.group_id, i]["tokens"] is None
+            assert rows[group.group_id, i]["turn_ends"] == list(rollout.turn_ends)
+
+
+def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    with serving(config) as server:
+        run_pipeline(server, config, steps=2, workers=1)
+    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
+    names = ("turns", "tool_calls", "tool_s", "duration_s", "end", "metrics", "turn_ends", "turn_rewards")
+    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
+        assert row["episode"] == row["rollout"] and (row["response_tokens"], row["context_tokens"]) == (2, 0)
+        assert [row[name] for name in names] == [None] * 8
+    assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []
+
+
+def test_the_page_reads_the_tokens_of_episodes(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    with serving(config) as server:
+        batches = play(server, config, steps=2)
+    reader = JournalReader(config.run_dir / FILE_NAME)
+    for group in batches[-1].groups:
+        found = reader.payload(group.group_id)
+        assert found is not None
+        assert_same(found, group)
+        assert reader.prompts([group.group_id]) == {group.group_id: group.prompt_tokens.tolist()}
+
+
+def test_the_documented_queries_about_episodes_give_the_documented_results(tmp_path: Path) -> None:
+    config = with_episodes(tmp_path)
+    with serving(config) as server:
+        batches = play(server, config, steps=6)
+    *_, by_step, by_turns = (select(config, query) for query in documented_queries())
+    assert len(by_step) == len(batches)
+    for batch, found in zip(batches, by_step, strict=True):
+        episodes = [episode for group in batch.groups for episode in group.episodes]
+        tool_s, all_s = sum(e.tool_s for e in episodes), sum(e.duration_s for e in episodes)
+        turns, calls = np.mean([e.turns for e in episodes]), sum(e.tool_calls for e in episodes)
+        assert found == pytest.approx((batch.version + 1, turns, calls, tool_s / all_s))
+    with closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
+        everything = database.execute("SELECT turns, tool_s, reward FROM episodes").fetchall()
+    expected = []
+    for number in sorted({turns for turns, *_ in everything}):
+        tool_s, rewards = zip(*(rest for turns, *rest in everything if turns == number), strict=True)
+        expected.append((number, len(rewards), np.mean(tool_s), np.mean(rewards)))
+    assert np.allclose(np.array(by_turns), np.array(expected))

@@ -1,0 +1,75 @@
+"""The outcome of a group: means and comparisons over its episodes, not over their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.config import AlgorithmConfig
+from async_rl.messages.codec import check_group, encode_group
+from async_rl.types import RolloutGroup, Slot
+from buffer.client import WorkerClient
+from buffer.protocol.wire import pack_request
+from buffer.store_rows import Outcome
+from tests.buffer.factories import make_config, serving
+from tests.buffer.running import with_worker
+from tests.buffer.test_refusals import ask
+from tests.messages.random_episodes import LIMITS, random_episodes
+
+SLOT = Slot(group_id=0, prompt_index=0, start_version=0)
+
+
+def outcome(group: RolloutGroup) -> Outcome:
+    return Outcome.of(check_group(encode_group(group), LIMITS))
+
+
+def with_rewards(group: RolloutGroup, rewards: tuple[float, float]) -> RolloutGroup:
+    """Give both episodes of a group these rewards, with the last turn of their first row."""
+    rollouts = list(group.rollouts)
+    for first, end, reward in zip((0, group.episodes[0].rows), (group.episodes[0].rows, None), rewards, strict=True):
+        rows = [
+            dataclasses.replace(row, reward=reward, turn_rewards=(0.0,) * len(row.turn_ends))
+            for row in rollouts[first:end]
+        ]
+        rows[0] = dataclasses.replace(rows[0], turn_rewards=(0.0,) * (len(rows[0].turn_ends) - 1) + (reward,))
+        rollouts[first:end] = rows
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_means_are_over_episodes_and_count_trained_tokens(seed: int) -> None:
+    group = random_episodes(SLOT, np.random.default_rng(seed), newest=4)
+    found = outcome(group)
+    rewards, tokens, rows = [], [], iter(group.rollouts)
+    for episode in group.episodes:
+        of_episode = [next(rows) for _ in range(episode.rows)]
+        rewards.append(of_episode[0].reward)
+        tokens.append(sum(int(m) for row in of_episode for m in row.mask))
+    assert found.reward == pytest.approx(np.mean(rewards)) and found.response_tokens == np.mean(tokens)
+    assert found.equal_rewards == (len(set(rewards)) == 1)
+    assert found.newest_version == max(int(v) for row in group.rollouts for v in row.versions[row.mask])
+    assert found.duration_s == group.duration_s
+
+
+def test_a_group_whose_episodes_have_equal_rewards_is_dropped() -> None:
+    config = make_config()
+    task = dataclasses.replace(config.task, env="my_games:Game")
+    config = dataclasses.replace(config, task=task, algorithm=AlgorithmConfig(filter_zero_variance=True))
+    rng = np.random.default_rng(0)
+
+    async def put_both(worker: WorkerClient) -> None:
+        equal, different = await worker.admit(2)
+        assert await worker.put(with_rewards(random_episodes(equal, rng), (0.5, 0.5)))
+        assert await worker.put(with_rewards(random_episodes(different, rng), (0.5, 1.0)))
+
+    with serving(config) as server:
+        ask(server.address, [pack_request("served", 1, version=0)])
+        with_worker(server.address, put_both)
+        counters = server.counters()
+    assert (counters["buffer/dropped_zero_variance"], counters["buffer/depth"]) == (1, 1)
+    assert counters["buffer/dropped_zero_variance/reward"] == 0.5

@@ -1,0 +1,260 @@
+"""Groups of episodes of several turns as messages: what comes back, what is refused, and by whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import WireError
+from async_rl.messages.codec import Limits, check_group, decode_group, encode_group
+from async_rl.types import EpisodeFacts, Rollout, RolloutGroup, Slot
+from tests.buffer.factories import make_config, make_group, make_rollout
+from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.messages.test_codec import assert_same
+
+SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
+
+
+def make_row(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], reward: float) -> Rollout:
+    is_trained = np.array([each == "1" for each in mask])
+    logprobs = np.where(is_trained, np.float32(-0.5), np.float32(0))
+    return make_rollout(
+        len(mask), 3, mask=is_trained, logprobs=logprobs, reward=reward, turn_ends=turn_ends, turn_rewards=rewards
+    )
+
+
+def facts(rows: int, turns: int, **changes: Any) -> EpisodeFacts:
+    plain: dict[str, Any] = {"tool_calls": 1, "tool_s": 0.5, "duration_s": 2.0, "end": "done", "metrics": {"score": 3}}
+    return EpisodeFacts(rows=rows, turns=turns, **{**plain, **changes})
+
+
+GROUP = make_group(
+    SLOT,
+    rollouts=(
+        make_row("110011", (1, 5), (0.25, 1.0), 1.25),
+        make_row("0000111", (6,), (-1.0,), 0.5),  # the first of two rows of the second episode
+        make_row("0101", (1, 3), (0.5, 1.0), 0.5),
+    ),
+    episodes=(facts(1, 2), facts(2, 3, end="timeout")),
+)
+GOOD: dict[str, Any] = msgpack.unpackb(encode_group(GROUP))
+
+
+def ints(*values: int) -> list[Any]:
+    return ["<i4", len(values), np.array(values, np.int32).tobytes()]
+
+
+def floats(*values: float) -> list[Any]:
+    return ["<f8", len(values), np.array(values).tobytes()]
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=200, deadline=None)
+def test_a_group_of_episodes_comes_back_as_it_was(seed: int) -> None:
+    group = random_episodes(SLOT, np.random.default_rng(seed), newest=7)
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_the_columns_know_the_trained_tokens_and_their_oldest_version(seed: int) -> None:
+    group = random_episodes(SLOT, np.random.default_rng(seed), newest=7)
+    columns = check_group(encode_group(group), LIMITS)
+    sampled = [[int(v) for v, m in zip(r.versions, r.mask, strict=True) if m] for r in group.rollouts]
+    assert columns.trained_tokens == [len(versions) for versions in sampled]
+    assert columns.oldest_versions() == [min(versions) for versions in sampled]
+    assert columns.newest_version == max(max(versions) for versions in sampled)
+    assert columns.episode_rewards == group.episode_rewards
+
+
+def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() -> None:
+    group = make_group(SLOT, rollouts=(make_rollout(3, 4, reward=1.0), make_rollout(5, 3, reward=0.0)))
+    columns = check_group(encode_group(group), LIMITS)
+    assert columns.episodes is None and columns.group().episodes == ()
+    assert columns.trained_tokens == columns.lengths == [3, 5]
+    assert columns.oldest_versions() == [4, 3] and columns.episode_rewards == [1.0, 0.0]
+
+
+def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
+    limits = Limits(group_size=2, max_rows=4, max_turns=16, max_prompt_tokens=16, max_response_tokens=32)
+    metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
+    row = make_rollout(32, 3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
+    biggest = make_group(
+        dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
+        prompt_tokens=np.zeros(16, np.int32), rollouts=(row,) * 4, worker="\N{PILE OF POO}" * 200,
+        episodes=(facts(2, 16, end="timeout", metrics=metrics),) * 2,
+    )  # fmt: skip
+    data = encode_group(biggest)
+    assert_same(decode_group(data, limits), biggest)
+    assert len(data) > 0.8 * limits.max_group_bytes, "a limit that is never approached was not tried"
+
+
+def test_rows_that_share_no_first_token_need_no_prompt() -> None:
+    empty = {"prompt_tokens": np.zeros(0, np.int32)}
+    rows = (make_row("01", (1,), (0.5,), 0.5), make_row("0011", (3,), (0.0,), 0.0))
+    group = make_group(SLOT, rollouts=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements, allowed 1..16, as the first token of rollout 0"):
+        decode_group(encode_group(dataclasses.replace(GROUP, **empty)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("rows", ints(1, 3), r"episodes\.rows: got 4, allowed a sum of 3, the number of rollouts"),
+        ("rows", ints(3, 0), r"episodes\[1\]\.rows: got 0, allowed a finite number >= 1"),
+        ("rows", ints(1, 1, 1), r"episodes\.rows: 3 elements, allowed 2"),
+        ("turns", ints(2, 2), r"episodes\[1\]\.turns: got 2, allowed at least 3, the number of turns that its"),
+        ("turns", ints(2, 11), r"episodes\.turns: got 11, allowed at most 10 in an episode"),
+        ("turns", floats(2, 3), r"episodes\.turns: dtype '<f8', allowed <i4"),
+        ("tool_calls", ints(-1, 0), r"episodes\[0\]\.tool_calls: got -1, allowed a finite number >= 0"),
+        ("tool_s", floats(1, math.nan), r"episodes\[1\]\.tool_s: got nan, allowed a finite number >= 0"),
+        ("duration_s", floats(math.inf, 1), r"episodes\[0\]\.duration_s: got inf"),
+        ("ends", ["done", "failed"], r"episodes\[1\]\.end: got 'failed', allowed done or length or turns or timeout"),
+        ("ends", ["done", []], r"episodes\[1\]\.end: got a list of 0"),
+        ("metrics", [{}], r"episodes\.metrics: got a list of 1, allowed a list of 2\.\.2 items"),
+        ("metrics", [{}, [1]], r"episodes\[1\]\.metrics: got a list of 1, allowed a map of at most 64 metrics"),
+        ("metrics", [{}, {str(i): 0.0 for i in range(65)}], r"episodes\[1\]\.metrics: got a dict of 65"),
+        ("metrics", [{"m" * 201: 0.0}, {}], r"episodes\[0\]\.metrics: got 'mm.*names of at most 200 characters"),
+        ("metrics", [{b"m": 0.0}, {}], r"episodes\[0\]\.metrics: got b'm', allowed names of at most 200 characters"),
+        ("metrics", [{"m": math.inf}, {}], r"episodes\[0\]\.metrics\.m: got inf, allowed a finite number"),
+        ("metrics", [{"m": "1"}, {}], r"episodes\[0\]\.metrics\.m: got '1'"),
+        ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0, allowed at least 1 turn in a rollout"),
+        ("row_turns", ints(2, 3), r"episodes\.row_turns: 2 elements, allowed 3"),
+        ("row_turns", ints(1, 1, 2), r"episodes\.turn_ends: 5 elements, allowed 4"),
+        ("row_turns", ints(2, 2**31 - 1, 2**31 - 1), r"episodes\[1\]\.turns: got 3, allowed at least 4294967294"),
+        ("turn_ends", ints(1, 5, 6, 1, 4), r"rollouts\[2\]\.turn_ends: got 4, allowed a position in the rollout"),
+        ("turn_ends", ints(-1, 5, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got -1, allowed a position in the rollout"),
+        ("turn_ends", ints(1, 5, 6, 3, 3), r"rollouts\[2\]\.turn_ends: got 3, allowed a position after that of the"),
+        ("turn_ends", ints(2, 5, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got 2, allowed the position of a trained token"),
+        ("turn_ends", ints(0, 1, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got 1, allowed the rollout's last token, which"),
+        ("turn_rewards", floats(0.25, 1, -1, 0.5), r"episodes\.turn_rewards: 4 elements, allowed 5"),
+        (
+            "turn_rewards", floats(0.25, 1, -1, 0.5, 1.001),
+            r"episodes\[1\], sum of turn_rewards: got 0.50.*, allowed 0.5, the reward of the episode",
+        ),
+        ("turn_rewards", floats(math.nan, 1, -1, 0.5, 1), r"episodes\[0\], sum of turn_rewards: got nan"),
+        ("turn_rewards", floats(1e308, 1e308, -1, 0.5, 1), r"episodes\[0\], sum of turn_rewards: got inf"),
+        ("turn_rewards", floats(math.inf, -math.inf, -1, 0.5, 1), r"episodes\[0\], sum of turn_rewards: got nan"),
+    ],
+)  # fmt: skip
+def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: Any, message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        decode_group(msgpack.packb({**GOOD, "episodes": {**GOOD["episodes"], column: value}}), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": floats(1.25, 0.5, 0.25)}, r"rollouts\[2\]\.reward: got 0.25, allowed 0.5, the reward of the epis"),
+        ({"rewards": floats(1.0, 0.5, 0.5)}, r"episodes\[0\], sum of turn_rewards: got 1.25, allowed 1.0, the reward"),
+        ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rollouts\[2\]\.mask: got False, allowed true for the last"),
+        ({"logprobs": ["<f4", 17, np.full(17, -1, np.float32).tobytes()]}, r"rollouts\[0\]\.logprobs: got -1.0, all"),
+        ({"episodes": {}}, r"episodes\.duration_s: missing"),
+        ({"episodes": {**GOOD["episodes"], "colour": 1}}, r"episodes\.colour: got 'a field', allowed no such field"),
+        ({"episodes": None}, r"lengths: 3 elements, allowed 2"),
+        ({"lengths": ints(*[1] * 7)}, r"lengths: 7 elements, allowed 2\.\.6"),
+        ({"finish_reasons": ["stop", "timeout", "turns"]}, r"rollouts\[2\]\.finish_reason: got 'turns'"),
+    ],
+)  # fmt: skip
+def test_a_group_that_its_episodes_do_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        decode_group(msgpack.packb({**GOOD, **changes}), LIMITS)
+
+
+def test_rounding_of_the_sum_of_turn_rewards_is_allowed() -> None:
+    rewards = (1e6, -1e6 + 0.1, 0.3)
+    row = make_row("111", (0, 1, 2), rewards, 0.4)
+    assert sum(rewards) != 0.4
+    group = make_group(SLOT, rollouts=(row, row), episodes=(facts(1, 3), facts(1, 3)))
+    assert_same(decode_group(encode_group(group), LIMITS), group)
+
+
+def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
+    one_reward = make_row("11", (0, 1), (0.5,), 0.5)
+    with pytest.raises(WireError, match=r"rollouts\[1\]\.turn_rewards: 1 rewards for 2 turns"):
+        encode_group(make_group(SLOT, rollouts=(make_rollout(2, 3), one_reward)))
+    with pytest.raises(WireError, match=r"rollouts\[0\]\.turn_ends: got \(1, 5\), allowed none in a group without"):
+        encode_group(dataclasses.replace(GROUP, episodes=()))
+
+
+def test_a_run_of_questions_refuses_episodes() -> None:
+    limits = Limits.from_config(make_config())
+    with pytest.raises(WireError, match="episodes: got a dict of 10, allowed None: an episode of this run is"):
+        decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
+
+
+def test_the_limits_follow_from_the_config() -> None:
+    config = make_config()
+    assert Limits.from_config(config) == Limits(
+        group_size=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
+    )
+    task = dataclasses.replace(config.task, env="my_games:Game")
+    rollout = dataclasses.replace(config.rollout, max_rows=3, max_turns=5, max_episode_tokens=500)
+    assert Limits.from_config(dataclasses.replace(config, task=task, rollout=rollout)) == Limits(
+        group_size=2, max_rows=6, max_turns=5, max_prompt_tokens=16, max_response_tokens=500
+    )
+
+
+def check_by_hand(group: RolloutGroup) -> None:
+    """What a learner relies on, asserted token by token."""
+    assert sum(episode.rows for episode in group.episodes) == len(group.rollouts)
+    rows = iter(group.rollouts)
+    for episode in group.episodes:
+        of_episode = [next(rows) for _ in range(episode.rows)]
+        total = sum(reward for row in of_episode for reward in row.turn_rewards)
+        assert 1 <= sum(len(row.turn_ends) for row in of_episode) <= episode.turns
+        assert all(math.isfinite(value) for value in (episode.tool_s, episode.duration_s, *episode.metrics.values()))
+        for row in of_episode:
+            assert math.isclose(row.reward, total, abs_tol=1e-3 * (1 + sum(map(abs, row.turn_rewards))))
+            assert row.reward == of_episode[0].reward
+            assert list(row.turn_ends) == sorted(set(row.turn_ends)) and row.turn_ends[-1] == len(row.tokens) - 1
+            assert all(row.mask[end] for end in row.turn_ends)
+            for logprob, is_trained in zip(row.logprobs, row.mask, strict=True):
+                assert logprob == 0 if not is_trained else -math.inf < logprob <= 0
+
+
+def test_mutated_bytes_of_episodes_give_a_valid_group_or_are_refused() -> None:
+    rng = random.Random(0)
+    refused = 0
+    messages = [encode_group(random_episodes(SLOT, np.random.default_rng(i), newest=7)) for i in range(20)]
+    for _ in range(10_000):
+        data = bytearray(rng.choice(messages))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        try:
+            check_by_hand(decode_group(bytes(data), LIMITS))
+        except WireError:
+            refused += 1
+    assert 5000 < refused < 10_000
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+ARRAYS = st.one_of(
+    st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 7), max_size=6).map(lambda values: ints(*values)),
+    st.lists(st.floats(), max_size=6).map(lambda values: floats(*values)),
+)
+
+
+@given(columns=st.dictionaries(st.sampled_from(sorted(GOOD["episodes"])), JUNK | ARRAYS, min_size=1, max_size=3))
+@settings(max_examples=500, deadline=None)
+def test_junk_in_place_of_columns_is_refused_with_an_error_of_the_wire(columns: dict[str, Any]) -> None:
+    try:
+        check_by_hand(decode_group(msgpack.packb({**GOOD, "episodes": {**GOOD["episodes"], **columns}}), LIMITS))
+    except WireError as error:
+        assert len(str(error)) < 500

@@ -16,7 +16,8 @@ import zmq
 
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
-from async_rl.messages.codec import Limits, check_group
+from async_rl.messages.codec import check_group
+from async_rl.messages.limits import Limits
 from async_rl.storage.checkpoints import TrainingState, resumed_training_state
 from buffer.checkpoint import restore_checkpoint
 from buffer.frames import receive, view

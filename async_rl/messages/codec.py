@@ -16,21 +16,14 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.config import Config
 from async_rl.errors import WireError
-from async_rl.messages.episode_columns import (
-    BYTES_A_TURN,
-    MAX_EPISODE_BYTES,
-    EpisodeColumns,
-    check_episodes,
-    pack_episodes,
-)
+from async_rl.messages.episode_columns import EpisodeColumns, check_episodes, pack_episodes
+from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import (
     BOOL,
     FLOAT32,
@@ -52,48 +45,6 @@ MAX_ROUNDING = 1e-4
 0 of a certain token by up to 1e-5 at |logit| = 100. Larger values are refused: they may be probabilities or negated
 logprobs sent by mistake."""
 FINISH_REASONS = ("stop", "length", "timeout")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The largest sizes that a rollout group may have; `group_size` must be met exactly."""
-
-    group_size: int
-    """The number of episodes."""
-    max_rows: int
-    """The number of rollouts of all episodes of several turns; of answers to a question there are `group_size`."""
-    max_turns: int
-    """The number of turns of an episode; 0 if only answers to a question are allowed."""
-    max_prompt_tokens: int
-    max_response_tokens: int
-
-    @classmethod
-    def from_config(cls, config: Config) -> Limits:
-        return cls(
-            group_size=config.rollout.group_size,
-            max_rows=config.max_rows_per_group,
-            max_turns=config.rollout.max_turns if config.task.has_turns else 0,
-            max_prompt_tokens=config.task.max_prompt_tokens,
-            max_response_tokens=config.longest_response_tokens,
-        )
-
-    @classmethod
-    def of_stored(cls, data: bytes, num_episodes: int) -> Limits:
-        """Return limits that the bytes of a stored group are within, whatever its sizes.
-
-        A resume may have changed the config since the group was checked and stored.
-        """
-        size = len(data)
-        return cls(
-            group_size=num_episodes, max_rows=size, max_turns=size, max_prompt_tokens=size, max_response_tokens=size
-        )
-
-    @property
-    def max_group_bytes(self) -> int:
-        """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, some for the rest."""
-        of_episode = MAX_EPISODE_BYTES + BYTES_A_TURN * self.max_turns if self.max_turns else 0
-        of_rows = self.max_rows * (512 + 13 * self.max_response_tokens)
-        return 4096 + 4 * self.max_prompt_tokens + of_rows + self.group_size * of_episode
 
 
 def encode_group(group: RolloutGroup) -> bytes:
@@ -227,8 +178,9 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     episodes = fields.nested_or_none("episodes")
     if episodes is not None and not limits.max_turns:
         raise fields.refuse("episodes", "None: an episode of this run is the answer to a question")
-    max_rows = limits.group_size if episodes is None else limits.max_rows
-    lengths = fields.array("lengths", INT32, limits.group_size, max_rows).tolist()
+    size = limits.group_size
+    fewest, most = (size, size) if episodes is None else (limits.fewest_episodes, limits.max_rows)
+    lengths = fields.array("lengths", INT32, fewest, most).tolist()
     if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
         bad = min(lengths) if min(lengths) < 1 else max(lengths)
         raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a rollout", bad)
@@ -253,9 +205,7 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
             raise refusal(f"rollouts[{i}].reward", reward, "a finite number")
         if reason not in FINISH_REASONS:
             raise refusal(f"rollouts[{i}].finish_reason", reason, " or ".join(FINISH_REASONS))
-    checked = None
-    if episodes is not None:
-        checked = check_episodes(episodes, limits.group_size, limits.max_turns, lengths, mask, rewards)
+    checked = None if episodes is None else check_episodes(episodes, limits, lengths, mask, rewards)
     return GroupColumns(
         fields.integer("group_id", 0), fields.integer("prompt_index", 0), start_version, temperature, prompt_tokens,
         lengths, tokens, logprobs, versions, mask, rewards, reasons, fields.number("duration_s", 0.0),

@@ -19,15 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import WireError
+from async_rl.messages.limits import MAX_METRICS, Limits
 from async_rl.messages.message_reader import FLOAT64, INT32, MAX_NAME_CHARS, Fields, pack_array, refusal
 from async_rl.types import BoolArray, EpisodeFacts, IntArray, RolloutGroup
 
 ENDS = ("done", "length", "turns", "timeout")
-MAX_METRICS = 64
-"""The most metrics that the environment may log in one episode; their names have at most MAX_NAME_CHARS characters."""
-MAX_EPISODE_BYTES = 512 + MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
-"""The most bytes that one valid episode takes, without those of its turns."""
-BYTES_A_TURN = 12
 REWARD_ROUNDING = 1e-6
 """The largest difference, relative to the sum of the absolute values, between an episode's reward and the sum of the
 rewards of its turns."""
@@ -73,12 +69,12 @@ def pack_episodes(group: RolloutGroup) -> dict[str, Any] | None:
 
 
 def check_episodes(
-    columns: dict[Any, Any], group_size: int, max_turns: int, lengths: list[int], mask: BoolArray, rewards: list[float]
+    columns: dict[Any, Any], limits: Limits, lengths: list[int], mask: BoolArray, rewards: list[float]
 ) -> EpisodeColumns:
     """Check the columns of `pack_episodes`, and return them.
 
-    There are `group_size` episodes of at most `max_turns` turns. Each rollout belongs to one episode, and all rollouts
-    of an episode have its reward, to which the rewards of its turns add up. Each rollout trains at least one turn. The
+    The numbers of episodes and of turns are within `limits`. Each rollout belongs to one episode, and all rollouts of
+    an episode have its reward, to which the rewards of its turns add up. Each rollout trains at least one turn. The
     ends of its turns ascend, each is a trained token, and the last one is the rollout's last token. Otherwise this
     raises WireError, which names the field and the value.
 
@@ -88,7 +84,7 @@ def check_episodes(
         rewards: the reward of each rollout.
     """
     fields = Fields(columns, _FIELDS, "episodes.")
-    facts = _read_facts(fields, group_size, max_turns, len(lengths))
+    facts = _read_facts(fields, limits, len(lengths))
     turn_ends, turn_rewards = _read_turns(fields, facts, lengths, mask)
     ends = list(itertools.accumulate(episode.rows for episode in facts))
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -104,18 +100,19 @@ def check_episodes(
     return EpisodeColumns(facts, turn_ends, turn_rewards)
 
 
-def _read_facts(fields: Fields, group_size: int, max_turns: int, num_rows: int) -> tuple[EpisodeFacts, ...]:
-    rows = _numbers(fields, "rows", INT32, group_size, low=1)
+def _read_facts(fields: Fields, limits: Limits, num_rows: int) -> tuple[EpisodeFacts, ...]:
+    rows = _numbers(fields, "rows", INT32, (limits.fewest_episodes, limits.group_size), lowest=1)
     if sum(rows) != num_rows:
         raise fields.refuse("rows", f"a sum of {num_rows}, the number of rollouts", sum(rows))
-    turns = _numbers(fields, "turns", INT32, group_size, low=1)
-    if max(turns) > max_turns:
-        raise fields.refuse("turns", f"at most {max_turns} in an episode", max(turns))
-    tool_calls = _numbers(fields, "tool_calls", INT32, group_size)
-    tool_s = _numbers(fields, "tool_s", FLOAT64, group_size)
-    duration_s = _numbers(fields, "duration_s", FLOAT64, group_size)
-    ends = fields.items("ends", group_size, group_size)
-    metrics = fields.items("metrics", group_size, group_size)
+    size = (len(rows), len(rows))
+    turns = _numbers(fields, "turns", INT32, size, lowest=1)
+    if max(turns) > limits.max_turns:
+        raise fields.refuse("turns", f"at most {limits.max_turns} in an episode", max(turns))
+    tool_calls = _numbers(fields, "tool_calls", INT32, size)
+    tool_s = _numbers(fields, "tool_s", FLOAT64, size)
+    duration_s = _numbers(fields, "duration_s", FLOAT64, size)
+    ends = fields.items("ends", *size)
+    metrics = fields.items("metrics", *size)
     for i, end in enumerate(ends):
         if end not in ENDS:
             raise refusal(f"episodes[{i}].end", end, " or ".join(ENDS))
@@ -124,16 +121,18 @@ def _read_facts(fields: Fields, group_size: int, max_turns: int, num_rows: int) 
             rows=rows[i], turns=turns[i], tool_calls=tool_calls[i], tool_s=tool_s[i], duration_s=duration_s[i],
             end=ends[i], metrics=_read_metrics(i, metrics[i]),
         )
-        for i in range(group_size)
+        for i in range(len(rows))
     )  # fmt: skip
 
 
-def _numbers(fields: Fields, name: str, dtype: np.dtype[Any], size: int, low: int = 0) -> list[Any]:
-    """Return an array of `size` finite numbers >= low as a list."""
-    numbers: list[Any] = fields.array(name, dtype, size, size).tolist()
+def _numbers(
+    fields: Fields, name: str, dtype: np.dtype[Any], size: tuple[int, int], lowest: int = 0
+) -> list[Any]:
+    """Return an array of finite numbers >= lowest as a list; `size` is the fewest and the most elements."""
+    numbers: list[Any] = fields.array(name, dtype, *size).tolist()
     for i, number in enumerate(numbers):
-        if not low <= number <= sys.float_info.max:
-            raise refusal(f"episodes[{i}].{name}", number, f"a finite number >= {low}")
+        if not lowest <= number <= sys.float_info.max:
+            raise refusal(f"episodes[{i}].{name}", number, f"a finite number >= {lowest}")
     return numbers
 
 

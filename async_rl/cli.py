@@ -186,15 +186,24 @@ def _sft(args: argparse.Namespace) -> int:
             f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
             "Set model.path to a new folder for the result, and sft.base to the model to start from"
         )
-    from learner.sft import base_tokenizer, train_sft
-    from rollout_server.tasks.base import open_task
+    from learner.sft import Example, answer_example, base_tokenizer, train_sft
+    from rollout_server.episodes.demonstrations import Demonstrator, summary_of
+    from rollout_server.tasks.base import Task, open_task
 
-    task = open_task(config, base_tokenizer(config))
+    tokenizer = base_tokenizer(config)
+    source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
-    pairs = task.sft_pairs(min(task.num_prompts, config.sft.steps * config.sft.batch_size))
-    for report in train_sft(config, pairs, target):
+    count = config.sft.steps * config.sft.batch_size
+    if isinstance(source, Demonstrator):
+        episodes = source.play(count)
+        print(summary_of(episodes), flush=True)
+        rows = [row for episode in episodes for row in episode.rows]
+        examples = [Example(row.tokens.tolist(), row.mask.tolist()) for row in rows]
+    else:
+        examples = [answer_example(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
+    for report in train_sft(config, examples, target):
         values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
         print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
     print(f"model saved in {target}")

@@ -13,13 +13,15 @@ from async_rl.errors import StalenessError
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
 from buffer.staleness import young_enough
+from learner.episodes import rows_by_episode
 
 
 def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
     """Check the batch with `check_bound`; with `staleness.late: mask` its tokens that are too old are masked first.
 
     Returns:
-        The batch, and metrics of its staleness before masking, none without `staleness.late: mask`.
+        The batch, and metrics of its staleness before masking, none without `staleness.late: mask`. An episode has the
+        staleness of its oldest trained token. A turn is masked if all of its tokens are.
     """
     if staleness.late != "mask":
         check_bound(batch, version, staleness.max)
@@ -33,14 +35,22 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
         groups.append(replace(group, rollouts=tuple(rollouts)))
     masked = replace(batch, groups=tuple(groups))
     check_bound(masked, version, staleness.max)
-    before = [r for group in batch.groups for r in group.rollouts]
-    ages = [version - int(r.versions.min()) for r in before]
-    kept = sum(int(r.mask.sum()) for group in masked.groups for r in group.rollouts)
-    return masked, [
+    ages = [
+        version - min(int(group.rollouts[row].versions[group.rollouts[row].mask].min(initial=version)) for row in rows)
+        for group in batch.groups for rows in rows_by_episode(group)
+    ]  # fmt: skip
+    rows = [rollout for group in masked.groups for rollout in group.rollouts]
+    kept, too_old = sum(int(row.mask.sum()) for row in rows), sum(row.num_too_old for row in rows)
+    metrics = [
         Metric("staleness/before_mask_mean", float(np.mean(ages))),
         Metric("staleness/before_mask_max", float(max(ages)), "max"),
-        Metric("staleness/masked_fraction", 1 - kept / max(1, sum(int(r.mask.sum()) for r in before))),
+        Metric("staleness/masked_fraction", 1 - kept / max(1, kept + too_old)),
     ]
+    if any(group.episodes for group in batch.groups):
+        # A turn is masked with its last token, as versions do not fall. A row without turn_ends is one turn.
+        num_masked = sum(not row.mask[end] for row in rows for end in row.turn_ends or (-1,))
+        metrics.append(Metric("episode/masked_turns", float(num_masked), "sum"))
+    return masked, metrics
 
 
 def check_bound(batch: Batch, version: int, max_staleness: int) -> None:

@@ -1,10 +1,11 @@
-"""`async-rl sft`: supervised fine-tuning on (prompt, answer) pairs in one process, the warm start before RL."""
+"""`async-rl sft`: supervised fine-tuning on answers or whole episodes in one process, the warm start before RL."""
 
 from __future__ import annotations
 
 import difflib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from async_rl.telemetry.metrics import Metric
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
 from learner.optimizer import check_finite, lr_decay, non_finite
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""Prompt tokens, and answer tokens with the final eos."""
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
 """The loss that is reported and compared with the target is the mean of so many steps."""
@@ -31,8 +30,21 @@ _IGNORED = -100
 """Label of the positions without a loss."""
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt with its answer, or the conversation of an episode."""
+
+    tokens: Sequence[int]  # [S]
+    mask: Sequence[bool]  # [S] True where the token is learned: the answer, or the replies, each with the final eos
+
+
+def answer_example(prompt: Sequence[int], answer: Sequence[int]) -> Example:
+    """Return the example of an answer, which ends with the eos token, to a prompt."""
+    return Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+
+
 def base_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of `sft.base`, with which the pairs must be tokenized.
+    """Return the tokenizer of `sft.base`, with which the examples must be tokenized.
 
     Raises:
         ConfigError: `sft.base` is neither a tiny model nor a folder with a causal LM.
@@ -52,21 +64,21 @@ def base_tokenizer(config: Config) -> Any:
     return load_tokenizer(base)
 
 
-def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[StepDone]:
+def train_sft(config: Config, examples: Sequence[Example], out_dir: Path) -> Iterator[StepDone]:
     """Train `sft.base` and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
-    The loss is the mean cross-entropy of a batch's answer tokens. Training ends early once its mean over the last 10
+    The loss is the mean cross-entropy of a batch's learned tokens. Training ends early once its mean over the last 10
     steps is below sft.target_loss. The same run.seed gives the same model.
 
     Yields:
         StepDone, with the SFT step as its version, every 20 steps and at the end.
 
     Raises:
-        ConfigError: there are no pairs, the weights of sft.base are not finite, or `out_dir` can't be written.
+        ConfigError: there are no examples, the weights of sft.base are not finite, or `out_dir` can't be written.
         AsyncRLError: the trained weights are not finite.
     """
-    if not pairs:
-        raise ConfigError("supervised fine-tuning got no (prompt, answer) pairs: choose a task with training prompts")
+    if not examples:
+        raise ConfigError("supervised fine-tuning got no examples: choose a task with training prompts")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if config.sft.base in TINY_MODELS:
         model = tiny_model(config.sft.base, config.run.seed)
@@ -78,11 +90,11 @@ def train_sft(config: Config, pairs: Sequence[Pair], out_dir: Path) -> Iterator[
     model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
-    indices = _batches(len(pairs), config.sft.batch_size, config.run.seed)
+    indices = _batches(len(examples), config.sft.batch_size, config.run.seed)
     started_s = time.monotonic()
     losses: list[float] = []
     for step in range(1, config.sft.steps + 1):
-        batch = [pairs[i] for i in next(indices)]
+        batch = [examples[i] for i in next(indices)]
         losses.append(_backward(model, batch, config.learner.max_tokens_per_microbatch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.grad_clip)
         optimizer.step()
@@ -116,39 +128,38 @@ def _lr_factor(done: int, steps: int) -> float:
     return min((done + 1) / warmup, lr_decay(done, steps, 0.2))
 
 
-def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield lists of `batch_size` indices of pairs without end; the seed determines the order of each epoch."""
+def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield lists of `batch_size` indices of examples without end; the seed determines the order of each epoch."""
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:
         while len(waiting) < batch_size:
-            waiting += torch.randperm(num_pairs, generator=generator).tolist()
+            waiting += torch.randperm(num_examples, generator=generator).tolist()
         yield waiting[:batch_size]
         del waiting[:batch_size]
 
 
-def _backward(model: PreTrainedModel, batch: Sequence[Pair], max_tokens: int) -> float:
-    """Add the gradients of the mean loss over the batch's answer tokens, by micro-batches, and return that loss.
+def _backward(model: PreTrainedModel, batch: Sequence[Example], max_tokens: int) -> float:
+    """Add the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
 
     It needs no attention mask: the padding is on the right, where a causal model does not see it.
     """
-    num_answer_tokens = sum(len(answer) for _, answer in batch)
-    by_length = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]), reverse=True)
+    num_learned = sum(sum(example.mask) for example in batch)
+    by_length = sorted(batch, key=lambda example: len(example.tokens), reverse=True)
     total = 0.0
     while by_length:
-        longest = len(by_length[0][0]) + len(by_length[0][1])
-        count = max(1, max_tokens // longest)
+        count = max(1, max_tokens // len(by_length[0].tokens))
         rows, by_length = by_length[:count], by_length[count:]
-        tokens = pad_sequence([torch.tensor([*prompt, *answer]) for prompt, answer in rows], batch_first=True)
-        labels = [torch.tensor([*[_IGNORED] * len(prompt), *answer]) for prompt, answer in rows]
+        tokens = pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
+        labels = [torch.tensor(row.tokens).where(torch.tensor(row.mask), _IGNORED) for row in rows]
         targets = pad_sequence(labels, batch_first=True, padding_value=_IGNORED).to(model.device)  # [B, S], like tokens
-        first = min(len(prompt) for prompt, _ in rows) - 1  # earlier logits are not needed
+        first = max(min(row.mask.index(True) for row in rows) - 1, 0)  # earlier logits are not needed
         with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.device.type == "cuda"):
             logits = model(tokens.to(model.device), use_cache=False, logits_to_keep=tokens.shape[1] - first).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), targets[:, first + 1 :].flatten(), ignore_index=_IGNORED,
             reduction="sum",
-        ) / num_answer_tokens
+        ) / num_learned
         loss.backward()
         total += loss.item()
     return total

@@ -89,7 +89,7 @@ class Updater:
         algorithm = self.config.algorithm
         metrics: list[Metric] = []
         if self._reward_model:
-            rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+            rewards = [reward for group in batch.groups for reward in group.episode_rewards]
             metrics.append(Metric("reward/rule_mean", sum(rewards) / len(rewards)))
             batch = self._reward_model.score(batch)
 
@@ -150,10 +150,9 @@ class Updater:
         """Return this rank's micro-batches of every minibatch, given the `advantages` [group][answer], [T] each."""
         config = self.config
         rng = np.random.default_rng((config.run.seed, batch.version))
-        sizes = [len(group.rollouts) for group in batch.groups]
         budget = config.learner.max_tokens_per_microbatch
         minibatches = []
-        for pairs in split_minibatches(sizes, config.algorithm.minibatches, rng):
+        for pairs in split_minibatches(batch.groups, config.algorithm.minibatches, rng):
             pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
             cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
             filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches

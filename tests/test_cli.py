@@ -157,6 +157,16 @@ def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     assert main(["sft", str(config_file)]) == 0
 
 
+def test_sft_learns_the_episodes_of_an_oracle(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guess = "rollout_server.episodes.environments.guess"
+    oracle, env = f"sft.oracle={guess}:oracle", f"task={{env: {guess}:Guess, size: 6}}"
+    assert main(["sft", str(config_file), oracle]) == 2
+    assert "sft.oracle must be empty without task.env" in capsys.readouterr().err
+    assert main(["sft", str(config_file), env, oracle]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("6 episodes of the oracle, mean reward 0.") and "sft step 2/2" in said
+
+
 def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

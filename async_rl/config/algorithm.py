@@ -130,7 +130,8 @@ class AlgorithmConfig:
     that forward pass. behaviour: the policy that sampled the tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over answers, each
-    with the mean of its tokens. constant: their sum divided by answers * rollout.max_response_tokens."""
+    with the mean of its tokens. constant: their sum divided by answers * rollout.max_response_tokens. An episode of
+    several turns counts as one answer, however many rows it has, and with constant as one of its longest length."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)

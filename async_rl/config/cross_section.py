@@ -90,6 +90,10 @@ def _check_episodes(config: Config) -> None:
         not config.reward_model.path or not task.gives_rewards, "reward_model.path", config.reward_model.path,
         "empty with task.env or task.agent", "These give the rewards.",
     )
+    check(
+        not config.sft.oracle or bool(task.env), "sft.oracle", config.sft.oracle, "empty without task.env",
+        "It plays the episodes of an environment.",
+    )
 
 
 def _check_slots(config: Config) -> None:

@@ -124,3 +124,6 @@ class SftConfig:
     """The learning rate."""
     target_loss: NonNegativeFloat = 0.0
     """Training ends once the mean loss of the last steps, in nats a token, is below this. 0: only after `steps`."""
+    oracle: str = ""
+    """A function that plays the episodes of task.env which the model learns: package.module:function. It takes the
+    messages so far and a random.Random, and returns a reply. Empty: the model learns the task's reference answers."""

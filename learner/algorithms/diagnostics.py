@@ -15,6 +15,7 @@ from async_rl.telemetry.metrics import Metric, Reduction
 from async_rl.types import Batch
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_answer
+from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import ResponseTokens
 
 Totals = dict[str, npt.NDArray[np.float64]]
@@ -193,28 +194,34 @@ def explained_variance(totals: Totals) -> float:
 
 
 def batch_metrics(batch: Batch) -> list[Metric]:
-    """Return reward, staleness and length metrics, and the buffer's counters.
+    """Return reward, staleness and length metrics of episodes, and the buffer's counters.
 
-    Staleness of a rollout is that of its oldest trained token. `in_flight`, the part it aged while it was generated,
-    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens staleness is left out.
+    An episode has the staleness of its oldest trained token. `in_flight`, the part it aged while it was generated,
+    and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens staleness is left out. The
+    length of an episode is the number of tokens that the model sampled in it.
     """
-    rollouts = [r for group in batch.groups for r in group.rollouts]
-    rewards = np.array([r.reward for r in rollouts])
-    lengths = np.array([len(r.tokens) for r in rollouts])
+    episodes = [[group.rollouts[row] for row in rows] for group in batch.groups for rows in rows_by_episode(group)]
+    rewards = np.array([reward for group in batch.groups for reward in group.episode_rewards])
+    lengths = np.array([tokens for group in batch.groups for tokens in tokens_by_episode(group)])
+    finish_reasons = [rows[-1].finish_reason for rows in episodes]
     values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "batch/rollouts": len(rollouts),
+        "batch/rollouts": len(episodes),
         "batch/response_tokens": lengths.sum(),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
-        "response/truncated_fraction": np.mean([r.finish_reason == "length" for r in rollouts]),
+        "response/truncated_fraction": finish_reasons.count("length") / len(episodes),
         **batch.counters,
     }
-    trained = np.array([bool(r.mask.any()) for r in rollouts])
+    if any(group.episodes for group in batch.groups):
+        values["response/timeout_fraction"] = finish_reasons.count("timeout") / len(episodes)
+        values["episode/rows"] = sum(map(len, episodes)) / len(episodes)
+    of_trained = [np.concatenate([row.versions[row.mask] for row in rows]) for rows in episodes]
+    trained = np.array([versions.size > 0 for versions in of_trained])
     if trained.any():
-        finished = np.repeat(batch.finished_versions, [len(group.rollouts) for group in batch.groups])[trained]
-        oldest = np.array([int(r.versions[r.mask].min()) for r in rollouts if r.mask.any()])
+        finished = np.repeat(batch.finished_versions, [len(group.episode_rows) for group in batch.groups])[trained]
+        oldest = np.array([int(versions.min()) for versions in of_trained if versions.size])
         staleness = batch.version - oldest
         values |= {
             "staleness/mean": staleness.mean(),

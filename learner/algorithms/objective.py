@@ -30,8 +30,8 @@ from learner.algorithms.advantages import whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import MetricAccumulator, Totals, tally_critic, tally_offpolicy, tally_policy
 from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
-from learner.algorithms.masked_ops import sum_by_answer
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
+from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
 KL_STEP = 0.1
@@ -45,8 +45,9 @@ AGGREGATIONS: dict[str, tuple[Callable[[Sequence[int], int], int], bool]] = {
     "sequence_mean": (lambda counted, longest: sum(n > 0 for n in counted), True),
     "constant": (lambda counted, longest: len(counted) * longest, False),
 }
-"""By value of algorithm.aggregation: (counted tokens of each answer, rollout.max_response_tokens) -> the number that
-the summed loss of a minibatch is divided by; and whether a token's loss is first divided by its answer's tokens."""
+"""By value of algorithm.aggregation: (counted tokens of each episode, the longest response in tokens) -> the number
+that the summed loss of a minibatch is divided by; and whether a token's loss is first divided by its episode's tokens.
+"""
 
 
 class Objective:
@@ -81,12 +82,16 @@ class Objective:
     def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
         """Return the number, at least 1, that the summed policy loss of the (group, answer) `pairs` is divided by.
 
-        It follows from algorithm.aggregation. Trained tokens count, and so do those masked only for their age: masking
-        these removes their loss and does not amplify that of the others.
+        It follows from algorithm.aggregation. The pairs are those of whole episodes. Trained tokens count, and so do
+        those masked only for their age: masking these removes their loss and does not amplify that of the others.
         """
-        rollouts = [groups[g].rollouts[i] for g, i in pairs]
-        counted = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in rollouts]
-        return float(max(1, self._normaliser(counted, self.config.rollout.max_response_tokens)))
+        chosen = set(pairs)
+        counted = [
+            tokens for g, group in enumerate(groups)
+            for rows, tokens in zip(rows_by_episode(group), tokens_by_episode(group), strict=True)
+            if (g, rows[0]) in chosen
+        ]  # fmt: skip
+        return float(max(1, self._normaliser(counted, self.config.longest_response_tokens)))
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return all minibatches of a batch with `whitening`, `m2po_limit` and `mean_weight` set, which depend on the
@@ -161,8 +166,7 @@ class Objective:
             loss = loss - algorithm.entropy_coef * entropy
         loss = torch.where(trained & ~dropped, loss, 0.0)
         if self._divides_by_length:
-            tokens = sum_by_answer(trained.to(loss.dtype), response.answers, len(response.lengths))
-            loss = loss / (tokens + response.too_old).clamp(min=1)[response.answers]
+            loss = loss / response.counted.clamp(min=1)[response.answers]
         return loss.sum(), critic
 
     def finish(self, totals: Totals, batch: Batch) -> list[Metric]:

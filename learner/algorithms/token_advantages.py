@@ -1,6 +1,8 @@
 """Computes an advantage for each trained token of an answer from the reward of the whole answer.
 
-Tokens that the model has not sampled, those of an environment, have no advantage, and returns skip them.
+Of episodes of several turns, each row is an answer here: rewards are compared between episodes, and their advantage is
+that of all their rows; returns and critics work on the rewards of turns, row by row. Tokens that the model has not
+sampled, those of an environment, have no advantage, and returns skip them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from async_rl.config import Config
 from async_rl.types import Batch, FloatArray
 from learner.algorithms.advantages import returns_to_go, whiten
+from learner.episodes import reward_at_tokens
 from learner.packing.microbatches import ResponseTokens
 
 
@@ -30,14 +33,16 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     function = entry.load()
     masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
     mask = pad_sequence(masks, batch_first=True)  # [k, T]
-    rewards = [torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64) for group in batch.groups]
     if entry.of_returns:
-        advantages = function(_at_last_token(torch.cat(rewards), mask), mask, algorithm.gamma)
-    elif entry.needs_greedy_baseline:
-        greedy = [group.baseline_reward for group in batch.groups]
-        advantages = torch.cat([function(*both) for both in zip(rewards, greedy, strict=True)])[:, None] * mask
+        rewards = [torch.from_numpy(of_row) for group in batch.groups for of_row in reward_at_tokens(group)]
+        advantages = function(pad_sequence(rewards, batch_first=True), mask, algorithm.gamma)
     else:
-        advantages = torch.cat([function(of_group) for of_group in rewards])[:, None] * mask
+        of_groups = []
+        for group in batch.groups:
+            of_episodes = torch.tensor(group.episode_rewards, dtype=torch.float64)
+            baseline = (group.baseline_reward,) if entry.needs_greedy_baseline else ()
+            of_groups.append(function(of_episodes, *baseline).repeat_interleave(torch.tensor(group.episode_rows)))
+        advantages = torch.cat(of_groups)[:, None] * mask
     if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
@@ -60,14 +65,14 @@ def critic_advantages(
     config: Config, function: Callable[..., tuple[Tensor, Tensor]], response: ResponseTokens, values: Tensor,
     log_rho: Tensor, penalty: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages [N], targets of the critic [N]). An answer's reward is given at its last trained token.
+    """Return (advantages [N], targets of the critic [N]), of rewards placed by `reward_at_tokens`.
 
     Args:
         function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/seams/algorithms.py.
         values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
     """
     mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.lam
-    rewards = _at_last_token(response.rewards, mask) - _rows(penalty, response)
+    rewards = _rows(response.rewards - penalty, response)
     both = function(rewards, _rows(values, response), _rows(log_rho, response), mask, gamma, lam)
     return _tokens(both[0], response), _tokens(both[1], response)
 
@@ -75,13 +80,6 @@ def critic_advantages(
 def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Tensor:
     """Return the sum, discounted by gamma, of the penalties on each token and the trained ones after it. [N] -> [N]."""
     return _tokens(returns_to_go(_rows(penalty, response), _rows(response.trained, response), gamma), response)
-
-
-def _at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return rows with each reward at the last masked-in token, if there is one, else 0. [k], [k, T] -> [k, T]"""
-    steps = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, steps, -1).amax(1, keepdim=True)
-    return torch.where(steps == last, rewards[:, None], 0.0)
 
 
 def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:

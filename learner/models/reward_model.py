@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.types import Batch, IntArray
+from async_rl.types import Batch, IntArray, Rollout
 from learner.models.policy import shard
 from learner.packing.plan import Layout, Piece, plan_microbatches
 
@@ -31,7 +31,7 @@ class RewardModel:
     tokenizer: in its chat template or, if it has none, as a pair of texts.
 
     Raises:
-        ConfigError: the model has more than one output.
+        ConfigError: the model has more than one output, or another vocabulary in a run whose answers call tools.
     """
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh) -> None:
@@ -44,12 +44,19 @@ class RewardModel:
         self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device))
         shard(self._scorer, lm, mesh, dtype, config.learner)
         self._retokenize = _open_retokenizer(config.model.path, path)
+        if self._retokenize and config.task.has_turns:
+            raise ConfigError(
+                f"reward_model.path {path} must have the policy's vocabulary with task.tools, got another one. A model "
+                "with another vocabulary reads a question and an answer as text, and can't read calls of tools"
+            )
         self._device = device
         self._max_tokens = config.learner.max_tokens_per_microbatch
         self._max_positions = getattr(lm.config, "max_position_embeddings", None)
 
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
+
+        Each rollout is a whole episode: one with tools has one row, and its reward goes to its last turn.
 
         Raises:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
@@ -63,7 +70,7 @@ class RewardModel:
         rewards = iter(self._score_sequences(sequences).tolist())
         groups = []
         for group in batch.groups:
-            rollouts = tuple(replace(rollout, reward=next(rewards)) for rollout in group.rollouts)
+            rollouts = tuple(_rewarded(rollout, next(rewards)) for rollout in group.rollouts)
             groups.append(replace(group, rollouts=rollouts))
         return replace(batch, groups=tuple(groups))
 
@@ -87,6 +94,11 @@ class RewardModel:
             rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
         return rewards.cpu()
+
+
+def _rewarded(rollout: Rollout, reward: float) -> Rollout:
+    turn_rewards = (*[0.0] * (len(rollout.turn_ends) - 1), reward) if rollout.turn_ends else ()
+    return replace(rollout, reward=reward, turn_rewards=turn_rewards)
 
 
 class _Scorer(nn.Module):

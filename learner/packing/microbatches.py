@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from async_rl.types import Batch, FloatArray
+from learner.episodes import reward_at_tokens, tokens_by_episode
 from learner.packing.plan import Piece, needs_mask
 
 PADDING = -1
@@ -31,7 +32,10 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTokens:
-    """The N response tokens of k answers, as the loss needs them; nothing here depends on a network."""
+    """The N response tokens of k answers, as the loss needs them; nothing here depends on a network.
+
+    Each row of an episode of several turns is an answer.
+    """
 
     behaviour: Tensor  # [N] float32 behaviour logprobs, 0 where not trained
     trained: Tensor  # [N] bool
@@ -41,8 +45,8 @@ class ResponseTokens:
     advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
     answers: Tensor  # [N] int64 index of each token's answer, 0..k-1
     places: Tensor  # [N] int64: place of each token in the batch, the same however the batch is split
-    rewards: Tensor  # [k] float32
-    too_old: Tensor  # [k] float32 number of tokens of each answer that are masked only for their age
+    rewards: Tensor  # [N] float32 reward that is given at the token, 0 where not trained
+    counted: Tensor  # [k] float32 number of tokens by which a mean over each answer's episode divides
     lengths: tuple[int, ...]
     """Number of response tokens T of each answer; their sum is N."""
 
@@ -97,7 +101,8 @@ def collate(
         start = segment = 0
         for piece in row:
             group, root = batch.groups[piece.group], segment
-            prompt_end = start + len(group.prompt_tokens)
+            # After an empty prompt the first token is not trained, so any place will do for its prediction.
+            prompt_last = max(start + len(group.prompt_tokens) - 1, start)
             for fed in (group.prompt_tokens, *(group.rollouts[i].tokens[:-1] for i in piece.answers)):
                 end = start + len(fed)
                 first_position = 0 if segment == root else len(group.prompt_tokens)
@@ -105,7 +110,7 @@ def collate(
                 segments[:, b, start:end] = [[segment], [root]]
                 positions[b, start:end] = np.arange(first_position, first_position + end - start)
                 if segment > root:
-                    where.append(b * width + np.concatenate([[prompt_end - 1], np.arange(start, end)]))
+                    where.append(b * width + np.concatenate([[prompt_last], np.arange(start, end)]))
                 start, segment = end, segment + 1
             answers += [(piece.group, i) for i in piece.answers]
     targets = np.concatenate([batch.groups[g].rollouts[i].tokens for g, i in answers])
@@ -134,6 +139,8 @@ def _response_tokens(
     behaviour = np.concatenate([rollout.logprobs for _, rollout in pairs])
     staleness = batch.version - np.concatenate([rollout.versions for _, rollout in pairs])
     old_kv = np.concatenate([group.old_kv(rollout) for group, rollout in pairs])
+    rewards = {g: reward_at_tokens(batch.groups[g]) for g, _ in answers}
+    counted = {g: np.repeat(tokens_by_episode(batch.groups[g]), batch.groups[g].episode_rows) for g, _ in answers}
     places = [(g << 44) + (i << 28) + np.arange(length) for (g, i), length in zip(answers, lengths, strict=True)]
     return ResponseTokens(
         behaviour=_tensor(np.where(trained, behaviour, 0.0), torch.float32, device),
@@ -144,8 +151,10 @@ def _response_tokens(
         advantages=_tensor(np.concatenate([advantages[g][i] for g, i in answers]), torch.float32, device),
         answers=_tensor(np.repeat(np.arange(len(pairs)), lengths), torch.int64, device),
         places=_tensor(np.concatenate(places), torch.int64, device),
-        rewards=_tensor(np.array([rollout.reward for _, rollout in pairs]), torch.float32, device),
-        too_old=_tensor(np.array([rollout.num_too_old for _, rollout in pairs]), torch.float32, device),
+        rewards=_tensor(
+            np.where(trained, np.concatenate([rewards[g][i] for g, i in answers]), 0.0), torch.float32, device
+        ),
+        counted=_tensor(np.array([counted[g][i] for g, i in answers]), torch.float32, device),
         lengths=tuple(lengths),
     )
 

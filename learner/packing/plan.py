@@ -6,7 +6,8 @@ more pieces, so that little is padding:
     prompt a | answer 1 | answer 2 | prompt b | answer 3 | padding
 
 An answer attends to its prompt and to itself, and its positions continue those of the prompt. Its last token predicts
-nothing that is trained, so it isn't fed. Rows of one answer need no attention mask: padding is on the right.
+nothing that is trained, so it isn't fed. Rows of one answer need no attention mask: padding is on the right. Each row
+of an episode of several turns is an answer here, also where it begins with tokens that are not trained.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.types import RolloutGroup
+from learner.episodes import rows_by_episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,17 @@ class Layout:
 
 
 def split_minibatches(
-    group_sizes: Sequence[int], count: int, rng: np.random.Generator
+    groups: Sequence[RolloutGroup], count: int, rng: np.random.Generator
 ) -> list[list[tuple[int, int]]]:
-    """Return all (group, answer) pairs in `count` parts, whose sizes differ by at most one; groups are shuffled."""
-    order = rng.permutation(len(group_sizes))
-    pairs = [(int(group), answer) for group in order for answer in range(group_sizes[group])]
-    edges = [len(pairs) * i // count for i in range(count + 1)]
-    return [pairs[a:b] for a, b in itertools.pairwise(edges)]
+    """Return all (group, answer) pairs in `count` parts, or in fewer if there are fewer episodes; groups are shuffled.
+
+    All rows of an episode are in one part. The numbers of episodes of two parts differ by at most one.
+    """
+    order = rng.permutation(len(groups))
+    episodes = [[(int(g), row) for row in rows] for g in order for rows in rows_by_episode(groups[g])]
+    count = min(count, len(episodes))
+    edges = [len(episodes) * i // count for i in range(count + 1)]
+    return [list(itertools.chain(*episodes[a:b])) for a, b in itertools.pairwise(edges)]
 
 
 def make_pieces(

@@ -43,6 +43,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid' ("),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True (command line)."),
         (["buffer.max_uses=0"], "buffer.max_uses must be greater than 0, got 0"),
+        (["sft.oracle=my_envs:oracle"], "sft.oracle must be empty without task.env, got 'my_envs:oracle' (command l"),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
             "buffer.max_uses must be 1 with staleness.max 0, got 2 (command line). A used group is at least one "

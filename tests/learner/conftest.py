@@ -13,7 +13,7 @@ from hypothesis import settings
 from async_rl.types import Batch
 from learner import trainer
 from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.rank_process import ALGORITHMS, Case, rank_main
+from tests.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, rank_main
 from tests.learner.tiny_batches import make_batch, save_tiny_model, save_tiny_reward_model
 
 torch.set_num_threads(1)
@@ -36,7 +36,9 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of `rank_main` on each of two ranks."""
-    cases: list[Case] = [*((algorithm, 26, "full") for algorithm in ALGORITHMS), ("token_mean", 26, "hybrid")]
+    cases: list[Case] = [
+        *((algorithm, 26, "full") for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)), ("token_mean", 26, "hybrid"),
+    ]  # fmt: skip
     return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), [*cases, ("token_mean", 24, "full")])
 
 

@@ -28,7 +28,7 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.handout import NoBatch, share_handout
 from learner.models.policy import full_parameters, save_policy
 from learner.train_step import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.learner.tiny_batches import make_batch, make_config, make_episode_batch
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
@@ -46,6 +46,12 @@ ALGORITHMS = {
     ),
 }
 
+
+EPISODE_ALGORITHMS = {
+    "episodes, sequence_mean": AlgorithmConfig(aggregation="sequence_mean"),
+    "episodes, gae": AlgorithmConfig(advantage="gae", whiten=True),
+}
+"""Those that train on episodes of several turns and rows."""
 
 Case = tuple[str, int, Literal["full", "hybrid"]]
 """Algorithm, tokens a micro-batch, sharding."""
@@ -90,13 +96,14 @@ def measure(
 ) -> dict[str, Any]:
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
     learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens, sharding=sharding)
-    config = make_config(model, algorithm=ALGORITHMS[algorithm], learner=learner, placement=placed(sharding))
+    of_case = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
+    config = make_config(model, algorithm=of_case, learner=learner, placement=placed(sharding))
     updater = Updater(config, torch.device("cpu"))
     networks = {"policy": updater.policy.lm}
     if updater.critic is not None:
         networks["critic"] = updater.critic.lm
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
-    batch = make_batch()
+    batch = make_episode_batch() if algorithm in EPISODE_ALGORITHMS else make_batch()
     (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
     losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     loss = losses["policy"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from async_rl.config import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.types import Batch, Rollout, RolloutGroup
+from async_rl.types import Batch, EpisodeFacts, Rollout, RolloutGroup
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 
 VOCAB = 23
@@ -131,6 +132,61 @@ def make_group(
     )
 
 
+def make_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Rollout:
+    """A row of an episode. Each character is a token: `r` of a reply, `R` its last one, `.` not trained."""
+    return replace(
+        make_rollout([3 + i % 20 for i in range(len(text))], [-1.0 * (c != ".") for c in text], reward, version),
+        mask=np.array([c != "." for c in text]),
+        turn_ends=tuple(i for i, c in enumerate(text) if c == "R"),
+        turn_rewards=tuple(turn_rewards),
+    )
+
+
+def make_episodes(rows: Sequence[int], turns: int = 1) -> tuple[EpisodeFacts, ...]:
+    """Episodes of so many rows each."""
+    facts = EpisodeFacts(rows=1, turns=turns, tool_calls=0, tool_s=0.0, duration_s=1.0, end="done")
+    return tuple(replace(facts, rows=count) for count in rows)
+
+
+def make_episode_batch(seed: int = 0, is_split: bool = True) -> Batch:
+    """Groups of three random episodes of one to three turns; the first group has no prompt.
+
+    If it is split, each episode of several turns has a row for each turn, which begins with the earlier turns. The
+    conversations, rewards and behaviour logprobs are the same in either case.
+    """
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index, num_prompt_tokens in enumerate((0, 3, 6)):
+        rollouts, counts = [], []
+        for _ in range(3):
+            text, rewards = "", rng.random(int(rng.integers(1, 4))).tolist()
+            for _ in rewards:
+                text += "." * int(rng.integers(1, 3)) + "r" * int(rng.integers(0, 3)) + "R"
+            whole = replace(
+                make_row(text, rewards, sum(rewards)), tokens=rng.integers(3, VOCAB, len(text)).astype(np.int32)
+            )
+            whole.logprobs[whole.mask] = rng.normal(-3, 0.7, int(whole.mask.sum()))
+            rows = turn_rows(whole) if is_split else [whole]
+            rollouts += rows
+            counts.append(len(rows))
+        group = make_group(index, rng.integers(3, VOCAB, num_prompt_tokens).tolist(), rollouts, temperature=0.8)
+        groups.append(replace(group, episodes=make_episodes(counts)))
+    return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
+
+
+def turn_rows(whole: Rollout) -> list[Rollout]:
+    """The row as one row for each of its turns."""
+    rows, start = [], 0
+    for end, reward in zip(whole.turn_ends, whole.turn_rewards, strict=True):
+        mask = whole.mask[: end + 1] & (np.arange(end + 1) >= start)
+        rows.append(replace(
+            whole, tokens=whole.tokens[: end + 1], logprobs=np.where(mask, whole.logprobs[: end + 1], 0),
+            versions=whole.versions[: end + 1], mask=mask, turn_ends=(end,), turn_rewards=(reward,),
+        ))  # fmt: skip
+        start = end + 1
+    return rows
+
+
 def make_response(lengths: Sequence[int], **given: Any) -> ResponseTokens:
     """Tokens of answers of these lengths, float64; all trained, of staleness 0 and advantage 0 unless given."""
     n = sum(lengths)
@@ -139,9 +195,10 @@ def make_response(lengths: Sequence[int], **given: Any) -> ResponseTokens:
         "behaviour": zeros, "trained": torch.ones(n).bool(), "comparable": zeros.bool(), "old_kv": zeros.bool(),
         "staleness": zeros.long(), "advantages": zeros,
         "answers": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        "places": torch.arange(n), "rewards": torch.zeros(len(lengths)), "too_old": torch.zeros(len(lengths)),
-    }  # fmt: skip
-    return ResponseTokens(lengths=tuple(lengths), **values | given)
+        "places": torch.arange(n), "rewards": torch.zeros(n),
+    } | given  # fmt: skip
+    counted = torch.zeros(len(lengths)).index_add(0, values["answers"], values["trained"].float())
+    return ResponseTokens(lengths=tuple(lengths), **{"counted": counted} | values)
 
 
 def make_micro(response: ResponseTokens, **at_start: Tensor) -> MicroBatch:

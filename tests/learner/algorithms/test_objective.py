@@ -85,7 +85,7 @@ def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
     advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     response = make_response(
         LENGTHS, behaviour=behaviour, trained=torch.rand(n, generator=generator) >= masked,
-        staleness=torch.randint(0, 4, (n,), generator=generator), rewards=torch.rand(len(LENGTHS), generator=generator),
+        staleness=torch.randint(0, 4, (n,), generator=generator), rewards=torch.rand(n, generator=generator),
         advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
     )  # fmt: skip
     micro = make_micro(response, proximal=proximal, values=normal(), reference=proximal + normal(0.3))

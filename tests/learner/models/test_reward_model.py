@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from async_rl.config import LearnerConfig, RewardModelConfig
+from async_rl.config import LearnerConfig, RewardModelConfig, TaskConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
@@ -25,8 +26,10 @@ from tests.learner.tiny_batches import (
     VOCAB,
     make_batch,
     make_config,
+    make_episodes,
     make_group,
     make_rollout,
+    make_row,
     save_tiny_reward_model,
 )
 from tests.tiny_folder import save_tiny_model
@@ -118,6 +121,31 @@ def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
         expected.append(lm(own(text, return_tensors="pt").input_ids).logits.item())
     assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+
+
+def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    rows = [make_row(".rR.R", [0.5, 0.25], 0.75), make_row("rR", [1.0], 1.0)]
+    group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
+    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"))
+    scored = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,)))
+    first, second = scored.groups[0].rollouts
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    assert first.reward == pytest.approx(lm(torch.tensor([[3, 4, 3, 4, 5, 6, 7]])).logits.item(), rel=1e-5)
+    assert (first.turn_rewards, second.turn_rewards) == ((0.0, first.reward), (second.reward,))
+
+
+def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_path: Path, one_rank: None) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["2 + 3"])
+    save_tiny_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
+    tokenizer.save_pretrained(tmp_path / "rm")
+    task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"])
+    config = make_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
+    with pytest.raises(ConfigError, match=r"must have the policy's vocabulary with task.tools"):
+        RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
 
 
 def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refused(

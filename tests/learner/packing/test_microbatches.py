@@ -12,18 +12,43 @@ from async_rl.types import Batch
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
-from tests.learner.tiny_batches import make_batch, make_group, make_rollout
+from tests.learner.tiny_batches import make_batch, make_episodes, make_group, make_rollout, make_row
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
 def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
     sizes: list[int], count: int, seed: int
 ) -> None:
-    parts = split_minibatches(sizes, count, np.random.default_rng(seed))
+    groups = [make_group(g, [3], [make_rollout([5], [-1.0], 1.0)] * size) for g, size in enumerate(sizes)]
+    parts = split_minibatches(groups, count, np.random.default_rng(seed))
+    assert len(parts) == min(count, sum(sizes))
     assert sorted(pair for part in parts for pair in part) == [
         (g, i) for g, n in enumerate(sizes) for i in range(n)
     ]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(1, 6), st.integers(0, 99),
+)  # fmt: skip
+def test_the_rows_of_an_episode_are_in_one_minibatch(group_rows: list[list[int]], count: int, seed: int) -> None:
+    groups = [
+        dataclasses.replace(
+            make_group(g, [3], [make_rollout([5], [-1.0], 1.0)] * sum(rows)), episodes=make_episodes(rows)
+        )
+        for g, rows in enumerate(group_rows)
+    ]
+    parts = split_minibatches(groups, count, np.random.default_rng(seed))
+    episode_of = {
+        (g, row): (g, number)
+        for g, rows in enumerate(group_rows)
+        for row, number in enumerate(np.repeat(np.arange(len(rows)), rows).tolist())
+    }
+    assert sorted(pair for part in parts for pair in part) == sorted(episode_of)
+    episodes = [{episode_of[pair] for pair in part} for part in parts]
+    assert sum(map(len, episodes)) == len(set(episode_of.values())) and all(episodes)
+    assert max(map(len, episodes)) - min(map(len, episodes)) <= 1
 
 
 DENSE, SPARSE, PLAIN = Layout(masked=True, pair_cost=1e-3), Layout(masked=True, sparse=True), Layout(masked=False)
@@ -137,6 +162,24 @@ def test_a_shared_row_by_hand() -> None:
     assert micro.response.advantages.tolist() == pytest.approx([0.5, 0.6, 0.7, -0.5])
     assert micro.response.staleness.tolist() == [1, 1, 1, 0]
     assert micro.response.lengths == (3, 1)
+
+
+@pytest.mark.parametrize("layout", [DENSE, SPARSE, PLAIN])
+def test_rows_without_a_shared_prompt_are_packed_too(layout: Layout) -> None:
+    """The token before the first one of a row is any token of the micro-batch: the first one is not trained."""
+    rollouts = [make_row("..R", [1.0], 1.0), make_row(".R", [0.0], 0.0)]
+    group = dataclasses.replace(make_group(0, [], rollouts), episodes=make_episodes([1, 1]))
+    batch = Batch(version=0, groups=(group,), finished_versions=(0,))
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, layout)
+    assert [piece.length for piece in pieces] == ([3] if layout.sparse and layout.masked else [2, 1])
+    advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]]
+    micro = collate(batch, [pieces], advantages, torch.device("cpu"))
+    assert micro.inputs.tokens.tolist() == [[3, 4, 3]]
+    assert micro.inputs.positions is not None and micro.inputs.positions.tolist() == [[0, 1, 0]]
+    assert micro.inputs.where[micro.response.trained].tolist() == [1, 2]
+    assert set(micro.inputs.where.tolist()) <= {0, 1, 2}
+    assert micro.inputs.targets.tolist() == [3, 4, 5, 3, 4]
+    assert micro.response.trained.tolist() == [False, False, True, False, True]
 
 
 def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 import statistics
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def new_runner() -> EnvRunner:
 async def demonstrations(count: int) -> list[Row]:
     runner = new_runner()
     episodes = await asyncio.gather(*(
-        demonstrate(runner, chain.Chain(-1 - index, mean_s=0), chain.oracle, index, TOKENIZER, RENDERER, LIMITS)
+        demonstrate(
+            runner, partial(chain.Chain, -1 - index, mean_s=0), chain.oracle, index, TOKENIZER, RENDERER, LIMITS
+        )
         for index in range(count)
     ))  # fmt: skip
     return [row for episode in episodes for row in episode.rows]

@@ -139,8 +139,9 @@ def _response_tokens(
     behaviour = np.concatenate([rollout.logprobs for _, rollout in pairs])
     staleness = batch.version - np.concatenate([rollout.versions for _, rollout in pairs])
     old_kv = np.concatenate([group.old_kv(rollout) for group, rollout in pairs])
-    rewards = {g: reward_at_tokens(batch.groups[g]) for g, _ in answers}
-    counted = {g: np.repeat(tokens_by_episode(batch.groups[g]), batch.groups[g].episode_rows) for g, _ in answers}
+    groups = {g: batch.groups[g] for g, _ in answers}
+    rewards = {g: reward_at_tokens(group) for g, group in groups.items()}
+    counted = {g: np.repeat(tokens_by_episode(group), group.episode_rows) for g, group in groups.items()}
     places = [(g << 44) + (i << 28) + np.arange(length) for (g, i), length in zip(answers, lengths, strict=True)]
     return ResponseTokens(
         behaviour=_tensor(np.where(trained, behaviour, 0.0), torch.float32, device),

@@ -23,7 +23,7 @@ from rollout_server.engines.base import Completion
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_env
+from rollout_server.episodes.load import load_task_env
 from rollout_server.episodes.messages import Message
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
@@ -45,12 +45,11 @@ class Demonstrator:
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        task, base = config.task, Path(config.sft.base)
-        has_questions = bool(task.name or task.path)
+        base = Path(config.sft.base)
         self._config = config
         self._tokenizer = tokenizer
-        self._task = open_task(config, tokenizer) if has_questions else None
-        self._make_env = load_env(task.env, task.params, has_questions)
+        self._task = open_task(config, tokenizer)
+        self._make_env = load_task_env(config)
         self._oracle = load_oracle(config.sft.oracle)
         self._renderer = TurnRenderer(tokenizer, end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id])
 
@@ -60,8 +59,7 @@ class Demonstrator:
         Raises:
             ConfigError: the oracle raised or returned no text, the environment has tools, or every episode failed.
         """
-        most = self._task.num_prompts if self._task else self._config.task.size
-        return asyncio.run(self._play(min(count, most)))
+        return asyncio.run(self._play(min(count, self._task.num_prompts)))
 
     async def _play(self, count: int) -> list[Episode]:
         config, timeouts = self._config, self._config.timeouts
@@ -88,8 +86,7 @@ class Demonstrator:
         return episodes
 
     def _open_env(self, index: int) -> Env:
-        question = self._task.prompt(index).reference if self._task else None
-        env = self._make_env(question, index, self._config.run.seed + index)
+        env = self._make_env(self._task.prompt(index), self._config.run.seed + index)
         if env.tools:
             raise ConfigError(
                 f"sft.oracle must be empty with task.env {self._config.task.env!r}, which has tools: an oracle returns "

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
+from async_rl.types import Prompt
 from rollout_server.episodes.agents import Agent
 from rollout_server.episodes.env import Env
 from rollout_server.question import Question
@@ -59,6 +61,23 @@ def load_env(name: str, params: Mapping[str, Any], has_questions: bool) -> MakeE
         return env
 
     return make
+
+
+def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
+    """Return the function that makes an environment of `task.env` for (a prompt of the run's task, a seed).
+
+    Raises:
+        ConfigError: see `load_env`.
+    """
+    task = config.task
+    has_questions = bool(task.name or task.path)
+    make = load_env(task.env, {} if task.name else task.params, has_questions)
+
+    def open_env(prompt: Prompt, seed: int) -> Env:
+        question = prompt.reference
+        return make(question, prompt.index, seed) if has_questions else make(None, question.answer, seed)
+
+    return open_env
 
 
 def load_agent(name: str) -> Agent:

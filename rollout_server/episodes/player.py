@@ -22,7 +22,7 @@ from rollout_server.episodes.engine_sampler import GenerateAnswers, GroupSampler
 from rollout_server.episodes.env import Env
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_agent, load_env
+from rollout_server.episodes.load import load_agent, load_task_env
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.rendering import GivenStart, TurnRenderer
 from rollout_server.episodes.reply_reader import ParseCalls, ReplyReader, open_parser
@@ -65,9 +65,7 @@ class EpisodePlayer:
                 f"task.tools must be empty for the model {config.model.path}: its chat template, if there is one, "
                 "can't show the results of tools to the model. Use a model whose template knows tools"
             )
-        self._has_questions = bool(task.name or task.path)
-        params = {} if task.name else task.params
-        self._make_env = load_env(task.env, params, self._has_questions) if task.env else None
+        self._make_env = load_task_env(config) if task.env else None
         self._agents: AgentRunner | None = None
         self._endpoint = OpenAIEndpoint()
         self._agent_process: AgentProcess | None = None
@@ -106,14 +104,10 @@ class EpisodePlayer:
         )
 
     def _open_env(self, request: GenerationRequest, sample: int, attempts: Iterator[int]) -> Env:
-        question = request.prompt.reference
         if self._make_env is None:
-            return QuestionEnv(question, [tool for make in self._tools for tool in make()])
+            return QuestionEnv(request.prompt.reference, [tool for make in self._tools for tool in make()])
         source = np.random.SeedSequence((request.seed, request.prompt.index, sample, next(attempts)))
-        seed = int(source.generate_state(1)[0])
-        if self._has_questions:
-            return self._make_env(question, request.prompt.index, seed)
-        return self._make_env(None, question.answer, seed)
+        return self._make_env(request.prompt, int(source.generate_state(1)[0]))
 
     def _session(self, request: GenerationRequest, generate: Generate) -> Session:
         rollout = self._config.rollout

@@ -147,7 +147,7 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
             make_minibatch(micro), micro, logprobs, torch.zeros_like(logprobs), None, MetricAccumulator(), True
         )
         (gradient,) = torch.autograd.grad(loss / normaliser, logprobs)
-        expected = -batch.groups[0].rollouts[row].mask / divisors[0 if row < 2 else 1]
+        expected = batch.groups[0].rollouts[row].mask / -divisors[0 if row < 2 else 1]
         assert gradient.tolist() == pytest.approx(expected.tolist())
 
 

@@ -265,7 +265,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     first, second = FORKED
     first = dataclasses.replace(first, versions=np.array([3, 3, 3, 3, 4, 5], np.int32))
     second = dataclasses.replace(second, versions=np.array([3, 3, 5], np.int32))  # its old tokens are not trained
-    old = dataclasses.replace(PLAIN, versions=np.full(4, 2, np.int32))
+    old = dataclasses.replace(PLAIN, versions=np.array([1, 1, 2, 2], np.int32))
     group = dataclasses.replace(make_group(0, [3], [first, second, old], version=2), episodes=make_episodes([2, 1]))
     batch = Batch(version=5, groups=(group,), finished_versions=(5,))
     masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))

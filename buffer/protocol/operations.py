@@ -118,7 +118,7 @@ class Operations:
             self._answer_learner(parked, now_s)
         shares = self._shares()
         for (op, worker), parked in list(self._parked.items()):
-            result = None
+            result: dict[str, Any] | None = None
             if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
                 result = {"groups": groups}
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):

@@ -49,7 +49,8 @@ class TalkingEngine:
         finally:
             self.num_running -= 1
         last = re.split(r"<eos>|<sep>", TOKENIZER.decode(request.prompt.tokens).removesuffix("<sep>"))[-1].strip()
-        return [self._completion(self.say(last, number, request.n), version, request.max_tokens) for number in range(request.n)]
+        texts = [self.say(last, number, request.n) for number in range(request.n)]
+        return [self._completion(text, version, request.max_tokens) for text in texts]
 
     def _completion(self, text: str, version: int, max_tokens: int) -> Completion:
         tokens = TOKENIZER(text + "<eos>", add_special_tokens=False)["input_ids"][:max_tokens]

@@ -216,7 +216,7 @@ def test_the_limits_follow_from_the_config() -> None:
 
 
 def check_by_hand(group: RolloutGroup) -> None:
-    """What a learner relies on, asserted token by token."""
+    """Assert, token by token, all that a learner relies on."""
     assert sum(episode.rows for episode in group.episodes) == len(group.rollouts)
     rows = iter(group.rollouts)
     for episode in group.episodes:

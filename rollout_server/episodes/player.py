@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class EpisodePlayer:
         ends = end_tokens(config.model.path) if task.has_turns else []
         self._renderer = TurnRenderer(tokenizer, ends) if task.has_turns else None
         self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
-        self._envs = EnvRunner(limits, task.max_concurrent_calls)
+        # Questions call no code of others, and those that are granted together must reach the engine together.
+        self._envs = EnvRunner(limits, task.max_concurrent_calls if task.has_turns else sys.maxsize)
         self._tools = load_tools(task.tools)
         if self._tools and "tool" not in (self._renderer or GivenStart([])).roles:
             raise ConfigError(

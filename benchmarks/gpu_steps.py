@@ -112,6 +112,7 @@ STEPS = (
     Step("learner-1b", 3.0, _learner("1b", 16384)),
     Step("generation", 3.0, _generation, ("server",)),
     Step("deterministic", 4.0, _tests("tests/gpu/test_deterministic.py"), ("server", "ray")),
+    Step("vllm", 6.0, _tests("tests/gpu/test_vllm.py")),  # skipped where vLLM has no environment
     Step("model", 1.0, _model, ("gguf",)),
     Step("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",)),
     Step("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), continues=True),

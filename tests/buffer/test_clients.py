@@ -182,6 +182,21 @@ def test_close_drops_the_rest_as_shutdown_and_waits_for_serve() -> None:
     assert server.close()["buffer/dropped_shutdown"] == 4
 
 
+def test_a_request_that_is_cancelled_ends_at_every_moment(buffer: BufferServer) -> None:
+    async def cancel_after(turns: int, worker: WorkerClient) -> bool:
+        asking = asyncio.create_task(worker.aborts([]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait((asking,), timeout=2.0)
+        return asking.cancelled()
+
+    async def cancel_all(worker: WorkerClient) -> list[bool]:
+        return [await cancel_after(turns, worker) for turns in range(8)]
+
+    assert with_worker(buffer.address, cancel_all) == [True] * 8
+
+
 @pytest.mark.parametrize(("max_staleness", "workers"), [(0, 2), (1, 1), (3, 3)])
 def test_over_sockets_the_bound_holds_and_every_group_is_trained_once(
     max_staleness: int, workers: int, monkeypatch: pytest.MonkeyPatch

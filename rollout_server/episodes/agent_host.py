@@ -81,7 +81,8 @@ async def _result(agent: Any, *args: Any, **options: Any) -> Any:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the agent prints goes to the log
-    sys.path.append(os.getcwd())
+    own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an agents.py, as the agent's packages may have
+    sys.path[:] = [*(folder for folder in sys.path if folder != own_folder), os.getcwd()]
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')

@@ -23,12 +23,12 @@ LIMITS = EpisodeLimits(tool_s=5, turn_s=10, episode_s=20)
 
 
 def played(
-    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0
+    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0, module: str = PLACE
 ) -> list[Episode]:
     """Episodes of the agent, at once, whose policy always answers 4."""
 
     async def play() -> list[Episode]:
-        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{PLACE}:{name}", folder / "agent.log")
+        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{module}:{name}", folder / "agent.log")
         await endpoint.start()
         runner = AgentRunner(agent, endpoint, limits, 64)
         question = Question(
@@ -54,6 +54,14 @@ def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
     episodes = played("solve", tmp_path, count=20)
     assert [(episode.end, episode.reward) for episode in episodes] == [("done", 1.0)] * 20
     assert "working on 4" in (tmp_path / "agent.log").read_text()  # what agents print does no harm
+
+
+def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agents.py").write_text("from example_agents import solve as work\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    (episode,) = played("work", tmp_path, module="agents")
+    assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 
 
 def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:

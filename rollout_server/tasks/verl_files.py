@@ -46,6 +46,8 @@ class VerlFilesTask(Task):
         return RULES[self.rule_of(question)](response, question.answer)
 
     def rule_of(self, question: Question) -> str:
+        if self._config.gives_rewards:
+            return ""  # no rule scores the answers
         return self._config.reward or rule_for_source(question.source)
 
     def _read(self, path: Path) -> list[Question]:

@@ -49,6 +49,13 @@ def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) 
     return config, open_task(config, TOKENIZER)
 
 
+def test_rows_of_any_source_are_questions_for_an_agent(tmp_path: Path) -> None:
+    rows = [row_of(0, data_source="tickets", reward_model={"ground_truth": ["refund", "close"]})]
+    _, task = opened(written(tmp_path / "rows.jsonl", rows), agent="my_agent:solve")
+    prompt = task.prompt(0)
+    assert prompt.reference.answer == ["refund", "close"] and task.has_answer(prompt, "#### 5") is None
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suffix: str) -> None:
     config, task = opened(written(tmp_path / f"rows{suffix}", [row_of(i) for i in range(10)]))

@@ -36,7 +36,8 @@ class TaskConfig:
     agent_python: PathText = ""
     """The Python program of the process in which the agent runs. Empty: the agent runs in the worker's process."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the model may call before it answers a question: [package.module:function, ...]."""
+    """Tools that the model may call before it answers a question, each a package.module:function, the methods of a
+    package.module:Class, or those of an MCP server: mcp:URL or mcp:command."""
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
     """The reward of an episode that ran out of time. zero: 0. partial: that of its turns so far. drop: none, because
     the episode is left out of its group and counted."""

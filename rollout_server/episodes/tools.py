@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from transformers.utils import get_json_schema
 
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
+from rollout_server.episodes.mcp_server import PREFIX, McpServer
 from rollout_server.episodes.messages import Message, Schema, ToolCall
 from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_thread
 
@@ -58,25 +60,32 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
-    """Return, for each `module:name` in `names`, a function that makes its tools for one episode.
+    """Return, for each name in `names`, a function that makes its tools for one episode.
 
-    A function is one tool. A class is created without arguments for each episode, and its public methods are tools
-    that share the state of that episode.
+    A name is `module:name` of a function, which is one tool, or of a class, which is created without arguments for
+    each episode, and whose public methods are tools that share the state of that episode. Or it is `mcp:` and the
+    address or command of an MCP server, which is asked for its tools here; all episodes share its state.
 
     Raises:
-        ConfigError: a name can't be imported, or what it names can't be described to the model.
+        ConfigError: a name can't be imported, what it names can't be described to the model, an MCP server can't be
+            used, or two tools have one name.
     """
-    makers: list[Callable[[], list[Tool]]] = []
-    for name in names:
-        found = import_object(name, _KEY)
-        if isinstance(found, type):
-            makers.append(partial(_tools_of_class, found))
-        elif callable(found):
-            makers.append(partial(list, [Tool.from_function(found)]))
-        else:
-            raise ConfigError(f"{_KEY} {name!r} must be a function or a class, got {type(found).__name__}")
-        makers[-1]()
+    makers = [_maker(name) for name in names]
+    counts = Counter(tool.name for make in makers for tool in make())
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(f"{_KEY} must be tools of different names, got {', '.join(twice)} more than once")
     return makers
+
+
+def _maker(name: str) -> Callable[[], list[Tool]]:
+    if name.startswith(PREFIX):
+        return partial(list, [Tool(schema, call) for schema, call in McpServer(name).tools()])
+    found = import_object(name, _KEY)
+    if isinstance(found, type):
+        return partial(_tools_of_class, found)
+    if callable(found):
+        return partial(list, [Tool.from_function(found)])
+    raise ConfigError(f"{_KEY} {name!r} must be a function or a class, got {type(found).__name__}")
 
 
 def _tools_of_class(found: type) -> list[Tool]:

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.episodes.mcp_server import McpServer
+from rollout_server.episodes.messages import ToolCall
+from rollout_server.episodes.time_limits import ForeignCode
+from rollout_server.episodes.tools import Tool, ToolCaller, load_tools
+
+pytest.importorskip("mcp")
+pytestmark = pytest.mark.processes
+
+SERVER = Path(__file__).with_name("mcp_notes.py")
+COMMAND = f"mcp:{sys.executable} {SERVER}"
+
+
+@pytest.fixture
+def tools() -> Iterator[list[Tool]]:
+    server = McpServer(COMMAND)
+    yield [Tool(schema, call) for schema, call in server.tools()]
+    server.close()
+
+
+def answers(tools: list[Tool], *calls: tuple[str, Any], tool_s: float = 20.0) -> list[str]:
+    asked: list[ToolCall] = [
+        {"id": str(i), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+
+    async def run() -> list[str]:
+        caller = ToolCaller(tools, tool_s, asyncio.Semaphore(64), ForeignCode())
+        return [message["content"] for message in await caller.answer(asked, ())]
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_server_describes_its_tools(tools: list[Tool]) -> None:
+    add = next(tool for tool in tools if tool.name == "add")
+    assert add.schema["type"] == "function" and add.schema["function"]["description"] == "Add two whole numbers."
+    parameters = add.schema["function"]["parameters"]
+    assert {name: value["type"] for name, value in parameters["properties"].items()} == {"a": "integer", "b": "integer"}
+    assert parameters["required"] == ["a", "b"]
+
+
+def test_all_episodes_share_one_session(tools: list[Tool]) -> None:
+    assert answers(tools, ("write", {"note": "first"})) == ["written"]
+    assert answers(tools, ("add", {"a": 2, "b": 3}), ("read", {})) == ["5", "first"]
+    assert answers(tools, *(("add", {"a": i, "b": i}) for i in range(50))) == [str(2 * i) for i in range(50)]
+
+
+def test_what_goes_wrong_is_for_the_model_to_read(tools: list[Tool]) -> None:
+    failed, wrong, unknown, fine = answers(
+        tools, ("fail", {"text": "no such file"}), ("add", {"a": "x"}), ("sub", {}), ("add", {"a": 1, "b": 1})
+    )
+    assert failed == "error: McpToolError: Error executing tool fail"  # the server keeps the reason to itself
+    assert wrong.startswith("error: McpToolError") and "b" in wrong
+    assert unknown.startswith("error: LookupError: there is no tool 'sub', only add") and fine == "2"
+
+
+def test_a_tool_that_hangs_is_given_up_at_its_limit(tools: list[Tool]) -> None:
+    answers(tools, ("add", {"a": 1, "b": 1}))  # starts the session
+    began_s = time.monotonic()
+    late, fine = answers(tools, ("wait", {"seconds": 6}), ("add", {"a": 1, "b": 1}), tool_s=1.0)
+    assert late == "error: the tool wait took longer than 1 s" and fine == "2" and time.monotonic() - began_s < 5
+    assert answers(tools, ("add", {"a": 1, "b": 2})) == ["3"]
+
+
+def test_a_server_that_dies_is_started_again(tools: list[Tool]) -> None:
+    answers(tools, ("write", {"note": "lost"}))
+    (died,) = answers(tools, ("die", {}))
+    assert died.startswith("error: ")
+    assert answers(tools, ("read", {})) == [""]
+
+
+def test_a_server_is_reached_by_its_address() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)])
+    try:
+        end_s = time.monotonic() + 30
+        while time.monotonic() < end_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        server = McpServer(f"mcp:http://127.0.0.1:{port}/mcp")
+        tools = [Tool(schema, call) for schema, call in server.tools()]
+        assert answers(tools, ("add", {"a": 20, "b": 22})) == ["42"]
+        server.close()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_the_configuration_names_a_server() -> None:
+    (make,) = load_tools([COMMAND])
+    assert {"add", "read", "write"} <= {tool.name for tool in make()}
+    with pytest.raises(ConfigError, match="must be tools of different names, got add, write, read"):
+        load_tools([COMMAND, COMMAND])
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mcp:no-such-command", "can't be used: FileNotFoundError"),
+        (f"mcp:{sys.executable} -c pass", "can't be used: "),
+        ("mcp:http://127.0.0.1:9/mcp", "can't be used: "),
+    ],
+)
+def test_a_server_that_can_not_be_used_is_an_error_at_start(target: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_tools([target])

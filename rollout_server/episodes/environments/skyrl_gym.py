@@ -1,0 +1,68 @@
+"""The environments of skyrl-gym (pip install skyrl-gym==0.4.0), played in this process: gsm8k_multi_turn, search, ...
+
+    task:
+      path: data/gsm8k/train.parquet
+      env: rollout_server.episodes.environments.skyrl_gym:SkyRLGym
+      params: {name: gsm8k_multi_turn, extras: {max_turns: 3}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from async_rl.errors import ConfigError
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.time_limits import in_thread
+from rollout_server.episodes.tools import Tool
+from rollout_server.question import Question
+
+try:
+    import skyrl_gym
+    from omegaconf import OmegaConf
+except ImportError as error:
+    raise ConfigError(f"skyrl-gym can't be imported ({error}): pip install skyrl-gym==0.4.0") from error
+
+
+class SkyRLGym:
+    """One episode of an environment that skyrl-gym registers. Its methods may block, so they run in threads.
+
+    The environment reads the question's reference answer as extras["reward_spec"]["ground_truth"], as in SkyRL's files.
+
+    Args:
+        name: the name under which it is registered.
+        env_config: its configuration, e.g. the address of a search server.
+        extras: further entries of its `extras`, e.g. max_turns.
+    """
+
+    tools: Sequence[Tool] = ()
+
+    def __init__(
+        self, question: Question, name: str, env_config: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._question = question
+        spec = {"method": "rule", "ground_truth": question.answer}
+        about = {**question.extra, "extra_info": question.extra, "data_source": question.source, "reward_spec": spec}
+        config = OmegaConf.create(dict(env_config or {}))
+        self._make = partial(skyrl_gym.make, name, env_config=config, extras={**about, **(extras or {})})
+        self._env: Any = None
+
+    async def start(self) -> list[Message]:
+        self._env = await in_thread(self._make)
+        messages, _ = await in_thread(partial(self._env.init, [dict(said) for said in self._question.messages]))
+        return [Message(role=said["role"], content=said["content"]) for said in messages]
+
+    async def step(self, reply: Message) -> Step:
+        """Give the reply to the environment. Where that shows nothing and goes on, the model sees an empty message."""
+        out = await in_thread(partial(self._env.step, reply["content"]))
+        said = [Message(role=seen["role"], content=seen["content"]) for seen in out["observations"]]
+        measured = self._env.get_metrics() if out["done"] else {}
+        metrics = {name: value for name, value in measured.items() if isinstance(value, int | float)}
+        return Step(messages=said or [user("")], reward=out["reward"], done=bool(out["done"]), metrics=metrics)
+
+    async def close(self) -> None:
+        if self._env is not None:
+            await in_thread(self._env.close)

@@ -1,0 +1,183 @@
+"""OpenEnv and verifiers, whose servers run in environments of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.environments import verifiers_server
+from rollout_server.episodes.environments.openenv import OpenEnv
+from rollout_server.episodes.environments.verifiers_server import solve
+from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.session import SessionLimits
+from rollout_server.question import Question
+from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.rollout_server.episodes.packages.environment import new_environment
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+HERE = Path(__file__).parent
+TOKENIZER = character_tokenizer()
+ENDS = [TOKENIZER.eos_token_id]
+LIMITS = EpisodeLimits(tool_s=5, turn_s=30, episode_s=60)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for_port(port: int) -> None:
+    end_s = time.monotonic() + 120
+    while time.monotonic() < end_s:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"nothing listens on port {port}")
+
+
+@pytest.fixture(scope="module")
+def openenv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an OpenEnv server with room for eight sessions."""
+    folder, port = tmp_path_factory.mktemp("openenv"), free_port()
+    python = new_environment(folder / "venv", ("openenv-core==0.3.0",), sees_ours=False)
+    server = subprocess.Popen([python, HERE / "openenv_guess.py", str(port)], cwd=folder)
+    try:
+        wait_for_port(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
+    """The tasks that a server of verifiers serves."""
+    folder, port = tmp_path_factory.mktemp("verifiers"), free_port()
+    python = new_environment(folder / "venv", ("verifiers==0.4.0",), sees_ours=False)
+    command = [python, verifiers_server.__file__, "verifiers_numbers", folder / "tasks.jsonl", "--count", "10"]
+    server = subprocess.Popen([*command, "--address", f"tcp://127.0.0.1:{port}"], cwd=HERE)
+    try:
+        wait_for_port(port)
+        rows = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
+        yield [
+            Question(messages=tuple(row["prompt"]), answer="", extra=row["extra_info"], source=row["data_source"])
+            for row in rows
+        ]
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def bisecting(tokens: list[int]) -> str:
+    """The next guess after a conversation like `?<sep>15<eos>...h<sep>`."""
+    low, high = 0, 30
+    turns = TOKENIZER.decode(tokens).split("<sep>")
+    for said in turns[1:-1]:
+        guess, _, hint = said.partition("<eos>")
+        low, high = (int(guess) + 1, high) if "higher" in hint else (low, int(guess) - 1)
+    return str((low + high) // 2)
+
+
+def saying(reply: Callable[[list[int]], str]) -> Any:
+    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        return await scripted(TOKENIZER, [reply(tokens)])(tokens, max_tokens)
+
+    return generate
+
+
+def test_many_episodes_of_an_openenv_server_are_played_at_once(openenv: str) -> None:
+    async def play(index: int) -> Episode:
+        return await EnvRunner(LIMITS, 64).run(
+            lambda: OpenEnv(openenv, index, action_field="number", observation_field="hint"),
+            lambda: session_of(saying(bisecting), TOKENIZER, ENDS),
+        )
+
+    async def play_all() -> list[Episode]:
+        return [episode for _ in range(3) for episode in await asyncio.gather(*map(play, range(8)))]
+
+    episodes = asyncio.run(play_all())
+    assert [episode.end for episode in episodes] == ["done"] * 24, episodes[0].error
+    assert all(episode.reward == 1.0 and 1 <= episode.metrics["turns"] <= 5 for episode in episodes)
+    texts = [TOKENIZER.decode(episode.rows[0].tokens) for episode in episodes]
+    assert texts[:8] == texts[8:16] and len(set(texts)) > 2  # the index determines the game
+
+
+def test_more_episodes_than_an_openenv_server_allows_say_so(openenv: str) -> None:
+    async def play(index: int) -> Episode:
+        return await EnvRunner(LIMITS, 64).run(
+            lambda: OpenEnv(openenv, index, action_field="number", observation_field="hint"),
+            lambda: session_of(saying(bisecting), TOKENIZER, ENDS),
+        )
+
+    async def play_all() -> list[Episode]:
+        return list(await asyncio.gather(*map(play, range(40))))
+
+    failed = [episode for episode in asyncio.run(play_all()) if episode.end == "failed"]
+    assert failed and all("max_concurrent_envs" in e.error or "CAPACITY" in e.error for e in failed)
+
+
+def played(questions: list[Question], *replies: str, limits: EpisodeLimits = LIMITS) -> list[Episode]:
+    async def play() -> list[Episode]:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        runner = AgentRunner(solve, endpoint, limits, 64)
+        try:
+            return list(await asyncio.gather(*(
+                runner.run(question, lambda: session_of(scripted(TOKENIZER, replies), TOKENIZER, ENDS))
+                for question in questions
+            )))  # fmt: skip
+        finally:
+            await endpoint.aclose()
+
+    return asyncio.run(asyncio.wait_for(play(), 120))
+
+
+def test_tasks_of_verifiers_are_exact_rows_with_their_weighted_rewards(tasks: list[Question]) -> None:
+    assert len(tasks) == 10
+    episodes = played(tasks, "5", "4")
+    assert [episode.end for episode in episodes] == ["done"] * 10, episodes[0].error
+    assert [TOKENIZER.decode(episode.rows[0].tokens) for episode in episodes] == [
+        f"{number}+1?<sep>5<eos>\nsure?<sep>4<eos>" for number in range(10)
+    ]
+    assert [episode.reward for episode in episodes] == [2.5 if number == 3 else 0.5 for number in range(10)]
+
+
+def test_a_task_of_verifiers_without_room_ends_as_it_stands(tasks: list[Question]) -> None:
+    async def play() -> Episode:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        sizes = SessionLimits(max_tokens=200, max_reply_tokens=20, max_turns=1)
+        try:
+            return await AgentRunner(solve, endpoint, LIMITS, 4).run(
+                tasks[0], lambda: session_of(scripted(TOKENIZER, ["1", "1"]), TOKENIZER, ENDS, sizes)
+            )
+        finally:
+            await endpoint.aclose()
+
+    episode = asyncio.run(play())
+    assert (episode.end, len(episode.rows), episode.metrics["turns"]) == ("turns", 1, 1), episode.error
+
+
+def test_a_server_of_verifiers_that_is_not_there_is_an_error(
+    tasks: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_server, "HEALTH_S", 0.5)
+    nowhere = Question(messages=(), answer="", extra={"address": f"tcp://127.0.0.1:{free_port()}", "task": {}})
+    (episode,) = played([nowhere], "a")
+    assert episode.end == "failed" and "did not answer in 0.5 s" in episode.error

@@ -25,7 +25,7 @@ class Step:
     """The reward of this turn. The reward of the episode is the sum over its turns."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log. The last value of each name counts for the episode."""
+    """Numbers to log, of at most 64 names in one episode. The last value of each name counts for the episode."""
 
 
 class Env(Protocol):

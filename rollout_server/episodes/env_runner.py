@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_rl.errors import AsyncRLError, raised_at
+from async_rl.messages.limits import MAX_METRICS
+from async_rl.messages.message_reader import MAX_NAME_CHARS
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
 from rollout_server.episodes.messages import Message, plain_messages
@@ -74,6 +76,9 @@ class _EnvAttempt:
             step = _checked(await self._call(partial(env.step, said), "the environment's step"))
             self._session.add_reward(reply.turn, step.reward)
             self._attempt.metrics.update(step.metrics)
+            if len(self._attempt.metrics) > MAX_METRICS:
+                names = ", ".join(self._attempt.metrics)
+                raise EpisodeFailedError(f"an episode may log at most {MAX_METRICS} metrics, got {names:.400}")
             if step.done:
                 return
             messages += [said, *_messages(step.messages)]
@@ -126,11 +131,16 @@ def _checked(step: Step) -> Step:
     """Return the step, with its numbers as floats.
 
     Raises:
-        EpisodeFailedError: it is no Step, one of its numbers is none, or the model has nothing to reply to.
+        EpisodeFailedError: it is no Step, one of its numbers or names can't be used, or the model has nothing to reply
+            to.
     """
     if not isinstance(step, Step):
         raise EpisodeFailedError(f"the environment's step must return a Step, got {step!r:.200}")
     if not step.done and not step.messages:
         raise EpisodeFailedError("a step must hold messages for the model, or be done, got neither")
+    for name in step.metrics:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            allowed = f"printable text of at most {MAX_NAME_CHARS} characters"
+            raise EpisodeFailedError(f"the name of a metric of a step must be {allowed}, got {name!r:.200}")
     metrics = {name: finite(value, f"the metric {name} of a step") for name, value in step.metrics.items()}
     return replace(step, reward=finite(step.reward, "the reward of a step"), metrics=metrics)

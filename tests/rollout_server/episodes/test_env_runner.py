@@ -177,6 +177,10 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     ("step", "said"),
     [
         (Step(reward=float("nan"), done=True), "must be a finite number, got nan"),
+        (Step(metrics={str(i): 0.0 for i in range(65)}, done=True), "an episode may log at most 64 metrics, got 0, 1"),
+        (Step(metrics={"m" * 201: 0.0}, done=True), "the name of a metric of a step must be printable text of"),
+        (Step(metrics={"\ud800": 0.0}, done=True), r"must be printable text of at most 200 characters, got '\ud800'"),
+        (Step(metrics={1: 0.0}, done=True), "must be printable text of at most 200 characters, got 1"),  # type: ignore
         (Step(reward="1x", done=True), "the reward of a step must be a number, got '1x'"),  # type: ignore[arg-type]
         (Step(done=True, metrics={"a": "b"}), "the metric a of a step"),  # type: ignore[dict-item]
         (Step(), "must hold messages for the model, or be done"),

@@ -189,7 +189,10 @@ def test_every_config_key_in_the_documents_exists() -> None:
                 assert "unknown key" not in str(caught.value)
 
 
-COMPOSED = ("utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/", "eval/accuracy/", "episode/env/", "episode/end_")
+COMPOSED = (
+    "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/",
+    "eval/accuracy/", "episode/env/", "episode/end_",
+)  # fmt: skip
 """Metric keys that the code puts together from parts."""
 
 

@@ -328,6 +328,7 @@ class Worker:
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
             *self._stats.drain_groups(),
             *episode_metrics(episodes),
+            *(Metric(f"endpoint/{key}", count, "sum") for key, count in self._player.drain_counts().items()),
         ]
         notes, self._notes = tuple(self._notes), []
         return WorkerReport(

@@ -59,6 +59,8 @@ class OpenAIEndpoint:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Counts of requests, with keys like `requests`, `retries`, `refused`, `late`, `ignored/temperature`."""
+        self._told: set[str] = set()
+        """The ignored parameters of requests that the log has named."""
         self._open: dict[str, OpenSession] = {}
         self._ended: deque[str] = deque(maxlen=NUM_REMEMBERED)
         self._address = ""
@@ -167,7 +169,8 @@ class OpenAIEndpoint:
 
     def _count_ignored(self, asked: CompletionRequest) -> None:
         for name in asked.ignored:
-            if not self.counts[f"ignored/{name}"]:
+            if name not in self._told:
+                self._told.add(name)
                 _log.warning("agents ask for %s: it is ignored, the policy samples as the run is configured", name)
             self.counts[f"ignored/{name}"] += 1
 
@@ -177,6 +180,8 @@ async def _body(request: web.Request) -> Any:
         return await request.json()
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(400, "invalid_request", f"the body must be JSON: {error}") from None
+    except ConnectionError:  # the client is gone, and reads no answer
+        raise RequestRefusedError(400, "disconnected", "the client closed the connection") from None
 
 
 def _completion(reply: Reply) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,11 @@ class EpisodePlayer:
         self._endpoint = OpenAIEndpoint()
         self._agent_process: AgentProcess | None = None
         if task.agent:
+            if task.agent_python and not os.access(task.agent_python, os.X_OK):
+                raise ConfigError(
+                    f"task.agent_python must be a Python program, got {task.agent_python}: there is no such file, or "
+                    "it can't be run. Make the agent's environment first: python -m venv"
+                )
             if task.agent_python:
                 self._agent_process = AgentProcess(task.agent, log_file, task.agent_python)
             agent = self._agent_process or load_agent(task.agent)
@@ -119,6 +126,11 @@ class EpisodePlayer:
         )  # fmt: skip
         renderer = self._renderer or GivenStart(request.prompt.tokens.tolist())
         return Session(generate, renderer, self._reader, limits)
+
+    def drain_counts(self) -> dict[str, int]:
+        """Return {`requests`, `retries`, ...: number} of the agents' endpoint since the last call."""
+        counts, self._endpoint.counts = self._endpoint.counts, Counter()
+        return dict(counts)
 
     async def aclose(self) -> None:
         """End the endpoint of agents and the agent's process, if they were started."""

@@ -37,6 +37,8 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml",
     "async-rl train configs/quickstart.yaml staleness.max=0 run.steps=60 run.seed=1",
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
+    "async-rl sft configs/agent_cpu.yaml",
+    "async-rl train configs/agent_cpu.yaml",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-qwen3 model.path=runs/qwen3-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model rollout.engine=vllm",
     "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model placement.rollout.servers=2 "
@@ -191,7 +193,7 @@ def test_every_config_key_in_the_documents_exists() -> None:
 
 COMPOSED = (
     "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/",
-    "eval/accuracy/", "episode/env/", "episode/end_",
+    "eval/accuracy/", "episode/env/", "episode/end_", "endpoint/",
 )  # fmt: skip
 """Metric keys that the code puts together from parts."""
 

@@ -91,7 +91,10 @@ def make_rollout(
 def make_batch(
     seed: int = 0, version: int = 0, groups: int = 3, answers: int = 4, temperature: float = 0.8
 ) -> Batch:
-    """Random prompts of 2..12 and answers of 1..9 tokens; behaviour logprobs near a uniform policy's."""
+    """Random prompts of 2..12 and answers of 1..9 tokens, a fifth of them not trained, but the last one always is.
+
+    Behaviour logprobs are near a uniform policy's.
+    """
     rng = np.random.default_rng(seed)
     made = []
     for index in range(groups):
@@ -104,7 +107,8 @@ def make_batch(
                 float(rng.random()),
                 version,
             )
-            rollout.mask[rng.random(length) < 0.2] = False
+            rollout.mask[:-1] = rng.random(length)[:-1] >= 0.2
+            rollout.logprobs[~rollout.mask] = 0
             rollouts.append(rollout)
         made.append(
             make_group(

@@ -42,6 +42,7 @@ def choose_completions(batch: Batch) -> tuple[Completion, ...]:
         group = batch.groups[place]
         number = batch.version % len(group.rollouts)
         rollout = group.rollouts[number]
+        trained = rollout.versions[rollout.mask] if rollout.mask.any() else rollout.versions
         chosen.append(
             Completion(
                 step=batch.version + 1,
@@ -51,7 +52,7 @@ def choose_completions(batch: Batch) -> tuple[Completion, ...]:
                 tokens=tuple(rollout.tokens[:MAX_TOKENS].tolist()),
                 num_tokens=len(rollout.tokens),
                 reward=rollout.reward,
-                staleness=batch.version - int(rollout.versions.min()),
+                staleness=batch.version - int(trained.min()),
                 finish_reason=rollout.finish_reason,
             )
         )

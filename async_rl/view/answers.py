@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,8 @@ def answer_columns(
         "mask": [int(value) for value in rollout.mask.tolist()],
         "log_ratios": _rounded(ratios.proximal) if ratios else None,
         "learner_log_ratios": _rounded(ratios.learner) if ratios and ratios.learner is not None else None,
+        "turn_ends": list(rollout.turn_ends),
+        "turn_rewards": list(rollout.turn_rewards),
         "old_kv": [int(value) for value in group.old_kv(rollout).tolist()],
         "trained_at": trained_at,
         "text": texts.decode(ids),
@@ -57,16 +61,35 @@ def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, An
         "finish_reason": rollout.finish_reason,
         "versions": version_shares(rollout),
         "turns": turns(rollout),
+        "episode": episode_facts(group, number),
         "masked": int((~rollout.mask).sum()),
         "mean_logprob": mean_logprob(rollout),
         "preview": text[:PREVIEW_CHARS] if text is not None else " ".join(map(str, rollout.tokens[:40].tolist())),
     }
 
 
+def episode_facts(group: RolloutGroup, number: int) -> dict[str, Any] | None:
+    """Return what is known of the episode that a rollout is part of, and which of its rows this is, from 1 on.
+
+    None: the group's episodes are plain answers to a question.
+    """
+    if not group.episodes:
+        return None
+    ends = list(itertools.accumulate(group.episode_rows))
+    place = bisect_right(ends, number)
+    facts = group.episodes[place]
+    row = number - ends[place] + facts.rows + 1
+    return {
+        "number": place, "row": row, "rows": facts.rows, "turns": facts.turns, "tool_calls": facts.tool_calls,
+        "tool_s": facts.tool_s, "end": facts.end,
+    }  # fmt: skip
+
+
 def version_shares(rollout: Rollout) -> list[tuple[int, float]]:
-    """Return (version, share of the tokens) for each version that sampled a token of the answer, oldest first."""
-    versions, counts = np.unique(rollout.versions, return_counts=True)
-    return [(int(version), int(count) / len(rollout.versions)) for version, count in zip(versions, counts, strict=True)]
+    """Return (version, share of the trained tokens) for each version that sampled some of them, oldest first."""
+    trained = rollout.versions[rollout.mask] if rollout.mask.any() else rollout.versions
+    versions, counts = np.unique(trained, return_counts=True)
+    return [(int(version), int(count) / len(trained)) for version, count in zip(versions, counts, strict=True)]
 
 
 def turns(rollout: Rollout) -> int:

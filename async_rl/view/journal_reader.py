@@ -35,7 +35,7 @@ _STALENESS = (
 _COLUMNS = f"""group_id, prompt_index, worker, state, drop_reason, start_version, finished_version, newest_version,
     reward, response_tokens, duration_s, {_STALENESS} AS staleness,
     (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
-    (SELECT COUNT(*) FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers"""
+    (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers"""
 ORDERS = {
     "newest": "group_id DESC", "oldest": "group_id", "reward_high": "reward DESC, group_id DESC",
     "reward_low": "reward IS NULL, reward, group_id DESC", "longest": "response_tokens DESC, group_id DESC",

@@ -39,7 +39,7 @@ def test_a_long_answer_is_cut_and_keeps_its_length() -> None:
     batch = make_batch(groups=1)
     (group,) = batch.groups
     ones = np.ones(MAX_TOKENS + 5, np.int32)
-    long = dataclasses.replace(group.rollouts[0], tokens=ones, versions=ones)
+    long = dataclasses.replace(group.rollouts[0], tokens=ones, versions=ones, mask=ones > 0)
     (found,) = choose_completions(
         dataclasses.replace(batch, groups=(dataclasses.replace(group, rollouts=(long,)),))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from async_rl.storage.log_ratios import LogRatioWriter, StepLogRatios
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.status import Status, write_status
 from async_rl.telemetry.timeline import Span
-from async_rl.types import Rollout, RolloutGroup
+from async_rl.types import EpisodeFacts, Rollout, RolloutGroup
 from buffer.journal.journal import FILE_NAME, SCHEMA, payload_folder
 from buffer.journal.payload_files import PayloadFiles
 
@@ -58,6 +59,28 @@ def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", ve
     )  # fmt: skip
 
 
+QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY = "6 * 7 = ?", " [the calculator says 42] ", "It is 42."
+
+
+def make_episodes(group_id: int, version: int = 0) -> RolloutGroup:
+    """Return a group of two episodes. A row has two turns with a tool's result between; the second episode has two."""
+    parts = [QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY]
+    lengths = [len(part) for part in parts]
+    mask = np.repeat([True, False, True], lengths)
+    row = Rollout(
+        tokens=np.array(tokens_of("".join(parts)), np.int32), logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.repeat([version, version, version + 1], lengths).astype(np.int32), mask=mask, reward=1.0,
+        finish_reason="stop", turn_ends=(lengths[0] - 1, sum(lengths) - 1), turn_rewards=(0.25, 0.75),
+    )  # fmt: skip
+    half = dataclasses.replace(row, turn_rewards=(0.125, 0.375))
+    facts = [
+        EpisodeFacts(rows=rows, turns=2 * rows, tool_calls=rows, tool_s=0.5, duration_s=2.0, end="done")
+        for rows in (1, 2)
+    ]
+    group = make_group(group_id, ["x"], version=version)
+    return dataclasses.replace(group, rollouts=(row, half, half), episodes=tuple(facts))
+
+
 class JournalWriter:
     """Writes groups into a journal as a buffer does; the first half of them is trained on, the others are dropped."""
 
@@ -71,6 +94,7 @@ class JournalWriter:
 
     def add(self, group: RolloutGroup, step: int | None = None, drop_reason: str | None = None) -> None:
         lengths = [len(rollout.tokens) for rollout in group.rollouts]
+        episodes = [episode for episode, rows in enumerate(group.episode_rows) for _ in range(rows)]
         state = "trained" if step is not None else "dropped" if drop_reason else "finished"
         self._db.execute("BEGIN")
         self._db.execute(
@@ -85,10 +109,10 @@ class JournalWriter:
             "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?)",
             [
                 (
-                    group.group_id, i, i, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]),
+                    group.group_id, i, episode, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]),
                     r.finish_reason,
                 )
-                for i, r in enumerate(group.rollouts)
+                for i, (r, episode) in enumerate(zip(group.rollouts, episodes, strict=True))
             ],
         )  # fmt: skip
         if step is not None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.view.answers import sibling, turns, version_shares
+from async_rl.view.answers import episode_facts, sibling, turns, version_shares
 from async_rl.view.run_files import RunFiles
 from async_rl.view.token_texts import TokenTexts, find_tokenizer
-from tests.view.factories import make_group, write_tokenizer
+from tests.view.factories import make_episodes, make_group, write_tokenizer
 
 
 def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path) -> None:
@@ -24,6 +24,15 @@ def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path)
 def test_turns_are_stretches_of_sampled_tokens(mask: str, number: int) -> None:
     rollout = make_group(0, ["a" * len(mask)]).rollouts[0]
     assert turns(dataclasses.replace(rollout, mask=np.array([each == "1" for each in mask]))) == number
+
+
+def test_rows_of_one_episode_share_its_facts() -> None:
+    found = [episode_facts(make_episodes(0), number) for number in range(3)]
+    assert [(each["number"], each["row"], each["rows"], each["turns"]) for each in found if each] == [
+        (0, 1, 1, 2), (1, 1, 2, 4), (1, 2, 2, 4),
+    ]  # fmt: skip
+    assert episode_facts(make_group(0, ["a"]), 0) is None
+    assert version_shares(make_episodes(0, version=3).rollouts[0]) == [(3, 0.5), (4, 0.5)]
 
 
 def test_one_version_has_all_tokens() -> None:

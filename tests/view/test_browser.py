@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.view.chromium import needs_chromium
-from tests.view.factories import HOSTILE, JournalWriter, append_step, make_group, make_run
+from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_step, make_episodes, make_group, make_run
 from tests.view.view_server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
@@ -181,6 +181,30 @@ def test_text_has_contrast_and_controls_have_names(
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     context.close()
+
+
+def test_turns_and_what_tools_said_are_folded(browser: Browser, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "episodes", groups=0)
+    writer = JournalWriter(run_dir)
+    writer.add(make_episodes(0), step=1)
+    writer.close()
+    server = ViewServer(run_dir)
+    page = browser.new_context(base_url=server.url).new_page()
+    open_page(page, "/run/rollouts/0?answer=0")
+    summaries = [each.strip() for each in page.locator("#tokens summary").all_inner_texts()]
+    tool = page.locator("#tokens details:not(.turn)")
+    texts = page.locator(".sibling").all_inner_texts()
+    is_open = [tool.get_attribute("open"), page.locator("#tokens details.turn[open]").count()]
+    tool.locator("summary").click()
+    expect(tool.locator(".t").first).to_be_visible()
+    server.close()
+    assert summaries == [
+        "turn 1 · 9 tokens · reward 0.250", f"26 tokens that are not trained on: {TOOL_RESULT.strip()}",
+        "turn 2 · 9 tokens · reward 0.750",
+    ]  # fmt: skip
+    assert is_open == [None, 2]
+    assert "episode 0 · 2 turns · 1 tool call in 0.50 s" in texts[0]
+    assert "episode 1, row 2 of 2" in texts[2]
 
 
 def test_a_long_answer_is_shown_within_a_second(browser: Browser, tmp_path: Path) -> None:

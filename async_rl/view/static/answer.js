@@ -3,6 +3,7 @@ import { base, element, getJson } from "./page.js";
 
 const panel = document.getElementById("answer");
 const MASKED_FOLD = 8; // shorter stretches of tokens that the model did not sample stay open
+const PREVIEW_CHARS = 80;
 const RATIO_LEVELS = [0.5, 0.8, 0.95, 1.05, 1.25, 2];
 let shown = null;
 let chosen = 0;
@@ -80,13 +81,28 @@ function draw() {
   document.getElementById("token-legend").replaceChildren(...(form === "tokens" ? legend(coloring) : []));
   if (form === "text") return place.replaceChildren(shown.text ?? "There is no tokenizer here, so there is no text.");
   if (form === "ids") return place.replaceChildren(shown.ids.join(" "));
-  place.replaceChildren(...stretches().map(([from, to]) => {
-    const spans = tokenSpans(from, to, coloring);
-    if (shown.mask[from] || to - from < MASKED_FOLD) return spans;
-    const what = `${to - from} tokens that are not trained on`;
-    return element("details", { className: "fold" }, element("summary", { textContent: what }), spans);
+  const parts = stretches();
+  place.replaceChildren(...parts.map(([from, to], index) => {
+    const spans = tokenSpans(from, to, coloring), isSampled = shown.mask[from];
+    if (isSampled ? parts.length === 1 : to - from < MASKED_FOLD) return spans;
+    const turn = parts.slice(0, index + 1).filter(([start]) => shown.mask[start]).length;
+    const what = isSampled ? turnTitle(turn, from, to) : `${to - from} tokens that are not trained on: ${preview(from, to)}`;
+    return element("details", { className: isSampled ? "fold turn" : "fold", open: Boolean(isSampled) },
+      element("summary", { textContent: what }), spans);
   }));
   facts(0, false);
+}
+
+/** The heading of a turn. Its reward is known if the journal has it: an episode's row names the ends of its turns. */
+function turnTitle(number, from, to) {
+  const known = shown.turn_ends.indexOf(to - 1);
+  const reward = known < 0 ? "" : ` · reward ${shown.turn_rewards[known].toFixed(3)}`;
+  return `turn ${number} · ${to - from} tokens${reward}`;
+}
+
+function preview(from, to) {
+  const text = (shown.pieces ? shown.pieces.slice(from, to).join("") : shown.ids.slice(from, to).join(" ")).trim();
+  return text.length > PREVIEW_CHARS ? `${text.slice(0, PREVIEW_CHARS)} …` : text;
 }
 
 function facts(at, isChosen = true) {

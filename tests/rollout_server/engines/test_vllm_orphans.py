@@ -1,18 +1,25 @@
-"""SIGKILL of the parent of a serving vLLM server leaves none of its processes."""
+"""The ends of a vLLM server: when its parent is killed, and when its engine is."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from async_rl.errors import ProcessDiedError, WeightSyncError
+from rollout_server.engines.vllm.admin import VLLMAdmin
+from tests.conftest import EngineInThread
+from tests.rollout_server.engines.hf_cases import request_for
+from tests.rollout_server.engines.sglang_cases import generate
 from tests.rollout_server.engines.test_sglang_orphans import ROOT, running_in, wait_until
-from tests.rollout_server.engines.vllm_cases import needs_vllm
+from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
 
 PARENT = """
 import asyncio, sys
@@ -46,3 +53,28 @@ def test_nothing_of_vllm_is_left_after_sigkill_of_the_parent(vllm_model: Path, t
         parent.wait()
     assert os.getsid(0) not in sessions
     assert wait_until(lambda: not running_in(sessions), 20), running_in(sessions)
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:
+    """vLLM would wait for the end of the push's request, which never comes, and the run with it."""
+    needs_vllm()
+    server = EngineInThread(vllm_config(vllm_model), tmp_path)
+    try:
+        server.run(server.engine.start(), START_S)
+        admin = VLLMAdmin(server.config, server.engine.url)
+        admin.pause("in_place")
+        with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor() as threads:  # no store answers there
+            place = {"host": "127.0.0.1", "port": mute.getsockname()[1], "backend": "gloo"}
+            joining = threads.submit(admin.join_group, name="g", first_rank=1, world_size=2, **place)
+            mute.accept()
+            for child in psutil.Process(server.engine._server._process.pid).children(recursive=True):
+                if "EngineCore" in " ".join(child.cmdline()):
+                    child.kill()
+            with pytest.raises(WeightSyncError, match="is the rollout server still alive"):
+                joining.result(60)
+        with pytest.raises(ProcessDiedError, match=r"ended by itself \(exit code 1\)"):
+            generate(server, request_for(1))
+    finally:
+        server.close()

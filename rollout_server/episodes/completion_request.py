@@ -16,7 +16,7 @@ IGNORED = (
 _REFUSED = {
     "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
 }  # fmt: skip
-"""What can't be given, with the value that asks for nothing. The request gets status 400."""
+"""The parameters that can't be honoured, each with the value that asks for nothing; others get status 400."""
 
 
 class RequestRefusedError(Exception):

@@ -73,8 +73,8 @@ EPISODE_METRICS = (
 )  # fmt: skip
 """The metrics that every episode has. `timeouts` counts overdue calls and an overdue episode, `failed` attempts."""
 
-_SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls")
-"""Those of them that are counts of something rare: the log has their sum over a step, of the others the mean."""
+_SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", "dropped_rows")
+"""The metrics that count something rare: the log has their sum over a step, and the mean of the others."""
 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from async_rl.types import EpisodeFacts, IntArray, Rollout
@@ -25,11 +26,19 @@ def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: in
         episodes: at least one, each with rows.
         max_prompt_tokens: the most tokens that become the prompt of the group.
     """
-    kept = [episode.rows[-max_rows:] for episode in episodes]
+    kept = [_last_rows(episode.rows, max_rows) for episode in episodes]
     num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
     rollouts = tuple(rollout for rows in kept for rollout in _rollouts(rows, num_prompt))
     facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(episodes, kept, strict=True))
     return GroupRows(kept[0][0].tokens[:num_prompt], rollouts, facts)
+
+
+def _last_rows(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
+    """Return the last `max_rows` rows. Rewards of turns in the others are added to the first turn that is kept."""
+    dropped, (first, *rest) = rows[:-max_rows], rows[-max_rows:]
+    earned = sum(reward for row in dropped for reward in row.turn_rewards)
+    reward, *later = first.turn_rewards
+    return [replace(first, turn_rewards=(reward + earned, *later)), *rest]
 
 
 def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:

@@ -95,18 +95,10 @@ def check(run: Run, config: Config, case: Case) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", IN_CI, ids="-".join)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in IN_CI else pytest.mark.nightly) for case in ALL], ids="-".join
+)
 def test_episodes_keep_the_bound_under_each_policy(
-    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
-) -> None:
-    config = configure(smoke_yaml, tmp_path, case, sglang_server.engine.url)
-    check(run_assembled(config), config, case)
-
-
-@pytest.mark.nightly
-@pytest.mark.e2e
-@pytest.mark.parametrize("case", ALL, ids="-".join)
-def test_episodes_keep_the_bound_under_every_combination(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
 ) -> None:
     config = configure(smoke_yaml, tmp_path, case, sglang_server.engine.url)

@@ -27,7 +27,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.num_open = 0
         self.answers: dict[str, Any] = {}
-        """What is answered to the type of a message, in place of an observation; None closes the connection."""
+        """[type of a message] the answer to it in place of an observation; None closes the connection."""
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

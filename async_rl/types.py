@@ -78,6 +78,8 @@ class EpisodeFacts:
     turns: int
     """The number of replies of the model."""
     tool_calls: int
+    generate_s: float
+    """The time that the engine took, summed over all replies."""
     tool_s: float
     """The time that its tools took, summed over all calls."""
     duration_s: float

@@ -1,7 +1,7 @@
 """Encodes the episodes of a rollout group as columns, and checks such columns.
 
-    episodes  {rows [G], turns [G], tool_calls [G], tool_s [G], duration_s [G], ends [G], metrics [G],
-               row_turns [rollouts], turn_ends [sum of row_turns], turn_rewards [sum of row_turns]}
+    episodes  {rows [G], turns [G], tool_calls [G], generate_s [G], tool_s [G], duration_s [G], ends [G],
+               metrics [G], row_turns [rollouts], turn_ends [sum of row_turns], turn_rewards [sum of row_turns]}
 
 `row_turns` is the number of turns that each rollout trains. A group whose rollouts are answers to a question has none
 of these columns.
@@ -29,7 +29,7 @@ REWARD_ROUNDING = 1e-6
 rewards of its turns."""
 
 _COUNTS = ("rows", "turns", "tool_calls")
-_TIMES = ("tool_s", "duration_s")
+_TIMES = ("generate_s", "tool_s", "duration_s")
 _FIELDS = (*_COUNTS, *_TIMES, "ends", "metrics", "row_turns", "turn_ends", "turn_rewards")
 
 
@@ -109,8 +109,7 @@ def _read_facts(fields: Fields, limits: Limits, num_rows: int) -> tuple[EpisodeF
     if max(turns) > limits.max_turns:
         raise fields.refuse("turns", f"at most {limits.max_turns} in an episode", max(turns))
     tool_calls = _numbers(fields, "tool_calls", INT32, size)
-    tool_s = _numbers(fields, "tool_s", FLOAT64, size)
-    duration_s = _numbers(fields, "duration_s", FLOAT64, size)
+    generate_s, tool_s, duration_s = (_numbers(fields, name, FLOAT64, size) for name in _TIMES)
     ends = fields.items("ends", *size)
     metrics = fields.items("metrics", *size)
     for i, end in enumerate(ends):
@@ -118,8 +117,8 @@ def _read_facts(fields: Fields, limits: Limits, num_rows: int) -> tuple[EpisodeF
             raise refusal(f"episodes[{i}].end", end, " or ".join(ENDS))
     return tuple(
         EpisodeFacts(
-            rows=rows[i], turns=turns[i], tool_calls=tool_calls[i], tool_s=tool_s[i], duration_s=duration_s[i],
-            end=ends[i], metrics=_read_metrics(i, metrics[i]),
+            rows=rows[i], turns=turns[i], tool_calls=tool_calls[i], generate_s=generate_s[i], tool_s=tool_s[i],
+            duration_s=duration_s[i], end=ends[i], metrics=_read_metrics(i, metrics[i]),
         )
         for i in range(len(rows))
     )  # fmt: skip

@@ -81,7 +81,7 @@ def episode_facts(group: RolloutGroup, number: int) -> dict[str, Any] | None:
     row = number - ends[place] + facts.rows + 1
     return {
         "number": place, "row": row, "rows": facts.rows, "turns": facts.turns, "tool_calls": facts.tool_calls,
-        "tool_s": facts.tool_s, "end": facts.end,
+        "generate_s": facts.generate_s, "tool_s": facts.tool_s, "duration_s": facts.duration_s, "end": facts.end,
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
     oldest_version INTEGER, newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS episodes (
-    group_id INTEGER, episode INTEGER, reward REAL, turns INTEGER, tool_calls INTEGER, tool_s REAL, duration_s REAL,
-    end TEXT, metrics TEXT, PRIMARY KEY (group_id, episode)
+    group_id INTEGER, episode INTEGER, reward REAL, turns INTEGER, tool_calls INTEGER, generate_s REAL, tool_s REAL,
+    duration_s REAL, end TEXT, metrics TEXT, PRIMARY KEY (group_id, episode)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     group_id INTEGER, rollout INTEGER, turn INTEGER, end_token INTEGER, reward REAL,
@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS turns (
 ) WITHOUT ROWID;
 """
 TABLE_NAMES = ("rollouts", "episodes", "turns")
-_NUM_COLUMNS = (9, 9, 5)
+_NUM_COLUMNS = (9, 10, 5)
 
 
 class ArrivedRows:
@@ -74,8 +74,8 @@ def _episode_numbers(group: GroupColumns) -> list[int]:
 def _episode_rows(group_id: int, episodes: EpisodeColumns, rewards: list[float]) -> list[tuple[Any, ...]]:
     return [
         (
-            group_id, number, reward, facts.turns, facts.tool_calls, facts.tool_s, facts.duration_s, facts.end,
-            json.dumps(facts.metrics),
+            group_id, number, reward, facts.turns, facts.tool_calls, facts.generate_s, facts.tool_s,
+            facts.duration_s, facts.end, json.dumps(facts.metrics),
         )
         for number, (facts, reward) in enumerate(zip(episodes.facts, rewards, strict=True))
     ]  # fmt: skip

@@ -29,7 +29,8 @@ SCHEMA = pa.schema(
         "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
         "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "context_tokens": pa.int32(),
         "finish_reason": pa.string(), "episode": pa.int32(), "turns": pa.int32(), "tool_calls": pa.int32(),
-        "tool_s": pa.float64(), "duration_s": pa.float64(), "end": pa.string(), "metrics": pa.string(),
+        "generate_s": pa.float64(), "tool_s": pa.float64(), "duration_s": pa.float64(), "end": pa.string(),
+        "metrics": pa.string(),
         "turn_ends": pa.list_(pa.int32()), "turn_rewards": pa.list_(pa.float64()),
         "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
@@ -43,8 +44,8 @@ TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(),
 _ROLLOUTS = """
 SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
     rollouts.newest_version AS newest_version, rollouts.reward AS reward,
-    rollouts.response_tokens AS response_tokens, context_tokens, finish_reason, episode, turns, tool_calls, tool_s,
-    episodes.duration_s AS duration_s, end, metrics,
+    rollouts.response_tokens AS response_tokens, context_tokens, finish_reason, episode, turns, tool_calls,
+    generate_s, tool_s, episodes.duration_s AS duration_s, end, metrics,
     (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
     (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
 FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode) ORDER BY group_id, rollout

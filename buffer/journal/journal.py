@@ -36,7 +36,7 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the tables below, of the scalars and of the payloads. Each change of one of them must raise it."""
 SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" + TABLES + """
 CREATE TABLE IF NOT EXISTS groups (

@@ -70,7 +70,7 @@ def _rollout(
 def _facts(episode: Episode, num_rows: int) -> EpisodeFacts:
     values, prefix = episode.metrics, "env/"
     return EpisodeFacts(
-        rows=num_rows, turns=int(values["turns"]), tool_calls=int(values["tool_calls"]), tool_s=values["tool_s"],
-        duration_s=values["duration_s"], end=episode.end,
+        rows=num_rows, turns=int(values["turns"]), tool_calls=int(values["tool_calls"]),
+        generate_s=values["generate_s"], tool_s=values["tool_s"], duration_s=values["duration_s"], end=episode.end,
         metrics={key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)},
     )  # fmt: skip

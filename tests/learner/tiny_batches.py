@@ -148,7 +148,7 @@ def make_row(text: str, turn_rewards: Sequence[float], reward: float, version: i
 
 def make_episodes(rows: Sequence[int], turns: int = 1) -> tuple[EpisodeFacts, ...]:
     """Episodes of so many rows each."""
-    facts = EpisodeFacts(rows=1, turns=turns, tool_calls=0, tool_s=0.0, duration_s=1.0, end="done")
+    facts = EpisodeFacts(rows=1, turns=turns, tool_calls=0, generate_s=0.5, tool_s=0.0, duration_s=1.0, end="done")
     return tuple(replace(facts, rows=count) for count in rows)
 
 

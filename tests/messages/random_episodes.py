@@ -32,8 +32,8 @@ def random_episodes(slot: Slot, rng: np.random.Generator, newest: int = -1, grou
         episodes.append(
             EpisodeFacts(
                 rows=len(rows), turns=num_turns + int(rng.integers(0, 2)), tool_calls=int(rng.integers(0, 5)),
-                tool_s=float(rng.exponential()), duration_s=5 + float(rng.exponential()),
-                end=str(rng.choice(["done", "length", "turns", "timeout"])),
+                generate_s=float(rng.exponential()), tool_s=float(rng.exponential()),
+                duration_s=5 + float(rng.exponential()), end=str(rng.choice(["done", "length", "turns", "timeout"])),
                 metrics={f"metric {i}": float(rng.normal()) for i in range(rng.integers(0, 3))},
             )
         )

@@ -33,7 +33,9 @@ def make_row(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], 
 
 
 def facts(rows: int, turns: int, **changes: Any) -> EpisodeFacts:
-    plain: dict[str, Any] = {"tool_calls": 1, "tool_s": 0.5, "duration_s": 2.0, "end": "done", "metrics": {"score": 3}}
+    plain: dict[str, Any] = {
+        "tool_calls": 1, "generate_s": 1.5, "tool_s": 0.5, "duration_s": 2.0, "end": "done", "metrics": {"score": 3}
+    }
     return EpisodeFacts(rows=rows, turns=turns, **{**plain, **changes})
 
 
@@ -117,6 +119,7 @@ def test_rows_that_share_no_first_token_need_no_prompt() -> None:
         ("turns", ints(2, 11), r"episodes\.turns: got 11, allowed at most 10 in an episode"),
         ("turns", floats(2, 3), r"episodes\.turns: dtype '<f8', allowed <i4"),
         ("tool_calls", ints(-1, 0), r"episodes\[0\]\.tool_calls: got -1, allowed a finite number >= 0"),
+        ("generate_s", floats(1, -1.0), r"episodes\[1\]\.generate_s: got -1.0, allowed a finite number >= 0"),
         ("tool_s", floats(1, math.nan), r"episodes\[1\]\.tool_s: got nan, allowed a finite number >= 0"),
         ("duration_s", floats(math.inf, 1), r"episodes\[0\]\.duration_s: got inf"),
         ("ends", ["done", "failed"], r"episodes\[1\]\.end: got 'failed', allowed done or length or turns or timeout"),
@@ -199,7 +202,7 @@ def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
 
 def test_a_run_of_questions_refuses_episodes() -> None:
     limits = Limits.from_config(make_config())
-    with pytest.raises(WireError, match="episodes: got a dict of 10, allowed None: an episode of this run is"):
+    with pytest.raises(WireError, match="episodes: got a dict of 11, allowed None: an episode of this run is"):
         decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
 
 
@@ -223,7 +226,8 @@ def check_by_hand(group: RolloutGroup) -> None:
         of_episode = [next(rows) for _ in range(episode.rows)]
         total = sum(reward for row in of_episode for reward in row.turn_rewards)
         assert 1 <= sum(len(row.turn_ends) for row in of_episode) <= episode.turns
-        assert all(math.isfinite(value) for value in (episode.tool_s, episode.duration_s, *episode.metrics.values()))
+        times = (episode.generate_s, episode.tool_s, episode.duration_s)
+        assert all(map(math.isfinite, (*times, *episode.metrics.values())))
         for row in of_episode:
             assert math.isclose(row.reward, total, abs_tol=1e-3 * (1 + sum(map(abs, row.turn_rewards))))
             assert row.reward == of_episode[0].reward

@@ -74,7 +74,9 @@ def make_episodes(group_id: int, version: int = 0) -> RolloutGroup:
     )  # fmt: skip
     half = dataclasses.replace(row, turn_rewards=(0.125, 0.375))
     facts = [
-        EpisodeFacts(rows=rows, turns=2 * rows, tool_calls=rows, tool_s=0.5, duration_s=2.0, end="done")
+        EpisodeFacts(
+            rows=rows, turns=2 * rows, tool_calls=rows, generate_s=1.25, tool_s=0.5, duration_s=2.0, end="done"
+        )
         for rows in (1, 2)
     ]
     group = make_group(group_id, ["x"], version=version)

@@ -203,7 +203,7 @@ def test_turns_and_what_tools_said_are_folded(browser: Browser, tmp_path: Path) 
         "turn 2 · 9 tokens · reward 0.750",
     ]  # fmt: skip
     assert is_open == [None, 2]
-    assert "episode 0 · 2 turns · 1 tool call in 0.50 s" in texts[0]
+    assert "episode 0 · 2 turns in 2.00 s, 1.25 s of it sampled · 1 tool call in 0.50 s" in texts[0]
     assert "episode 1, row 2 of 2" in texts[2]
 
 

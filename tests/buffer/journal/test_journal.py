@@ -273,7 +273,7 @@ def test_a_journal_of_another_schema_version_is_refused(
     Journal(file, keep_steps=1).close()
     with contextlib.closing(sqlite3.connect(file)) as database:
         database.execute("PRAGMA user_version = 0")
-    said = r"must have schema version 3, got 0: another version of async-rl wrote it\. Use that one"
+    said = r"must have schema version 4, got 0: another version of async-rl wrote it\. Use that one"
     with pytest.raises(AsyncRLError, match=said):
         Journal(file, keep_steps=1)
     assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1

@@ -66,8 +66,8 @@ def expected_tables(groups: Iterable[RolloutGroup]) -> dict[str, list[tuple[Any,
                     for turn in range(len(row.turn_ends))
                 ]
             tables["episodes"].append((
-                group.group_id, number, reward, episode.turns, episode.tool_calls, episode.tool_s, episode.duration_s,
-                episode.end, dict(episode.metrics),
+                group.group_id, number, reward, episode.turns, episode.tool_calls, episode.generate_s,
+                episode.tool_s, episode.duration_s, episode.end, dict(episode.metrics),
             ))  # fmt: skip
     return {name: sorted(rows, key=lambda row: row[:3]) for name, rows in tables.items()}
 
@@ -169,7 +169,7 @@ def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
             for i, rollout in enumerate(group.rollouts):
                 row, episode = rows[group.group_id, i], group.episodes[number_of[i]]
                 assert row["episode"] == number_of[i]
-                for name in ("turns", "tool_calls", "tool_s", "duration_s", "end"):
+                for name in ("turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end"):
                     assert row[name] == getattr(episode, name)
                 assert json.loads(row["metrics"]) == episode.metrics
                 assert row["turn_ends"] == list(rollout.turn_ends)
@@ -197,10 +197,10 @@ def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None
     with serving(config) as server:
         run_pipeline(server, config, steps=2, workers=1)
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
-    names = ("turns", "tool_calls", "tool_s", "duration_s", "end", "metrics", "turn_ends", "turn_rewards")
+    names = ("turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "turn_ends", "turn_rewards")
     for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
         assert row["episode"] == row["rollout"] and (row["response_tokens"], row["context_tokens"]) == (2, 0)
-        assert [row[name] for name in names] == [None] * 8
+        assert [row[name] for name in names] == [None] * len(names)
     assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []
 
 

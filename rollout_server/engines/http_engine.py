@@ -1,7 +1,8 @@
 """The parts that engines share whose answers come from a server process, by HTTP.
 
 With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
-again, from prompt and answer so far, under a new cache key, so that all of its KV comes from the new weights.
+again, from prompt and answer so far. The server answers it after the push, which has emptied the prefix cache, so that
+all of its KV comes from the new weights.
 """
 
 from __future__ import annotations
@@ -134,6 +135,18 @@ class HttpEngine(ABC):
             await self._session.close()
         if self._server is not None:
             await self._server.aclose()
+
+
+def cache_key(request: GenerationRequest) -> str:
+    """Return the prefix-cache key of a request, which reads only KV that requests with the same key have left.
+
+    It is the group's, so that an episode's next turn finds the KV of its history. It has no policy version, because
+    nobody knows at the time of a request which weights will compute it: it may wait at the server until a push is done.
+    The server makes sure of the version instead: every pause for a push but `in_place` empties its prefix cache, and it
+    computes nothing between that and the new weights. With `in_place` it keeps the cache, so that a turn may begin on
+    KV of older weights, as the rest of an answer does after such a push; `RolloutGroup.old_kv` flags both.
+    """
+    return str(request.group_id)
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:

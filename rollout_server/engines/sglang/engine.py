@@ -1,9 +1,8 @@
 """The SGLang engine starts a server process and sends it two HTTP requests for each rollout group.
 
 The first request, the primer, computes the prompt's KV once; the second samples all answers and finds that KV in the
-prefix cache. Each group has its own prefix-cache key, so that no request reads the KV of an earlier group, which may
-come from older weights: an update in place keeps the cache. SGLang's samples depend on how it batches, so its runs
-don't repeat exactly unless `rollout.server_args` has enable-deterministic-inference (GPUs only).
+prefix cache. SGLang's samples depend on how it batches, so its runs don't repeat exactly unless `rollout.server_args`
+has enable-deterministic-inference (GPUs only).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from async_rl.config.check import check
 from async_rl.errors import WeightSyncError
 from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import GenerationRequest, Load
-from rollout_server.engines.http_engine import HttpEngine
+from rollout_server.engines.http_engine import HttpEngine, cache_key
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
 
@@ -31,7 +30,6 @@ class SGLangEngine(HttpEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
-        self._keeps_kv = config.weight_sync.on_update == "in_place"
 
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         if url := self._config.rollout.server_url:
@@ -46,15 +44,11 @@ class SGLangEngine(HttpEngine):
 
     async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
-        key = f"{request.group_id}.{next(self._attempts)}."
-        bodies = [request_body(request, answers, self._end_tokens, key)]
+        prefix = f"{request.group_id}.{next(self._attempts)}."
+        bodies = [request_body(request, answers, self._end_tokens, prefix)]
         if len(answers) > 1:
-            bodies.insert(0, primer_body(request, key))
+            bodies.insert(0, primer_body(request, prefix))
         for body in bodies:
-            if self._keeps_kv:
-                # A group's next turn may begin on KV of older weights, as the rest of an answer does after an update in
-                # place; `RolloutGroup.old_kv` flags both. Otherwise no request reuses the KV of an earlier one.
-                body["extra_key"] = f"{request.group_id}."
             replies = await self._post("/generate", body, body["rid"], request.group_id)
         for answer, reply in zip(answers, replies, strict=True):
             extend_answer(answer, reply, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
@@ -113,25 +107,33 @@ def sampling_seed(request: GenerationRequest, sample: int) -> int:
     return int(source.generate_state(1)[0]) >> 1
 
 
-def primer_body(request: GenerationRequest, key: str) -> dict[str, Any]:
-    """Return the body of a /generate request that computes the prompt's KV and samples nothing."""
+def primer_body(request: GenerationRequest, prefix: str) -> dict[str, Any]:
+    """Return the body of a /generate request that computes the prompt's KV and samples nothing.
+
+    Args:
+        prefix: what the request's id begins with.
+    """
     return {
-        "rid": [f"{key}prompt."], "input_ids": [request.prompt.tokens.tolist()],
-        "sampling_params": [{"max_new_tokens": 0}], "extra_key": key,
+        "rid": [f"{prefix}prompt."], "input_ids": [request.prompt.tokens.tolist()],
+        "sampling_params": [{"max_new_tokens": 0}], "extra_key": cache_key(request),
     }
 
 
 def request_body(
-    request: GenerationRequest, answers: list[Answer], end_tokens: list[int], key: str
+    request: GenerationRequest, answers: list[Answer], end_tokens: list[int], prefix: str
 ) -> dict[str, Any]:
-    """Return the body of a /generate request that samples the missing rest of each answer."""
+    """Return the body of a /generate request that samples the missing rest of each answer.
+
+    Args:
+        prefix: what the ids of the answers' requests begin with.
+    """
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
         "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }
     return {
-        "rid": [f"{key}{i}." for i in range(len(answers))],
+        "rid": [f"{prefix}{i}." for i in range(len(answers))],
         "input_ids": [prompt + answer.tokens for answer in answers],
         "sampling_params": [
             {
@@ -141,7 +143,7 @@ def request_body(
             for answer in answers
         ],
         "return_logprob": True,
-        "extra_key": key,
+        "extra_key": cache_key(request),
     }
 
 

@@ -56,9 +56,7 @@ class VLLMAdmin:
         return str(self.ask("GET", "/weight_info")["weight_version"])
 
     def pause(self, on_update: str) -> None:
-        """Pause generation. All policies but `in_place` empty the prefix cache; that relies on cache keys (salts) that
-        no two groups share.
-        """
+        """Pause generation. All policies but `in_place` empty the prefix cache; vLLM refuses to pause if it can't."""
         self.ask("POST", f"/pause?{PAUSES[on_update]}")
 
     def resume(self) -> None:

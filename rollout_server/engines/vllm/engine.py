@@ -1,8 +1,7 @@
 """The vLLM engine starts a server in vLLM's own environment and sends it one HTTP request for each rollout group.
 
-vLLM computes the KV of the prompt once for all answers of a request, as far as it fills whole blocks of its cache. Each
-request has a prefix-cache key (salt) of its own, so that none reads KV that may come from older weights. vLLM's samples
-depend on how it batches, so its runs don't repeat exactly (the hf engine's do).
+vLLM computes the KV of the prompt once for all answers of a request, as far as it fills whole blocks of its cache.
+vLLM's samples depend on how it batches, so its runs don't repeat exactly (the hf engine's do).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.http_engine import cache_key
 
 
 def group_answers(answers: list[Answer]) -> list[list[Answer]]:
@@ -28,8 +29,7 @@ def request_body(
     sampled = answers[0].tokens
     return {
         "request_id": key, "token_ids": request.prompt.tokens.tolist() + sampled, "priority": priority,
-        # No request reads the KV of another group, which may come from older weights: an update in place keeps it.
-        "cache_salt": key,
+        "cache_salt": cache_key(request),
         "sampling_params": {
             "n": len(answers), "max_tokens": request.max_tokens - len(sampled), "temperature": request.temperature,
             "top_p": request.top_p, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,

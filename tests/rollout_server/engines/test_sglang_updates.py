@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
+from async_rl.seams.engines import UPDATE_POLICIES
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
 from rollout_server.engines.base import Completion
@@ -24,6 +25,7 @@ from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import request_for, sharp_model
 from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
 from tests.rollout_server.engines.tags import check_tags
+from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
 from tests.rollout_server.exported import train_and_export
 
 pytestmark = pytest.mark.e2e
@@ -62,7 +64,7 @@ def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> C
     )
 
 
-@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
+@pytest.mark.parametrize("on_update", UPDATE_POLICIES)
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +72,6 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
-    monkeypatch.setattr(server.engine, "_keeps_kv", on_update == "in_place")
     request = request_for(6, n=16, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
@@ -119,6 +120,61 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     (answers,) = generate(server, request)
     assert {v for a in answers for v in a.versions.tolist()} == {first + 1}
     assert largest_error(MODELS[first + 1], [request], [answers]) < TOLERANCE
+
+
+def recorded_cached_tokens(server: EngineInThread, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The list to which each later request for one answer appends the tokens whose KV was in the prefix cache."""
+    cached: list[int] = []
+    post = server.engine._post
+
+    async def post_and_record(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        replies = await post(path, body, *rest)
+        cached.append(replies[0]["meta_info"].get("cached_tokens", 0))  # not in the reply to an aborted request
+        return replies
+
+    monkeypatch.setattr(server.engine, "_post", post_and_record)
+    return cached
+
+
+@pytest.mark.parametrize("on_update", UPDATE_POLICIES)
+def test_a_turn_reuses_the_kv_of_its_history_until_a_push_drops_it(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = sglang_server, sglang_server.engine.url
+    config = pushing_over_disk(server, on_update, tmp_path)
+    group_id = 3000 + UPDATE_POLICIES.index(on_update)
+    first = request_for(3, n=1, max_tokens=20, temperature=TEMPERATURE, group_id=group_id)
+    push(config, url)
+    cached = recorded_cached_tokens(server, monkeypatch)
+    ((said,),) = generate(server, first)
+    second = next_turn(first, said)
+    ((added,),) = generate(server, second)
+    push(config, url)
+    third = next_turn(second, added)
+    ((last,),) = generate(server, third)
+    keeps_kv = on_update == "in_place"
+    histories = [len(turn.prompt.tokens) - len(OBSERVED) - 1 for turn in (second, third)]  # all but the last token
+    assert cached == [0, histories[0], histories[1] if keeps_kv else 0]
+    assert error_from_scratch(MODELS, first, said) < TOLERANCE
+    assert error_from_scratch(MODELS, second, added) < TOLERANCE
+    error = error_from_scratch(MODELS, third, last)
+    assert error > 100 * TOLERANCE if keeps_kv else error < TOLERANCE
+
+
+@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
+    sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `drain` only turns of an evaluation can be running while weights change."""
+    server, url = sglang_server, sglang_server.engine.url
+    config = pushing_over_disk(server, on_update, tmp_path)
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    first = push(config, url)
+    cached = recorded_cached_tokens(server, monkeypatch)
+    played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))
+    assert sum(cached) > 0
+    assert {v for _, answer in played for v in answer.versions.tolist()} >= set(range(first, first + 6))
+    assert max(error_from_scratch(MODELS, request, answer) for request, answer in played) < TOLERANCE
 
 
 @pytest.mark.parametrize("colocated", [False, True])

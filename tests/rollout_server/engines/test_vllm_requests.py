@@ -149,11 +149,11 @@ def test_the_server_sees_none_of_this_projects_packages(monkeypatch: pytest.Monk
 
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     request = request_for(0, temperature=0.7, max_tokens=9)
-    body = request_body(request, [Answer()] * 3, [2, 5], "8.1", 4)
+    body = request_body(request, [Answer()] * 3, [2, 5], "0.1", 4)
     expected = {"temperature": 0.7, "max_tokens": 9, "stop_token_ids": [2, 5], "n": 3, "logprobs": 0}
     full_support = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert (expected | full_support).items() <= body["sampling_params"].items()
-    assert (body["token_ids"], body["cache_salt"], body["priority"]) == (request.prompt.tokens.tolist(), "8.1", 4)
+    assert (body["token_ids"], body["cache_salt"], body["priority"]) == (request.prompt.tokens.tolist(), "0", 4)
 
 
 def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import WeightSyncError
+from async_rl.seams.engines import UPDATE_POLICIES
 from async_rl.weights import open_publisher
 from rollout_server.engines.base import Completion
 from rollout_server.engines.vllm.admin import VLLMAdmin
@@ -19,6 +21,7 @@ from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for, sharp_model
 from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
 from tests.rollout_server.engines.tags import check_tags
+from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
 from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, push, pushing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -60,11 +63,57 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     mismatches = [check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]]
     assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
 
-    # The same prompt again: its KV cache must be of the newest version too.
-    (last,) = generate(server, request)
+    # The same prompt in another group: its KV cache must be of the newest version too.
+    (last,) = generate(server, dataclasses.replace(request, group_id=100))
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
     for answer in last:
         check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+
+
+@pytest.mark.parametrize("on_update", UPDATE_POLICIES)
+def test_a_turn_reuses_the_kv_of_its_history_until_a_push_drops_it(
+    vllm_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, on_update, "disk")
+    monkeypatch.setattr(server.engine, "_end_tokens", [])
+
+    def cached_tokens() -> int:
+        """The tokens so far whose KV was found in the prefix cache."""
+        lines = (server.run(server.engine._get_text("/metrics")) or "").splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+    request = request_for(3, n=1, max_tokens=60, temperature=TEMPERATURE, group_id=3000 + next(VERSIONS))
+    push(config, url)
+    found, errors, lengths = [cached_tokens()], [], []
+    for is_last in (False, False, True):
+        if is_last:
+            push(config, url)
+            found[-1] = cached_tokens()
+        ((answer,),) = generate(server, request)
+        found.append(cached_tokens())
+        errors.append(error_from_scratch(MODELS, request, answer))
+        request = next_turn(request, answer)
+        lengths.append(len(request.prompt.tokens) - len(OBSERVED) - 1)  # the KV of the last token was never needed
+    keeps_kv = on_update == "in_place"
+    blocks = [length // 32 * 32 for length in lengths]
+    assert np.diff(found).tolist() == [0, blocks[0], blocks[1] if keeps_kv else 0]
+    assert max(errors[:2]) < TOLERANCE
+    assert errors[2] > 100 * TOLERANCE if keeps_kv else errors[2] < TOLERANCE
+
+
+@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
+    vllm_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `drain` only turns of an evaluation can be running while weights change."""
+    server, url = vllm_server, vllm_server.engine.url
+    config = pushing(server, tmp_path, on_update, "disk")
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    first = push(config, url)
+    played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))
+    assert {v for _, answer in played for v in answer.versions.tolist()} >= set(range(first, first + 6))
+    assert max(error_from_scratch(MODELS, request, answer) for request, answer in played) < TOLERANCE
 
 
 def without_one(named: dict[str, Tensor]) -> None:

@@ -52,11 +52,15 @@ class RecordingClient(LearnerClient):
         return frames
 
 
-def run_assembled(config: Config) -> Run:
-    """Train from version 0 and return what happened; with SGLang, `rollout.server_url` names the server."""
+def run_assembled(config: Config, after_step: Callable[[], None] = lambda: None) -> Run:
+    """Train from version 0 and return what happened; with SGLang, `rollout.server_url` names the server.
+
+    Args:
+        after_step: is called in the learner's thread after each step, with its push.
+    """
     result = Run()
     engine = EngineInThread(config, config.run_dir)
-    engine.run(engine.engine.start())
+    engine.run(engine.engine.start(), config.timeouts.server_start_s)
     try:
         with _buffer(config, result) as address, _worker(engine, config, address, result) as worker:
             listener = socket.create_server(("127.0.0.1", 0))
@@ -69,6 +73,7 @@ def run_assembled(config: Config) -> Run:
                 match report:
                     case StepDone():
                         result.steps.append(reduce_metrics(report.metrics))
+                        after_step()
                     case EvaluationDue():
                         evaluating.append(_evaluate(engine, worker, learner, report.version, result))
             for evaluation in evaluating:

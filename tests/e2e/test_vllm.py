@@ -15,6 +15,8 @@ from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 from benchmarks.kill_matrix import kill_once
+from tests.e2e.assembled import run_assembled
+from tests.e2e.test_episode_policies import check, configure
 from tests.rollout_server.engines.vllm_cases import needs_vllm
 from tests.tiny_folder import save_tiny_model
 
@@ -64,6 +66,17 @@ def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answe
     assert 1 <= max(step["staleness/max"] for step in steps) <= 2
     assert max(step.get("mismatch/mean_abs", 0.0) for step in steps) < 1e-4
     assert any("mismatch/old_kv_mean_abs" in step for step in steps)  # answers ran over updates
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("on_update", ["in_place", "retract"])
+def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Path, on_update: str) -> None:
+    case = ("bounded", "wait", on_update)
+    config = configure(vllm_yaml, tmp_path, case, url="")
+    run = run_assembled(config)
+    check(run, config, case)
+    assert any("mismatch/mean_abs" in step for step in run.steps)
+    assert any("mismatch/old_kv_mean_abs" in step for step in run.steps) == (on_update == "in_place")
 
 
 @pytest.mark.nightly

@@ -1,10 +1,10 @@
 """The program of an agent process: python agent_host.py MODULE:NAME. It uses the standard library only.
 
-So it runs in the environment of the agent, which need not have this package. Lines of JSON come on standard input:
+So the environment of the agent need not have this package. Lines of JSON come on standard input:
 
     {"call": 5, "question": {...}, "base_url": "...", "api_key": "..."}       {"cancel": 5}
 
-and go to standard output: {"call": 5, "reward": 1.0} or {"call": 5, "error": "..."}. It ends with its standard input.
+and go to standard output: {"call": 5, "reward": 1.0} or {"call": 5, "error": "..."}. It ends when standard input ends.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CANCEL_S = 2.0
 """How long agents may take to end once the worker has ended."""
 
 class Host:
-    """Runs the calls of one agent, many at once."""
+    """Calls the agent for many questions at once, as the lines of standard input ask, and writes its rewards."""
 
     def __init__(self, agent: Any, replies: Any) -> None:
         self._agent = agent
@@ -30,7 +30,7 @@ class Host:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Handle lines until standard input ends."""
+        """Start and cancel calls of the agent as the lines of standard input ask; end the process when they end."""
         loop = asyncio.get_running_loop()
         lines: asyncio.Queue[str] = asyncio.Queue()
 
@@ -48,7 +48,7 @@ class Host:
             self._handle(json.loads(await lines.get()))
 
     async def _cancel_all(self) -> None:
-        """Cancel all agents, and return once they have ended."""
+        """Cancel all running calls of the agent, and return once they have ended."""
         calls = list(self._calls.values())
         for call in calls:
             call.cancel()

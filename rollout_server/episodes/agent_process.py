@@ -27,7 +27,7 @@ _MAX_LINE_BYTES = 2**24
 
 
 class AgentProcess:
-    """The process of an agent, started with the first call and again after its death.
+    """Starts a process of its own for `task.agent`, with the first call and again after its death, and calls the agent.
 
     Args:
         name: the agent, as `module:name`, which only the process imports.
@@ -42,7 +42,7 @@ class AgentProcess:
         self._start_s = start_s
         self._log_file = log_file
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        """Returns the process; it belongs to no episode, and goes on if the one that began it is cancelled."""
+        """The task that starts the process and returns it. It goes on if the episode that began it is cancelled."""
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[asyncio.subprocess.Process, asyncio.Future[float]]] = {}
@@ -54,7 +54,8 @@ class AgentProcess:
         Raises:
             ConnectionError: the process died meanwhile.
             RuntimeError: the agent raised, or returned no number.
-            ProcessDiedError: the process died too often.
+            ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
+            WaitTimeoutError: the process did not import the agent within `start_s`.
         """
         process = await self._running()
         assert process.stdin is not None
@@ -91,7 +92,7 @@ class AgentProcess:
             self._reading.cancel()
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """Return the process, started if there is none."""
+        """Return the agent's process; start one if none runs. ProcessDiedError: it has died MAX_DEATHS times."""
         if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
             if self._num_deaths >= MAX_DEATHS:
                 raise ProcessDiedError(

@@ -28,10 +28,10 @@ Agent = Callable[..., Any]
 
 
 class AgentRunner:
-    """Plays episodes with an agent in this process, many at once.
+    """Plays a worker's episodes by calls of its agent, many at once. Each episode has a session and a key of its own.
 
     Args:
-        max_concurrent_agents: how many agents run at once.
+        max_concurrent_agents: how many calls of the agent run at once; further episodes wait.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AgentRunner:
         self._places = asyncio.Semaphore(max_concurrent_agents)
 
     async def run(self, question: Question, open_session: Callable[[], Session]) -> Episode:
-        """Let the agent work on a question; if it fails, let it do so once more with a fresh session.
+        """Return the episode in which the agent worked on a question; if it fails, play once more with a fresh session.
 
         Raises:
             AsyncRLError: the engine failed.
@@ -64,7 +64,7 @@ class AgentRunner:
         return episode.with_reward(rewards[0]) if rewards and episode.rows else episode
 
     async def _play(self, question: Question, opened: OpenSession, attempt: Attempt, rewards: list[float]) -> None:
-        """Run the agent and keep its reward.
+        """Run the agent and append its reward to `rewards`.
 
         Raises:
             OverdueError: the agent asked for no reply within timeouts.turn_s.

@@ -39,7 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    """Return the value of a node of the syntax tree. Only numbers and arithmetic have one."""
+    """Return the value of a node of the syntax tree. ValueError: it is neither a number nor an arithmetic operation."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

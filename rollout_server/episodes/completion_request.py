@@ -11,8 +11,8 @@ IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
     "response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort",
 )  # fmt: skip
-"""They would change how the policy samples, or need a constrained decoder, whose logprobs are of another distribution.
-"""
+"""Parameters that are accepted and have no effect: they would change how the policy samples, or need a constrained
+decoder, whose logprobs are of another distribution."""
 _REFUSED = {
     "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
 }  # fmt: skip
@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 class RequestRefusedError(Exception):
-    """A request gets an error as its answer."""
+    """An agent's request is refused: it is answered with HTTP status `status`, and `code` and the message in JSON."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A request for the next message of a conversation."""
+    """An agent's request for the next message of a conversation: the body of POST .../chat/completions, checked."""
 
     messages: list[Message]
     tools: list[Schema]

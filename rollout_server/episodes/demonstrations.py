@@ -1,6 +1,6 @@
-"""Lets an oracle play an environment through a real session, for a warm start by supervised fine-tuning.
+"""Plays an environment with an oracle, a function that writes good replies, for supervised fine-tuning before RL.
 
-The rows hold exactly the tokens that the model will meet, with the oracle's replies in place of sampled ones.
+The rows hold exactly the tokens that the model meets in training, with the oracle's replies in place of sampled ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Oracle = Callable[[Sequence[Message], random.Random], str]
 
 
 class Demonstrator:
-    """Plays the first episodes of `task.env` with `sft.oracle`.
+    """Plays episodes of `task.env` with the replies of `sft.oracle`; `async-rl sft` trains on them.
 
     Args:
         tokenizer: that of sft.base.
@@ -54,7 +54,9 @@ class Demonstrator:
         self._renderer = TurnRenderer(tokenizer, end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id])
 
     def play(self, count: int) -> list[Episode]:
-        """Play `count` episodes, or fewer if the task has fewer prompts. The same run.seed gives the same episodes.
+        """Play one episode for each of the first `count` prompts, or for all if there are fewer, and return them.
+
+        The same run.seed gives the same episodes. Those that failed have no rows.
 
         Raises:
             ConfigError: the oracle raised or returned no text, the environment has tools, or every episode failed.
@@ -96,10 +98,10 @@ class Demonstrator:
 
 
 def load_oracle(name: str) -> Oracle:
-    """Return the oracle `name`.
+    """Return the oracle `name`. When called, it raises ConfigError too: if it fails, or returns no text.
 
     Raises:
-        ConfigError: it can't be imported, or can't be called with messages and a source of random numbers.
+        ConfigError: `name` can't be imported, or can't be called with messages and a source of random numbers.
     """
     found = import_object(name, "sft.oracle")
     try:
@@ -140,7 +142,7 @@ async def demonstrate(
     renderer: TurnRenderer,
     limits: SessionLimits,
 ) -> Episode:
-    """Play one episode with the oracle's replies, each ended by the end-of-text token. Its logprobs are 0.
+    """Return one episode played with the oracle's replies, each ended by the end-of-text token. All logprobs are 0.
 
     A reply that is too long is cut off where the engine would cut it off.
     """
@@ -166,7 +168,7 @@ async def demonstrate(
 
 
 class _Watched:
-    """An environment that remembers the conversation."""
+    """Wraps an environment and keeps the conversation in `messages`, for the oracle to read."""
 
     def __init__(self, env: Env) -> None:
         self.tools = env.tools

@@ -33,7 +33,7 @@ class _Waiting:
 
 
 class GroupSampler:
-    """Samples the replies of one group's episodes.
+    """Samples the replies of one group's episodes; equal conversations that wait at the same time share a request.
 
     Args:
         generate: has the engine answer a request.
@@ -102,6 +102,6 @@ class GroupSampler:
 
 
 def _cancel_if_unwanted(task: asyncio.Task[None], waiting: list[_Waiting], _: object) -> None:
-    """Cancel a request when nobody waits for any of its answers."""
+    """Cancel the request `task` if every caller that waits for one of its answers has been cancelled."""
     if all(reply.future.cancelled() for reply in waiting):
         task.cancel()

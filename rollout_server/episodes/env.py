@@ -29,7 +29,7 @@ class Step:
 
 
 class Env(Protocol):
-    """One episode of a task."""
+    """The methods that a class for `task.env` must have. An object of it plays one episode."""
 
     tools: Sequence[Tool]
     """The tools that the model may call, known before `start`. The episode calls them and shows the model the results;

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class EnvRunner:
-    """Plays episodes, many at once. All of them share the limit on concurrent calls.
+    """Plays a worker's episodes with environments, many at once. They share the limit on concurrent calls.
 
     Args:
         max_concurrent_calls: how many calls of tools and environments run at once.
@@ -36,7 +36,7 @@ class EnvRunner:
         self._places = asyncio.Semaphore(max_concurrent_calls)
 
     async def run(self, open_env: Callable[[], Env], open_session: Callable[[], Session]) -> Episode:
-        """Play an episode to its end; if the environment fails, play it once more with a fresh one.
+        """Return an episode, played to its end. If the environment fails, it is played once more with a fresh one.
 
         Raises:
             AsyncRLError: the engine failed.
@@ -96,11 +96,11 @@ class _EnvAttempt:
         return env
 
     async def _call(self, method: Callable[[], Awaitable[Result]], what: str) -> Result:
-        """Run a method of the environment, with a place and a time limit.
+        """Return the result of a method of the environment, called once fewer than max_concurrent_calls others run.
 
         Raises:
-            OverdueError: it took longer than timeouts.turn_s.
-            EpisodeFailedError: it raised.
+            OverdueError: the method took longer than timeouts.turn_s.
+            EpisodeFailedError: the method raised.
         """
         try:
             async with self._places:
@@ -116,10 +116,10 @@ class _EnvAttempt:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Return the messages of an environment if they are valid.
+    """Return the messages of an environment, with all content as plain text.
 
     Raises:
-        EpisodeFailedError: they are no messages.
+        EpisodeFailedError: `messages` are no messages with a role and text.
     """
     try:
         return plain_messages(messages)

@@ -20,7 +20,7 @@ from rollout_server.episodes.tools import ToolCounts
 CLOSE_S = 10.0
 """The time limit of an environment's `close`."""
 MAX_ATTEMPTS = 2
-"""An episode whose environment fails is played once more, with a fresh environment and a fresh session."""
+"""How often an episode is played if its environment or agent fails, each time with a fresh session."""
 
 End = Literal["done", "length", "turns", "timeout", "failed"]
 ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "failed")
@@ -45,7 +45,7 @@ class Episode:
     """An episode that has ended."""
 
     rows: tuple[Row, ...]
-    """Its trainable rows. None, if it failed or is dropped."""
+    """Its trainable rows; empty if it failed, is dropped, or sampled no reply."""
     answer: str
     """The content of the model's last reply."""
     end: End
@@ -78,7 +78,9 @@ _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", 
 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
-    """Yield the metrics `episode/<name>` of ended episodes, of which the metrics are given one by one."""
+    """Yield the metrics `episode/<name>` of all `episodes`, each given as its own metrics: a sum for rare counts,
+    else the mean.
+    """
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.items():
@@ -91,14 +93,17 @@ def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]
 
 
 class EpisodeFailedError(Exception):
-    """An environment or an agent raised, or returned something wrong. The message says what and where."""
+    """An environment or an agent raised, or returned something wrong. The message says what and where.
+
+    The episode ends as `failed`, and is played once more.
+    """
 
 
 def finite(value: Any, what: str) -> float:
     """Return a reward or a metric as a float.
 
     Raises:
-        EpisodeFailedError: it is no finite number.
+        EpisodeFailedError: `value` is no finite number; the message names it by `what`.
     """
     try:
         number = float(value)
@@ -120,7 +125,7 @@ async def first_success(attempt: Callable[[], Awaitable[Episode]]) -> Episode:
 
 
 class Attempt:
-    """One attempt to play an episode: what environments and agents have in common.
+    """One attempt to play an episode, by an environment or an agent: limits its time and makes the `Episode` of it.
 
     Args:
         session: a fresh one. The attempt closes it.
@@ -135,7 +140,7 @@ class Attempt:
         self._tool_counts = tool_counts
 
     async def run(self, play: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Episode:
-        """Play, close the session, call `close`, and return what was played.
+        """Play within the time limit of the episode, close the session, call `close`, and return the episode.
 
         Args:
             play: returns when the episode is done, or raises EpisodeOver, OverdueError or EpisodeFailedError.
@@ -172,7 +177,7 @@ class Attempt:
         )  # fmt: skip
 
     async def _close(self, close: Callable[[], Awaitable[None]]) -> tuple[int, str]:
-        """Close the session and the environment; return the number of tasks that it left behind, and an error."""
+        """Close the session and the environment. Return (number of tasks left behind, the error of `close` or "")."""
         error = ""
         await self._session.close()
         await self.foreign.end_cancelled_calls()

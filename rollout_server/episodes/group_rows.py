@@ -1,4 +1,4 @@
-"""Makes the rows that the learner trains on of the episodes of a group."""
+"""Turns the episodes of a group into the rows that the learner trains on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupRows(NamedTuple):
 
 
 def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: int) -> GroupRows:
-    """Return the rows of episodes of several turns, the last `max_rows` of each.
+    """Return the rows of a group whose episodes have turns, the last `max_rows` of each episode.
 
     Args:
         episodes: at least one, each with rows.
@@ -42,7 +42,7 @@ def _last_rows(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
 
 
 def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
-    """Return the rows of answers to a question with the tokens `prompt_tokens`, one for each episode."""
+    """Return the rows of a group without turns: the answer of each episode to the question `prompt_tokens`."""
     rollouts = (
         _rollout(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
     )

@@ -67,7 +67,7 @@ def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
     """Return the function that makes an environment of `task.env` for (a prompt of the run's task, a seed).
 
     Raises:
-        ConfigError: see `load_env`.
+        ConfigError: the class can't be imported, is no environment, or can't be called with task.params.
     """
     task = config.task
     has_questions = bool(task.name or task.path)
@@ -81,10 +81,10 @@ def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
 
 
 def load_agent(name: str) -> Agent:
-    """Return the agent `name`.
+    """Return the agent that `task.agent` names as `module:name`.
 
     Raises:
-        ConfigError: it can't be imported, or can't be called as agent(question, base_url=..., api_key=...).
+        ConfigError: `name` can't be imported, or can't be called as agent(question, base_url=..., api_key=...).
     """
     found = import_object(name, AGENT_KEY)
     try:

@@ -48,7 +48,7 @@ class McpServer:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: asyncio.Task[Any] | None = None
-        """Returns the open session. Only the thread of `_loop` uses it."""
+        """The task that opens the session and returns it. Only the thread of `_loop` uses it."""
         self._holding: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
         """Ends the task `_holding`, which holds the session open."""
@@ -87,7 +87,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Any]:
-        """Open a session with the server, and end it on leaving."""
+        """Open a session with the server, starting it if its command is given; end both on leaving the `with` block."""
         try:
             from mcp import ClientSession, StdioServerParameters
             from mcp.client.stdio import stdio_client
@@ -141,7 +141,7 @@ class McpServer:
         return text
 
     async def _open(self) -> Any:
-        """Open the session, in a task that holds it open until `_end` is set."""
+        """Return a session, opened in a task that holds it open until `_end` is set."""
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         end = self._end = asyncio.Event()
 
@@ -175,7 +175,7 @@ async def _answers(opening: asyncio.Task[Any]) -> bool:
 
 
 async def _listed(session: Any) -> AsyncIterator[dict[str, Any]]:
-    """Yield the server's tools, in as many pages as it has."""
+    """Yield the server's description of each of its tools, from all pages of its list."""
     from mcp.types import PaginatedRequestParams
 
     cursor: str | None = None
@@ -196,7 +196,7 @@ def _schema(tool: dict[str, Any]) -> Schema:
 
 
 def _text(part: dict[str, Any]) -> str:
-    """Return the text of one part of a result. Images and sounds are named only."""
+    """Return the text of one part of a tool's result; of an image or a sound only its kind, e.g. `[image]`."""
     if part["type"] == "resource":
         return str(part["resource"].get("text") or f"[{part['resource']['uri']}]")
     return str(part["text"]) if part["type"] == "text" else f"[{part['type']}]"

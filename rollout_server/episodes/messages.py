@@ -1,4 +1,4 @@
-"""The messages of a conversation, in the format of OpenAI's chat completions, and how two tellings are compared."""
+"""The messages of a conversation, in the format of OpenAI's chat completions, and digests to compare conversations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def user(text: str) -> Message:
 
 
 def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
-    """Return messages from outside with all content as one text: agents also send null, and lists of text parts.
+    """Return the messages of an agent or environment with all content as one text, also of null and lists of parts.
 
     Raises:
         ValueError: a message has no role, or content that is not text.
@@ -93,7 +93,7 @@ def _tool_call(call: Any, position: int) -> ToolCall:
 def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
     """Return the digest of the first n messages for each n = 0..len(messages).
 
-    Equal digests mean that two tellings are the same conversation. Agents change ids, drop `name` and reasoning, strip
+    Equal digests mean the same conversation with the same tools. Agents change ids, drop `name` and reasoning, strip
     replies, and write the JSON of arguments in their own way, so none of these counts.
     """
     digests = [_digest(b"", [json.dumps(list(tools), sort_keys=True)])]
@@ -103,7 +103,7 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list
 
 
 def extended_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation, given by its digest, with one more message."""
+    """Return the digest of the conversation that has the digest `digest`, extended by one message."""
     return _digest(digest, _identity(message))
 
 

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session that an agent can reach."""
+    """A session that an agent can reach by HTTP, and what its requests have met so far."""
 
     session: Session
     base_url: str
@@ -54,7 +54,7 @@ class OpenSession:
 
 
 class OpenAIEndpoint:
-    """The HTTP server, on a free port of one host address."""
+    """The HTTP server, on a free port, from which the agents of a worker get their replies."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class OpenAIEndpoint:
         self._address = ""
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Start to listen. Who reaches the address still needs the key of a session."""
+        """Listen on a free port of `host`. A request needs the key of a session that is open."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for prefix in ("/s/{key}", ""):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
@@ -80,7 +80,7 @@ class OpenAIEndpoint:
         await self._runner.cleanup()
 
     def open(self, session: Session) -> OpenSession:
-        """Let requests reach a session, and return how."""
+        """Let requests reach a session, and return it with its base URL and key. `end` undoes it."""
         key = secrets.token_urlsafe(18)
         opened = OpenSession(session, f"{self._address}/s/{key}/v1", key, idle_since_s=time.monotonic())
         self._open[key] = opened
@@ -136,10 +136,10 @@ class OpenAIEndpoint:
         return response
 
     async def _reply(self, opened: OpenSession, asked: CompletionRequest, is_retry: bool) -> Reply:
-        """Return the reply of the session.
+        """Return the reply of the session `opened` to the request `asked`.
 
         Raises:
-            RequestRefusedError: there is none; the error says why.
+            RequestRefusedError: there is no reply; the error says why.
         """
         if opened.num_running >= MAX_RUNNING:
             raise RequestRefusedError(429, "too_many_requests", f"{MAX_RUNNING} requests of this session are running")
@@ -193,7 +193,7 @@ def _completion(reply: Reply) -> dict[str, Any]:
 
 
 def _chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the reply in one piece, as the chunks of a stream: its calls are known only when it is whole."""
+    """Return the chunks of a streamed answer. The first holds the whole reply, as its calls are not known earlier."""
     delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
     if calls := reply.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]

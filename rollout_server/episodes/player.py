@@ -128,7 +128,7 @@ class EpisodePlayer:
         return Session(generate, renderer, self._reader, limits)
 
     def drain_counts(self) -> dict[str, int]:
-        """Return {`requests`, `retries`, ...: number} of the agents' endpoint since the last call."""
+        """Return how often `requests`, `retries`, ... happened at the agents' endpoint since the last call."""
         counts, self._endpoint.counts = self._endpoint.counts, Counter()
         return dict(counts)
 
@@ -142,10 +142,10 @@ class EpisodePlayer:
 
 
 def _open_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
-    """Return the parser of tool calls; None if nothing asks for one and the chat template does not tell a format.
+    """Return the parser of the model's tool calls, or None: the run has no turns, or needs no parser and none is known.
 
     Raises:
-        ConfigError: the run needs a parser, and there is none.
+        ConfigError: task.tools or rollout.tool_parser is set, and no parser of that name or for the template is known.
     """
     if not config.task.has_turns:
         return None

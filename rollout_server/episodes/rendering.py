@@ -77,7 +77,7 @@ class TurnRenderer:
         return length <= max_tokens * self._longest_token
 
     def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the tokens of a conversation up to the head of the next reply.
+        """Return the tokens of a whole conversation, up to and including the template's text that opens a reply.
 
         Raises:
             ValueError: the template refuses the messages, or there are tools and no template.
@@ -92,7 +92,7 @@ class TurnRenderer:
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the sampled `reply` and the next one.
 
-        These are the end of the reply, if it was cut off before one, then the messages and the head of the next reply.
+        These are the end of the reply, if it was cut off before one, the messages, and the text that opens a reply.
 
         Raises:
             ValueError: the template refuses the messages, or one has a role that can't be appended.
@@ -174,7 +174,7 @@ class TurnRenderer:
         return True
 
     def _texts_elsewhere(self, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield what the template writes for these messages after a longer conversation, and with a tool."""
+        """Yield the texts that the template writes for these messages after a longer conversation, and with a tool."""
         before = (user("b"), Message(role="assistant", content="c"))
         yield self._text_after_reply(messages, before)
         with suppress(ValueError):  # the template knows no tools
@@ -221,7 +221,7 @@ class GivenStart:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message as templates want it: the arguments of calls are objects, not JSON text."""
+    """Return the message as chat templates want it: the arguments of tool calls are objects, not JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())

@@ -43,7 +43,7 @@ class Parsed:
 
 
 ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed]]
-"""Takes the text of a reply and the tools that it may call."""
+"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ReadMessage:
 
 
 class ReplyReader:
-    """Reads the sampled tokens of a reply.
+    """Reads the sampled tokens of a reply as a message with its tool calls.
 
     Args:
         parse: reads tool calls; not used for replies that may call no tool.
@@ -68,7 +68,7 @@ class ReplyReader:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether it can read tool calls."""
+        """Whether there is a parser of the model's tool calls; without one, all of a reply is text."""
         return self._parse is not None
 
     def cut(self, reply: Completion, stop: Sequence[str]) -> Completion:
@@ -112,7 +112,7 @@ class ReplyReader:
 
 
 def json_calls(text: str, format_name: str) -> Parsed:
-    """Read the calls `{"name": ..., "arguments": {...}}` of a reply, in the format `hermes` or `llama3`."""
+    """Return the text and the calls `{"name": ..., "arguments": {...}}` of a reply in the format hermes or llama3."""
     thinking = _NO_CALL.match(text)
     start = thinking.end() if thinking else 0
     found = list(_FORMATS[format_name].finditer(text[start:]))
@@ -129,7 +129,7 @@ def json_calls(text: str, format_name: str) -> Parsed:
 
 
 def _calls_in(text: str, format_name: str) -> list[str]:
-    """Return the JSON texts in one match. Llama separates several calls by semicolons."""
+    """Return the JSON text of each call in `text`, a match of the format. Llama separates calls by semicolons."""
     if format_name != "llama3":
         return [text]
     parts: list[str] = []
@@ -146,10 +146,10 @@ def _calls_in(text: str, format_name: str) -> list[str]:
 
 
 def _json_call(text: str) -> tuple[str, str]:
-    """Return (name, arguments) of a call.
+    """Return (name, arguments as JSON text) of the call `text`.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it is none.
+        ValueError, TypeError, KeyError, RecursionError: `text` is no call.
     """
     said = json.loads(text)
     if not isinstance(said, dict):
@@ -171,7 +171,7 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
         headers: of requests to the engine.
 
     Raises:
-        ConfigError: there is no such parser, or none can be told from the template.
+        ConfigError: there is no parser `name`, or without a name the template has none of the known formats.
     """
     name = _SAME.get(name, name) or _format_of(chat_template)
     if name in _FORMATS:
@@ -192,7 +192,7 @@ def _format_of(template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JsonParser:
-    """Reads JSON calls in this process."""
+    """Reads tool calls in the format `hermes` or `llama3` in this process, without a server."""
 
     format_name: str
 
@@ -210,8 +210,7 @@ class ServerParser:
     timeout_s: float = 30.0
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Read the calls.
-
+        """Return the text and calls that the server reads in the reply `text`; an error if it left out a call.
         Raises:
             AsyncRLError: the server does not know the parser, or does not answer.
         """

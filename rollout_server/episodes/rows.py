@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One path from a root to a leaf. All arrays have the length S >= 2, and the last token is trained."""
+    """One trainable row: a path of a session's tree from a root to a leaf. The last of its S >= 2 tokens is trained."""
 
     tokens: IntArray  # [S]
     logprobs: FloatArray  # [S] behaviour logprobs, 0 where the mask is False
@@ -59,7 +59,7 @@ class Row:
 
 
 def make_rows(replies: Sequence[Node]) -> list[Row]:
-    """Return one row for each leaf of the tree, in the order of `replies`.
+    """Return one row for each leaf of a session's tree, whose replies are given, in their order.
 
     A reply that several leaves share is trained in the row of the first of them.
     """
@@ -105,7 +105,9 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> Row:
 
 
 def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
-    """Yield the versions of each node. Those of the first context are the version of the first sampled token."""
+    """Yield the token versions of each node. Rendered tokens have that of the sampled token before them or, at the
+    start, of the first sampled token.
+    """
     first = path[1].sampled
     assert first is not None, "a reply follows each context"
     version = first.versions[0]

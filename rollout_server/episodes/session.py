@@ -80,7 +80,7 @@ class SessionCounts:
 
 
 class Session:
-    """The conversation of one episode with one engine.
+    """The conversation of one episode with the engine; environments and agents ask it for the model's replies.
 
     Args:
         generate: samples a reply from the engine.
@@ -192,13 +192,17 @@ class Session:
             await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
     def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
-        """Return a node for a conversation. It continues the longest known part, or else is a new root."""
+        """Return a node for a conversation: it continues the longest part that is known, or is a new root.
+
+        Raises:
+            EpisodeOver: the conversation is certainly too long.
+        """
         if not self._renderer.fits(messages, self._limits.max_tokens):
             raise EpisodeOver("length", f"the messages do not fit into {self._limits.max_tokens} tokens")
         return self._continuation(messages, digests) or Node(None, self._renderer.start(messages, tools))
 
     def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
-        """Return the context behind the last known reply; None if history was rewritten, or can't be continued."""
+        """Return a node with the messages after the last known reply; None if there is none, or they can't follow it."""
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
             if reply is None:

@@ -22,7 +22,7 @@ class OverdueError(TimeoutError):
 
 
 class ForeignCode:
-    """The context in which the code of one episode's environment, tools or agent runs.
+    """Runs the code of one episode's environment, tools or agent under time limits.
 
     It knows the tasks that this code creates and does not end (asyncio.create_task), and can end them.
     """
@@ -59,13 +59,13 @@ class ForeignCode:
         raise OverdueError(f"{what} took longer than {limit_s:g} s")
 
     async def end_cancelled_calls(self) -> None:
-        """Wait until the calls have ended whose callers were cancelled."""
+        """Wait, at most CANCEL_S, until the calls have ended whose callers were cancelled."""
         if self._cancelled:
             await self._end(list(self._cancelled))
             self._cancelled.clear()
 
     async def end_created_tasks(self) -> int:
-        """Cancel the tasks that were created and never ended, and return their number."""
+        """Cancel the tasks that the foreign code created and that still run, and return their number."""
         left = [task for task in self._created if not task.done()]
         if left:
             await self._end(left)
@@ -86,7 +86,7 @@ async def _awaited(function: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def _record_created_tasks() -> None:
-    """Let the running loop tell each ForeignCode of the tasks that its code creates. A second call does nothing."""
+    """Make the running loop record each new task in the ForeignCode whose code creates it, unless it already does."""
     loop = asyncio.get_running_loop()
     inner = loop.get_task_factory()
     if isinstance(inner, _RecordingFactory):

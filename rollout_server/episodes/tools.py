@@ -35,7 +35,7 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """Return the tool that a typed function is. A `def` runs in a thread and may block.
+        """Return a tool that calls a typed function. A `def` runs in a thread and may block.
 
         The description is taken from the annotations and from the docstring, which needs a section `Args:`. Arguments
         are checked against the annotations when the model calls the tool.
@@ -108,7 +108,7 @@ class ToolCounts:
 
 @dataclass(slots=True)
 class ToolCaller:
-    """Calls the tools of one episode.
+    """Calls the tools of one episode. An error becomes a message that the model reads, and is counted.
 
     Args:
         places: limits how many calls run at once; all episodes of a worker share it.
@@ -125,7 +125,7 @@ class ToolCaller:
         return [tool.schema for tool in self.tools]
 
     def can_answer(self, calls: Sequence[ToolCall]) -> bool:
-        """Return whether no call is for a tool that the environment itself answers."""
+        """Return False if one of the calls is for a tool without a function, whose calls the environment answers."""
         own = {tool.name for tool in self.tools if tool.function is None}
         return not any(call["function"]["name"] in own for call in calls)
 

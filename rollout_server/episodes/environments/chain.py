@@ -24,7 +24,9 @@ WRONG_SHARE = 0.2
 
 
 class Chain:
-    """Reward 1 for the right digit at the end of the chain. Any other reply than the next look-up ends the episode.
+    """One episode of `chain`, a class for `task.env`. The reward is 1 for the digit at the end of the chain, else 0.
+
+    A reply that is not the next look-up ends the episode.
 
     Args:
         index: the prompt's index, which determines the chain.
@@ -69,7 +71,7 @@ class Chain:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a reply for a warm start: the right one, but in a share of the look-ups of any letter."""
+    """Return a reply to train on before RL: the right one, except that a WRONG_SHARE of look-ups are random letters."""
     seen = messages[-1]["content"]
     if seen.isdecimal():
         return f"={seen}"

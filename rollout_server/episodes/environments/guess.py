@@ -18,7 +18,9 @@ MAX_GUESSES = 5
 
 
 class Guess:
-    """Reward 1 for finding the number, 0 for using all guesses or writing anything but a number of two digits.
+    """One episode of `guess`, a class for `task.env`. The reward is 1 if the model finds the number.
+
+    It is 0 if the model has used all guesses, or writes anything but a number of two digits.
 
     Args:
         index: the prompt's index, which determines the number.
@@ -54,7 +56,7 @@ def is_guess(text: str) -> bool:
 
 
 def oracle(messages: Sequence[Message], rng: random.Random) -> str:
-    """Return a guess for a warm start: any number that is still possible. It finds a little over half of them."""
+    """Return a guess to train on before RL: a random one of the numbers still possible. It solves over half of them."""
     low, high = 0, HIGHEST
     for said, answer in zip(messages[1::2], messages[2::2], strict=True):
         guess = int(said["content"])

@@ -22,13 +22,13 @@ from rollout_server.episodes.tools import Tool
 
 
 class OpenEnv:
-    """One episode of a server's environment.
+    """One episode of the environment that an OpenEnv server runs; a class for `task.env`.
 
     A subclass may override `action` and `shown` for actions and observations of several fields.
 
     Args:
         url: the server's address.
-        index: the prompt's index. The environment is reset with a seed that it determines.
+        index: the prompt's index, which determines the seed of the environment.
         action_field: the field of the action that gets the text of a reply.
         observation_field: the field of an observation that the model sees. Empty: it sees all fields, as JSON.
     """
@@ -44,11 +44,11 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     def action(self, reply: Message) -> dict[str, Any]:
-        """Return the action that a reply is."""
+        """Return the action that a reply of the model stands for: its text, in the field `action_field`."""
         return {self._action_field: reply["content"]}
 
     def shown(self, observation: Mapping[str, Any]) -> str:
-        """Return the text of an observation for the model."""
+        """Return the text by which the model sees an observation: one field of it, or all as JSON."""
         if self._observation_field:
             return str(observation[self._observation_field])
         return json.dumps(observation)
@@ -75,7 +75,7 @@ class OpenEnv:
 
         Raises:
             ConnectionError: the server closed the connection.
-            RuntimeError: it answers with an error.
+            RuntimeError: the server answers with an error.
         """
         assert self._socket is not None
         await self._socket.send_json({"type": kind, "data": data})

@@ -27,14 +27,14 @@ except ImportError as error:
 
 
 class SkyRLGym:
-    """One episode of an environment that skyrl-gym registers. Its methods may block, so they run in threads.
+    """One episode of an environment of skyrl-gym, whose methods may block, so they run in threads; for `task.env`.
 
     The environment reads the question's reference answer as extras["reward_spec"]["ground_truth"], as in SkyRL's files.
 
     Args:
-        name: the name under which it is registered.
-        env_config: its configuration, e.g. the address of a search server.
-        extras: further entries of its `extras`, e.g. max_turns.
+        name: the name under which skyrl-gym has the environment.
+        env_config: the environment's configuration, e.g. the address of a search server.
+        extras: further entries of the environment's `extras`, e.g. max_turns.
     """
 
     tools: Sequence[Tool] = ()
@@ -56,7 +56,7 @@ class SkyRLGym:
         return [Message(role=said["role"], content=said["content"]) for said in messages]
 
     async def step(self, reply: Message) -> Step:
-        """Give the reply to the environment. Where that shows nothing and goes on, the model sees an empty message."""
+        """Give the reply to the environment. If it answers without an observation, the model sees an empty message."""
         out = await in_thread(partial(self._env.step, reply["content"]))
         said = [Message(role=seen["role"], content=seen["content"]) for seen in out["observations"]]
         measured = self._env.get_metrics() if out["done"] else {}

@@ -30,7 +30,7 @@ _RANDOM = threading.Lock()
 
 
 class TextArena:
-    """One game. Its reward is the player's at the end of the game.
+    """One game of textarena, a class for `task.env`. The episode's reward is the player's at the end of the game.
 
     The games are played in their `-raw` form, whose observations hold only what is new; the others tell all again with
     each turn. All games with one index draw the same random numbers, whatever other games are played at the time.
@@ -74,12 +74,12 @@ class TextArena:
         return Step(done=True, reward=float(rewards[0]), metrics={"invalid_move": float(info[0]["invalid_move"])})
 
     def _new(self) -> Message:
-        """Return the game's messages since the last reply, without the echo of that."""
+        """Return the game's messages since the last reply as one; the game's echo of that reply is left out."""
         _, seen = self._env.get_observation()
         return user("\n".join(text for speaker, text, _ in seen if speaker == textarena.GAME_ID))
 
     def _with_own_random(self, function: Callable[[], Result]) -> Result:
-        """Call a function with Python's global random numbers as this game left them."""
+        """Return function(), called with Python's global random numbers in the state in which this game left them."""
         with _RANDOM:
             others = random.getstate()
             random.setstate(self._state)

@@ -1,10 +1,10 @@
-"""Both halves of playing the tasksets of verifiers (0.4.0), whose server runs in an environment of its own.
+"""Plays the tasksets of verifiers (0.4.0), whose server runs in a Python environment of its own.
 
-There, this file is a program: it writes the tasks of a taskset to a file, and then serves them.
+In that environment this file is a program: it writes the tasks of a taskset to a file, and then serves them.
 
     verifiers-venv/bin/python rollout_server/episodes/environments/verifiers_server.py my_taskset tasks.jsonl
 
-Here, it holds an agent, which has the server play each task against the endpoint of its episode:
+In the worker it holds an agent, which has the server play each task against the endpoint of its episode:
 
     task: {path: tasks.jsonl, agent: "rollout_server.episodes.environments.verifiers_server:solve"}
 """
@@ -40,7 +40,7 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
 
     Raises:
         ConnectionError: the server does not answer.
-        RuntimeError: the task failed there.
+        RuntimeError: the server says that the task failed.
     """
     here = _connections.setdefault(asyncio.get_running_loop(), {})
     address = question.extra["address"]
@@ -62,7 +62,12 @@ class Connection:
         self._reading = asyncio.create_task(self._read(), context=contextvars.Context())  # it belongs to no episode
 
     async def run(self, task: dict[str, Any], base_url: str) -> float:
-        """Play a task with the model behind `base_url`, and return its reward."""
+        """Have the server play a task with the model behind `base_url`; return the weighted sum of its rewards.
+
+        Raises:
+            ConnectionError: the server does not answer.
+            RuntimeError: the server says that the task failed.
+        """
         try:
             await asyncio.wait_for(self._ask(b"health", {}), HEALTH_S)
         except TimeoutError:
@@ -72,7 +77,8 @@ class Connection:
         rewards: dict[str, dict[str, Any]] = {}
         reply = await self._ask(b"run", request, rewards)
         if not reply["success"] or not rewards:
-            raise RuntimeError(f"verifiers played no task to its end: {reply['error'] or reply['head']['errors']}")
+            reason = reply["error"] or reply["head"]["errors"]
+            raise RuntimeError(f"the verifiers server {self._address} did not play the task to its end: {reason}")
         return sum(
             reward["score"] * reward["weight"] for trace in rewards.values() for reward in trace.values() if reward
         )
@@ -80,7 +86,7 @@ class Connection:
     async def _ask(
         self, method: bytes, content: dict[str, Any], rewards: dict[str, dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the reply; put the newest rewards of each trace that is told of into `rewards`."""
+        """Send a request and return the reply. Until then, keep in `rewards` the newest rewards told of each trace."""
         number = uuid.uuid4().hex.encode()
         answers = self._answers[number] = asyncio.Queue()
         await self._socket.send_multipart([number, method, msgpack.packb(content)])
@@ -114,7 +120,7 @@ _connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Connection]
 
 
 def main() -> None:
-    """Write the rows of a taskset to a file, and serve it. Runs in the environment of verifiers."""
+    """Write the tasks of a taskset to a file for task.path, and serve them. Runs in the environment of verifiers."""
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has modules with the names of other libraries
     sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
     from verifiers.v1 import SingleAgentEnvConfig

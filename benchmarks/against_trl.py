@@ -31,7 +31,7 @@ UNCOUNTED_STEPS = 2
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    """Notes the end of each step, and ends the training when `seconds` have passed since the last uncounted one."""
+    """Notes when each step of TRL ends, and stops the training `seconds` after the end of the uncounted first steps."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

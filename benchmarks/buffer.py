@@ -74,7 +74,7 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
 
 
 class EncodedGroups:
-    """Encodes one group per start version and reuses its bytes for other slots by writing their ids into them."""
+    """Makes encoded groups for slots fast: encodes one per start version, and writes the slots' ids into its bytes."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -145,7 +145,7 @@ def run_client_producer(config: Config, address: str) -> None:
 def through_buffer(
     config: Config, steps: int, producer: Callable[[Config, str], None] = run_encoded_producer, decode: bool = False
 ) -> Figures:
-    """Return groups/s and CPU time of groups sent through the buffer. With `decode` the consumer decodes them."""
+    """Return the figures of `steps` batches sent through a buffer process; with `decode` the consumer decodes them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     buffer = context.Process(target=run_buffer, args=(config, theirs), daemon=True)
@@ -200,7 +200,7 @@ def run_forwarder(target: str, pipe: Connection, number: int) -> None:
 
 
 def plain(config: Config, steps: int, forwarded: bool = False) -> Figures:
-    """Return groups/s and CPU time from a ZMQ PUSH to a PULL socket; if `forwarded`, through a process between them."""
+    """Return the figures of groups sent from a ZMQ PUSH to a PULL socket; if `forwarded`, through a process between."""
     data = encode_group(make_group(config, SLOT))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size

@@ -35,7 +35,10 @@ PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting that a sweep varies: its levels by label, each with the overrides `key=value` that set it."""
+    """One setting that a sweep varies: its levels by label, each with the overrides `key=value` that set it.
+
+    The seed is an axis too.
+    """
 
     name: str
     levels: dict[str, tuple[str, ...]]
@@ -75,16 +78,19 @@ def seed_axis(count: int, first: int) -> Axis:
 
 
 def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
-    """Return an axis from comma-separated names of known levels. Raises ConfigError for an unknown name."""
+    """Return the axis `name` with the levels that `text`, names of `known` levels with commas, lists.
+
+    Raises ConfigError for an unknown level.
+    """
     labels = text.split(",")
     for label in labels:
         if label not in known:
-            raise ConfigError(f"--{name} must be of {', '.join(known)}, got {label!r}")
+            raise ConfigError(f"--{name} must be one or more of {', '.join(known)}, got {label!r}")
     return Axis(name, {label: known[label] for label in labels})
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Parse comma-separated whole numbers into an ascending list without repeats. Raises ConfigError for other text."""
+    """Return comma-separated whole numbers as an ascending list without repeats. Raises ConfigError for other text."""
     parts = text.split(",")
     if not all(re.fullmatch(r"\d+", part) for part in parts):
         raise ConfigError(f"{option} must be whole numbers, e.g. 0,1,2,4; got {text!r}")
@@ -168,7 +174,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Return {cell's folder: record} of a sweep's finished cells, with `axes` only of cells on exactly these axes."""
+    """Return {cell's folder: record} of a sweep's finished cells; if `axes` is given, only of cells with these axes."""
     records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
     names = None if axes is None else set(axes)
     return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}

@@ -54,13 +54,14 @@ def train(engine: str, config: str, overrides: Sequence[str], seconds: float, fo
         capture_output=True, text=True, timeout=TIMEOUT_S,
     )
     if done.returncode:
-        raise AsyncRLError(f"{engine} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        output = (done.stdout + done.stderr)[-3000:]
+        raise AsyncRLError(f"the run with {engine} ended with exit code {done.returncode}. Its output ends:\n{output}")
     found = json.loads(result.read_text())
     return {key: found[key] for key in ("rollouts_per_s", "tokens_per_s", "pause_ms") if key in found}
 
 
 def comparison(cells: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of medians over the rounds, with one line for each length of answer and engine."""
+    """Return the table of the measured rates (medians over the rounds), a line for each answer length and engine."""
     header = ("answers, tokens", "engine", "rounds", "rollouts/s", "least to most", "tokens/s", "push pause, ms")
     rows = []
     for tokens, engine in dict.fromkeys((cell["tokens"], cell["engine"]) for cell in cells):

@@ -49,7 +49,7 @@ Rates = tuple[float, float]
 
 
 async def plain_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Send `groups` requests of group_size samples to the server, await replies; return (rollouts/s, tokens/s)."""
+    """Send `groups` plain HTTP requests of group_size samples to the server; return (rollouts/s, tokens/s)."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
@@ -121,7 +121,8 @@ from sglang.benchmark.serving import cli_main; cli_main()"""
 
 
 def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
-    """Run SGLang's own benchmark on the server, as many answers in all and at once as `plain_load`; return tokens/s."""
+    """Run SGLang's own benchmark on the server and return its tokens/s; as many answers, as many at once as plain_load.
+    """
     rollout = config.rollout
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as result:
         done = subprocess.run(

@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Suite:
-    """Runs steps one after the other within a time limit.
+    """Runs the steps of the GPU suite one after the other within a time limit, and keeps their outcomes.
 
     Args:
         folder: the folder that keeps outcomes and results from call to call.

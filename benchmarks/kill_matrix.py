@@ -84,8 +84,8 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     must end, and is resumed.
 
     Raises:
-        WaitTimeoutError: the run does not start, or neither goes on nor ends.
-        RuntimeError: there is no such process, or the run ended although it should have survived.
+        WaitTimeoutError: the run does not start, or after the kill neither goes on nor ends.
+        RuntimeError: no process of this kind is running, or the run ended although it should have survived.
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
@@ -173,7 +173,7 @@ def _outcome(
 
 
 def _add_up(counters: dict[str, float]) -> bool:
-    """Return whether admitted = trained + dropped, as it must be when nothing runs any more."""
+    """Return whether a run's final counts say that each admitted group was trained on or dropped."""
     reasons = [key for key in counters if key.startswith("buffer/dropped_") and key.count("/") == 1]
     dropped = sum(counters[key] for key in reasons)
     return bool(counters) and counters["buffer/admitted"] == counters["buffer/trained"] + dropped

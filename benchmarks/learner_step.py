@@ -111,7 +111,7 @@ class Plain(nn.Module):
 
 
 class Memory:
-    """Measures the peak memory, in bytes, above the memory that is in use when `start` is called."""
+    """Measures peak memory: `peak` returns the bytes above what this process used when `start` was called."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,7 +138,7 @@ def _status_bytes(key: str) -> int:
 
 
 def measure(config: Config, batch: Batch, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Run all sides in turn; return a dict of each side's seconds by round, its peak bytes, and counts.
+    """Time the sides (step, plain, lean, checkpointed) in turn; return each one's seconds and peak bytes, and counts.
 
     The counts are of micro-batches, and of their tokens: all that are fed, those that are not padding, those trained.
     """
@@ -204,7 +204,8 @@ def _clock(device: torch.device) -> float:
 
 
 def report(found: dict[str, Any], header: str) -> str:
-    """Return `found` as a Markdown page, and add to it, by side, the `ratio` of the step's speed over that side's."""
+    """Return the Markdown page of `found`, and add to `found`, by side, the `ratio` of the step's speed to that side's.
+    """
     seconds, tokens = found["seconds"], found["trained_tokens"]
     found["ratio"], lines = {}, []
     for side, times in seconds.items():

@@ -23,7 +23,7 @@ END_TIMEOUT_S = 10.0
 
 
 class MarkedCommand:
-    """A running command in a process group of its own.
+    """Runs a command in a process group of its own, from its creation on, and finds all processes that it started.
 
     Args:
         log: the file that receives the command's output.
@@ -56,7 +56,9 @@ class MarkedCommand:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise WaitTimeoutError(f"still running after {timeout_s:.0f} s; log:\n{self.text()[-3000:]}") from None
+            raise WaitTimeoutError(
+                f"the command still runs after {timeout_s:.0f} s; {self.log} ends:\n{self.text()[-3000:]}"
+            ) from None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

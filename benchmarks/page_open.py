@@ -126,7 +126,10 @@ def measure_run(config: str, overrides: list[str], folder: Path, name: str, is_s
                 command.kill()
     if code or (follower and follower.error):
         page_error = follower.error if follower else ""
-        raise AsyncRLError(f"{name} ended with code {code}, its page with {page_error!r}: {run.text()[-3000:]}")
+        raise AsyncRLError(
+            f"the run {name} ended with exit code {code}, the client of its page with the error {page_error!r}. The "
+            f"run's output ends:\n{run.text()[-3000:]}"
+        )
     ends_s = [r["time/since_first_step_s"] for r in read_metrics(run_dir / "metrics.jsonl") if "time/step_s" in r]
     duration_s = float(ends_s[-1] or 0.0)
     refreshes = follower.refreshes if follower else 0
@@ -177,7 +180,7 @@ def main() -> None:
 
 
 def read_pairs(file: Path, command: str) -> list[tuple[Speed, Speed]]:
-    """Return the pairs (without, with the page) that an earlier start of the same command has measured."""
+    """Return the pairs (speed without, speed with the page) that earlier calls of the same command have saved."""
     saved = json.loads(file.read_text()) if file.is_file() else {}
     if saved.get("command") != command:
         return []

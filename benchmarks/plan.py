@@ -65,10 +65,10 @@ class Plan:
 
 
 def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
-    """Simulate each bound at which the learner would not wait for ever, and return the results.
+    """Return the plan: the simulated result of each bound, without bounds at which the learner would wait for ever.
 
     Raises:
-        ConfigError: there is no such bound.
+        ConfigError: all bounds are of that kind.
     """
     possible = tuple(bound for bound in bounds if bound >= workload.smallest_bound)
     check(
@@ -82,7 +82,7 @@ def measured_workload(folder: Path) -> Workload:
     """Return the workload to simulate, as measured in a run directory or over all bounds of a sweep's first series.
 
     Raises:
-        ConfigError: durations were not measured, or the simulator does not cover the runs' rules.
+        ConfigError: the runs have no measured durations, or settings that the simulator does not cover.
     """
     runs = [run for row in first_series(rows_of(read_runs(folder))) for run in row.runs]
     if not runs:
@@ -212,7 +212,7 @@ def rules_text(workload: Workload) -> str:
 def split_devices(
     workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int
 ) -> dict[tuple[int, int], Result]:
-    """Simulate every split of the devices into two pools; return results by (learner devices, rollout devices).
+    """Simulate each split of `devices` into two pools; return results {(learner devices, rollout devices): result}.
 
     With more devices the learner's time shrinks in proportion, and so does load_s, while rollout concurrency grows.
 

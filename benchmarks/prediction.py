@@ -90,7 +90,7 @@ def _group_cv(run: Run) -> float:
 
 
 def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
-    """Return one workload made of the measured stages of runs at several bounds.
+    """Return one workload for the simulator, made of the measured stages of runs at several bounds.
 
     A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
     the same number in flight, the engine counts as full (load_s = group_mean_s).
@@ -113,7 +113,7 @@ def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
 
 
 def with_learner_of(workload: Workload, found: Sequence[Stages]) -> Workload:
-    """Return the workload with the mean durations of training, push and hand-out of the runs in `found`."""
+    """Return `workload` with the learner's durations of `found`, in the mean: training, push, receiving a batch."""
     return dataclasses.replace(
         workload, train_s=_mean(found, "train_s"), train_cv=_mean(found, "train_cv"), sync_s=_mean(found, "sync_s"),
         pause_s=_mean(found, "pause_s"), handout_s=_mean(found, "handout_s"),
@@ -157,7 +157,7 @@ def first_series(rows: Sequence[Row]) -> list[Row]:
 
 
 def compare(rows: Sequence[Row]) -> list[Measured]:
-    """Return for each bound of the first series the measured values beside their prediction.
+    """Return for each staleness bound of the first series the measured values beside their prediction.
 
     The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.
     """
@@ -193,7 +193,7 @@ def _workload(rows: Sequence[Row], found: Sequence[Stages]) -> Workload | None:
 
 
 def rules_of(run: Run) -> Workload:
-    """Return a workload with the sizes and rules of the run's config, and with default durations.
+    """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
         ConfigError: the config has staleness.late mask or eval.pin_version, which the simulator does not cover.

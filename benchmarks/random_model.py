@@ -34,7 +34,9 @@ engine has kernels for the heads of 1m, and few of its answers end before the li
 
 
 def save_random_model(size: str, folder: Path) -> None:
-    """Save model and tokenizer as a Hugging Face folder, the sizes 1m and 3m in float32 and the others in bfloat16.
+    """Save a random model of a size in SIZES, with a tokenizer, as a Hugging Face folder; 1m and 3m are in float32.
+
+    The other sizes are in bfloat16.
 
     The tokenizer knows only the first hundred tokens, and decodes the others to empty text.
     """

@@ -172,7 +172,7 @@ class Row:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Return the mean of a value over the seeds with its standard error, but for staleness_max the maximum."""
+        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
         values = self.values[key]
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 

@@ -12,7 +12,8 @@ from benchmarks.tables import Table
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows by improvement per minute, best first, without those of exact mode or without a reward."""
+    """Return the rows by improvement per minute, best first; rows of exact mode and rows without a reward are left out.
+    """
 
     def gain(row: Row) -> float:
         return row.estimate("per_minute").mean

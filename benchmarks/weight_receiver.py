@@ -1,4 +1,4 @@
-"""A rollout server without a model, in a process of its own, which receives weights and returns their sum.
+"""A rollout server without a model, in a process of its own, which receives weight pushes and returns the weights' sum.
 
 It has the weight endpoints of the hf engine. In place of logprobs it returns its version and the sum of its weights.
 """
@@ -34,7 +34,7 @@ class Tensors(nn.Module):
 
 
 class TensorEngine:
-    """The part of an engine that weight endpoints use. `prompt_logprobs` returns the version and the weights' sum."""
+    """Has the methods of an engine that weight endpoints call. `prompt_logprobs` returns [version, sum of weights]."""
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:
         self.model = Tensors(num_tensors, num_elements)
@@ -55,7 +55,7 @@ class TensorEngine:
 
 
 class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
-    """Starts a receiver process and waits until it listens; then a publisher can connect to `url`."""
+    """Starts a process that receives weight pushes, and waits until it listens at `url`. `close` ends the process."""
 
     def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512) -> None:
         self.names = tensor_names(num_tensors)

@@ -60,7 +60,7 @@ Transfer = Callable[[], float]
 
 
 class PlainBroadcast:
-    """A plain transfer to a process that it starts. A call broadcasts the bytes by gloo and returns the seconds."""
+    """Times plain transfers to a process that it starts. A call broadcasts the bytes by gloo and returns the seconds."""
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -72,7 +72,7 @@ class PlainBroadcast:
             self()
         except RuntimeError as error:
             raise WaitTimeoutError(
-                f"the receiver of the plain broadcast died, or did not answer for {WAIT_S:.0f} s"
+                f"the process that receives the plain broadcast died, or did not answer for {WAIT_S:.0f} s"
             ) from error
 
     def __call__(self) -> float:
@@ -148,7 +148,7 @@ def with_transport(config: Config, transport: str, bucket_mb: int) -> Config:
 
 
 def receiver_rows(base: Config, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each size and transport, for pushes of equal tensors into benchmarks/weight_receiver.py."""
+    """Return a row of the table for each size and transport; weights go to benchmarks/weight_receiver.py."""
     rows = []
     for megabytes in map(int, arguments.sizes.split(",")):
         num_tensors = min(MAX_TENSORS, megabytes)

@@ -1,4 +1,4 @@
-"""Sorts the rows of a rollout group by episode: the tokens that an episode counts, and the rewards of its turns."""
+"""Finds the rows of each episode of a rollout group, its number of sampled tokens, and the rewards of its turns."""
 
 from __future__ import annotations
 

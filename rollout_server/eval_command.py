@@ -21,7 +21,7 @@ _NO_BUFFER = "tcp://127.0.0.1:1"
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """Return model.path's `eval/` metrics {name: value}: eval.size held-out prompts with eval.samples answers each."""
+    """Return the metrics {`eval/...`: value} of model.path on eval.size held-out prompts, eval.samples answers each."""
     check_model_folder(config.model.path, config.longest_tokens)
     load_without_weights("model.path", config.model.path, config.model.attn_implementation)
     values = asyncio.run(_evaluate(config))

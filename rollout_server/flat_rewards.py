@@ -14,7 +14,7 @@ _KEPT_GROUPS = 16
 
 
 class FlatRewards:
-    """Counts groups in a row of which all answers had one and the same reward, and describes them in a warning.
+    """Counts the groups in a row in which every answer had one and the same reward; a worker logs its warning.
 
     Args:
         limit: the number of groups in a row after which `add` returns the warning.

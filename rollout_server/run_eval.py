@@ -29,7 +29,7 @@ Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 
 
 class Evaluation:
-    """Answers the held-out prompts at the training temperature and scores them."""
+    """Answers the held-out prompts at the training temperature and scores them, each time that `run` is called."""
 
     def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class Evaluation:
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> Sequence[Episode | None]:
-        """Return the episodes of a prompt; Nones if a reward failed."""
+        """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
             group_id=next(self._ids), prompt=prompt, start_version=0,
@@ -100,7 +100,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield avg@n, the share of right answers, and the mean pass@k for k in eval.pass_at, if n = eval.samples > 1."""
+    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples is 1."""
     samples = evaluation.samples
     if samples == 1:
         return

@@ -14,7 +14,7 @@ from async_rl.errors import WaitTimeoutError
 
 
 class TurnGate:
-    """Lets the replies of one worker begin, or holds them back.
+    """Lets the replies of one worker's engine begin, or holds them back while a push drains the engine.
 
     Args:
         worker: the name of the worker, for errors.
@@ -58,7 +58,7 @@ class TurnGate:
                 self._is_idle.set()
 
     async def shut(self) -> None:
-        """Let no further reply begin, and return once none is being sampled; timeouts.generate_s limits each."""
+        """Let no further reply begin, and return once none is being sampled; each takes at most timeouts.generate_s."""
         self._is_open.clear()
         await self._is_idle.wait()
 

@@ -52,7 +52,10 @@ _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
 class Worker:
-    """Makes scored groups of the buffer's slots with one engine, and sends them back. Create it in its event loop."""
+    """Asks the buffer for slots, answers each slot's prompt with one engine, scores the answers, sends the group back.
+
+    Create it inside the event loop in which it runs.
+    """
 
     def __init__(
         self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any,
@@ -90,7 +93,7 @@ class Worker:
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> AsyncIterator[WorkerReport]:
-        """Roll out until `stop` is called, and yield a report twice a second.
+        """Make groups until `stop` is called, and yield a report of them twice a second.
 
         Raises:
             RewardError: task.max_failures groups in a row failed. The message has the cause of the last failure.
@@ -132,7 +135,7 @@ class Worker:
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Get slots from the buffer and run a task for each, rollout.concurrency at once. One that raises ends all."""
+        """Get slots from the buffer and make a group for each, rollout.concurrency at once. One error ends them all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
@@ -157,13 +160,13 @@ class Worker:
             raise first_error(group) from None
 
     def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
-        """Count the group of an ended task as ended, so also one whose task was cancelled before it ran any code."""
+        """Count a group as ended when its task ends, also if it was cancelled before it ran any code."""
         del self._groups[group_id]
         self._stats.end_group(begun)
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Keep asking the buffer which groups it has dropped, and cancel them, which ends their engine requests too."""
+        """Keep asking the buffer which groups it has dropped; cancel those, with their requests to the engine."""
         dropped: list[int] = []
         while True:
             dropped = await self._client.aborts(dropped)
@@ -172,7 +175,7 @@ class Worker:
                     self._counts["aborted"] += 1
 
     async def _hold_turns(self) -> None:
-        """Keep asking the buffer whether to hold back the turns of episodes, and do so."""
+        """Keep asking the buffer whether to hold back further turns of episodes; shut and open the gate accordingly."""
         holds = False
         while True:
             must_hold = await self._client.turns(holds)
@@ -210,10 +213,10 @@ class Worker:
         self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
 
     def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
-        """Return the rows of a group's episodes, but of those that failed.
+        """Return the trainable rows of a group's episodes; those that failed or were dropped have none.
 
         Raises:
-            RewardError: too few episodes are left.
+            RewardError: fewer episodes than config.fewest_episodes have rows.
         """
         config, played = self._config, [episode for episode in episodes if episode.rows]
         if len(played) < config.fewest_episodes:
@@ -227,7 +230,7 @@ class Worker:
         return group_rows(played, config.task.max_prompt_tokens, config.rollout.max_rows)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Sample a greedy answer to the prompt, return its reward; None unless the advantage needs it (ReMax does)."""
+        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does)."""
         if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
@@ -236,7 +239,7 @@ class Worker:
         return (await self._answer(greedy))[0].reward
 
     async def _answer(self, request: GenerationRequest) -> list[Episode]:
-        """Play the episodes of a request, have the reward threads score their answers, and return them rewarded.
+        """Play the episodes of a request, score their answers unless the environment did, and return them with rewards.
 
         Raises:
             RewardError: the reward function failed.
@@ -265,7 +268,11 @@ class Worker:
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Have the engine answer a request within timeouts.generate_s, once turns are not held back."""
+        """Return the engine's answers to a request. It is sent when turns are not held back (an evaluation: at once).
+
+        Raises:
+            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
+        """
         timeout_s, is_evaluation = self._config.timeouts.generate_s, _BASELINE_IDS < request.group_id < 0
         try:
             async with nullcontext() if is_evaluation else self._gate.reply():

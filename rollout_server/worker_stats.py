@@ -23,7 +23,7 @@ class _Wait:
 
 
 class WorkerStats:
-    """Counts the groups, evaluations and waits of one worker.
+    """Counts the groups, evaluations and waits of one worker, for its timeline, its status and its metrics.
 
     The timeline is `busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`,
     because a worker without a group waits for admission, which opens with the next served weights.

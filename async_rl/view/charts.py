@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Describes one chart of metrics over the steps; it holds no values."""
+    """Describes one chart of metrics over the steps: title, keys and unit. The page asks for the values separately."""
 
     title: str
     keys: tuple[tuple[str, str], ...]

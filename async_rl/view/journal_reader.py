@@ -70,7 +70,7 @@ class GroupPage:
 
 
 class JournalReader:
-    """Reads the journal at `file`, which is opened anew for each query."""
+    """Reads groups from a run's journal (trajectories.sqlite), which it opens anew for each query."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -181,7 +181,7 @@ class JournalReader:
             ) from None
 
     def _connect(self) -> sqlite3.Connection:
-        """Open the journal so that nothing is written beside it.
+        """Return a connection to the journal that writes no file beside it.
 
         Without a write-ahead log no process writes to the journal, and it is opened as a file that does not change:
         otherwise SQLite would create files in the run directory, which may be read-only.

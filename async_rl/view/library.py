@@ -15,11 +15,11 @@ MAX_NAMED = 8
 
 
 class UnknownRunError(AsyncRLError):
-    """The address names a run that is not in the folder."""
+    """The page's address names a cell of the sweep that has no run directory; it is answered with status 404."""
 
 
 class OpenRun:
-    """A run with its tokenizer and its index of texts, which are made at their first use."""
+    """A run that the page shows, with its tokenizer and the index for searching its texts, both made at first use."""
 
     def __init__(self, files: RunFiles) -> None:
         self.files = files
@@ -50,7 +50,7 @@ class OpenRun:
 
 
 class Library:
-    """The runs in a folder by the name of their cell; "" is the run that the folder itself is.
+    """Opens the runs of the folder that is shown: of a sweep each cell by its name, of a single run that one by "".
 
     Raises:
         ConfigError: the folder is neither a run nor a sweep.

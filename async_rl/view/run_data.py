@@ -25,7 +25,7 @@ MAX_HISTOGRAM_STEPS = 200
 
 
 class NotKeptError(AsyncRLError):
-    """The tokens that a page asks for are not in the run directory any more."""
+    """The page asks for an answer whose tokens the run directory does not hold (any more), or that does not exist."""
 
 
 def _json(value: Any) -> Response:
@@ -69,7 +69,7 @@ def first_step_of_timeline(run: RunFiles) -> int:
 
 
 def prediction(request: Request) -> Response:
-    """Return measured and predicted utilisation, or null where the simulator does not cover the run."""
+    """Return measured beside predicted utilisation and staleness, or null if the simulator can't predict this run."""
     found = predict(run_of(request).files)
     if found is None or found.predicted is None:
         return _json(None)

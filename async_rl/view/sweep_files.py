@@ -116,7 +116,7 @@ class SweepFiles:
         return math.prod(len(levels) for levels in axes.values()) if isinstance(axes, dict) and axes else 0
 
     def _committed(self) -> list[Cell]:
-        """Return the rows of runs.csv, which a report writes; they have no run directories."""
+        """Return the rows of runs.csv, which `async-rl report` writes, as finished cells without run directories."""
         try:
             with (self.folder / "runs.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))

@@ -41,7 +41,7 @@ def sweep(request: Request) -> Response:
 
 
 def cells(request: Request) -> Response:
-    """Return the table of cells, which the page loads again when a cell has begun or finished."""
+    """Return the sweep's table of cells alone; the open page asks for it when a cell has begun or finished."""
     return page(request, "sweep_cells.html", _facts(request))
 
 

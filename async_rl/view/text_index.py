@@ -43,7 +43,7 @@ class Found:
 
 
 class TextIndex:
-    """The texts of one run by group. `start` begins the work; `close` ends it and removes the index."""
+    """Indexes the prompts and answers of one run, for `search`. `start` begins that work, `close` removes the index."""
 
     def __init__(self, journal: JournalReader, texts: TokenTexts) -> None:
         self._journal = journal
@@ -116,7 +116,7 @@ class TextIndex:
                 self._closing.wait(IDLE_S)
 
     def _index_some(self) -> bool:
-        """Index the newest GROUPS_A_ROUND groups that are missing; return False if none is, or the index is full."""
+        """Index the newest GROUPS_A_ROUND groups not indexed yet; return False if there is none or no more room."""
         rows = self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")
         missing = [row["group_id"] for row in rows if row["group_id"] not in self._seen]
         if not missing or self._chars >= MAX_CHARS:

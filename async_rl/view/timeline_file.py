@@ -120,7 +120,7 @@ class TimelineFile:
         return self._spans.get((named or with_update or [-1])[0], [])
 
     def _shown_ends_s(self) -> list[float]:
-        """Return the ends of those steps in which every pool that goes on is known, of a complete file all."""
+        """Return the ends, in seconds, of the steps for which the file has the states of all pools that still run."""
         ends_s = step_ends_s(self._learner())
         if self._is_complete or not ends_s:
             return ends_s

@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """The texts of token ids. Without a tokenizer every text is None, and `missing` says what to do about it."""
+    """Decodes token ids of a run. Without a tokenizer every text is None, and `missing` says what to do about it."""
 
     def __init__(self, run: RunFiles) -> None:
         self._tokenizer: Any = None

@@ -1,4 +1,4 @@
-"""An answer while a server samples it, over one request or, where pushes abort requests, over several."""
+"""Collects one answer from the replies of a server: one reply or, where weight pushes abort requests, several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.engines.base import Completion
 
 @dataclass(slots=True)
 class Answer:
-    """One answer while it grows. It needs more than one request only if a push aborts the first."""
+    """One answer while a server samples it. It needs more than one request only if a weight push aborts the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Answer:
         self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str, *,
         max_tokens: int, end_tokens: Sequence[int], may_abort: bool,
     ) -> None:
-        """Append what one request has sampled, and set finish_reason if the answer has ended.
+        """Append the tokens that one request has sampled, and set finish_reason if the answer has ended.
 
         Args:
             spans: the server's weight_versions; see token_versions.

@@ -16,7 +16,7 @@ from async_rl.types import FloatArray, IntArray, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for `n` answers to one prompt."""
+    """A request to an engine for `n` answers to one prompt."""
 
     group_id: int
     """The group that the request is for. Several requests of one group run at once if its episodes have several turns.
@@ -61,7 +61,7 @@ class Engine(Protocol):
     """The number of token ids, 0..vocab_size - 1. Valid after `start`."""
 
     async def start(self) -> None:
-        """Start the engine and return when it serves version 0. AsyncRLError: it can't start, with the reason."""
+        """Start the engine; return when it serves version 0. AsyncRLError: it can't start; the message says why."""
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Sample and return `request.n` completions. Calls run concurrently, one per group; the engine batches them.

@@ -1,4 +1,4 @@
-"""The parts that engines share whose answers come from a server process, by HTTP.
+"""The base class of engines whose answers come from a server process by HTTP: SGLang's and vLLM's.
 
 With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
 again, from prompt and answer so far. The server answers it after the push, which has emptied the prefix cache, so that
@@ -80,7 +80,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Request the rest of `answers` and append it to them. Each then has ended, or a push has aborted it."""
+        """Request the missing rest of `answers` and append it. Then each has ended, or a weight push has aborted it."""
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ class HttpEngine(ABC):
 
         Raises:
             ProcessDiedError: the server broke the connection.
-            AsyncRLError: the server refused.
+            AsyncRLError: the server refused the requests; the message has its answer.
         """
         try:
             async with self._session.post(self.url + path, json=body) as reply:
@@ -122,7 +122,7 @@ class HttpEngine(ABC):
             self._cancelled.task_done()
 
     async def _get_text(self, path: str) -> str | None:
-        """Return the text of the server's reply, or None if it sends none within LOAD_TIMEOUT_S."""
+        """Return the text of the server's reply to GET `path`; None if it refuses or sends none in LOAD_TIMEOUT_S."""
         with suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
             async with self._session.get(self.url + path, timeout=timeout) as reply:

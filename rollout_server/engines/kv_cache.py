@@ -11,7 +11,9 @@ _KV_SHARE = 0.25
 
 
 def kv_tokens(config: Config, token_bytes: int, rollout_tokens: int, free_memory_bytes: int) -> int:
-    """Return the tokens that a server's cache holds: all rollouts in flight if memory allows, at least one.
+    """Return for how many tokens a server's KV cache has room: all rollouts in flight if memory allows, else fewer.
+
+    There is room for one rollout at least.
 
     Args:
         token_bytes: memory for one token; see kv_token_bytes.
@@ -28,7 +30,7 @@ def max_running_rollouts(config: Config) -> int:
 
 
 def kv_token_bytes(model: Any, dtype: str) -> int:
-    """Return the memory that one token takes in the cache. `model` is the text part of the model's config."""
+    """Return the bytes that one token takes in the KV cache. `model` is the text part of the model's config."""
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     return 2 * int(model.num_hidden_layers) * int(heads) * head_size(model) * (4 if dtype == "float32" else 2)
 

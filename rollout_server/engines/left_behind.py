@@ -41,7 +41,7 @@ def sweep(shared_files: str, shared_memory: Path = Path("/dev/shm")) -> None:
 
 
 def mapped_files(pid: int, shared_files: str) -> set[Path]:
-    """Return the files in shared memory, by the pattern of their names, that the children of a process have mapped."""
+    """Return the files with names of the pattern `shared_files` that the children of process `pid` have mapped."""
     files: set[Path] = set()
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):

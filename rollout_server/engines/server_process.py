@@ -155,14 +155,14 @@ class ServerProcess:
             return log.read().decode(errors="replace")
 
     def _hint(self) -> str:
-        """Return the advice that most likely helps, chosen by words in the server's log."""
+        """Return the advice of the first entry of `hints` whose words are in the server's log, or a general one."""
         log = self._log()
         found = [hint for sign, hint in self._hints if sign in log]
         return (found or ["If nothing is logged, the kernel may have killed it for lack of memory: see `dmesg`."])[0]
 
 
 def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Kill the server and wait for its end. The kernel then ends its children; Python's resource tracker cleans up."""
+    """Kill the server and all processes that it started, and wait at most `timeout_s` for the end of the server."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)

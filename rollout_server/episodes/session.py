@@ -202,7 +202,7 @@ class Session:
         return self._continuation(messages, digests) or Node(None, self._renderer.start(messages, tools))
 
     def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
-        """Return a node with the messages after the last known reply; None if there is none, or they can't follow it."""
+        """Return a node with the messages after the last known reply; None if there is none or they can't follow it."""
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
             if reply is None:

@@ -29,10 +29,10 @@ _ARGUMENTS = ("prompt", "response", "answer", "extra")
 
 
 class Verifier(Protocol):
-    """The part of a task that `open_reward` needs: the function that scores a response if task.reward is empty."""
+    """The method of a task that `open_reward` needs, which scores a response if task.reward is empty."""
 
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response. It is called, by many threads, only if task.reward is empty."""
+        """Return the task's own reward of a response. Many threads call it at once, only if task.reward is empty."""
 
 
 def open_reward(config: Config, task: Verifier) -> Reward:

@@ -71,7 +71,10 @@ class MathChecker:
 
 
 def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
-    """Send the request; return the reply, `true` or `false`, or "" if the child has ended. RewardError: it hung."""
+    """Send a request to a math-verify process and return its reply, `true` or `false`; "" if the process has ended.
+
+    RewardError: it did not answer within ANSWER_TIMEOUT_S, and was killed.
+    """
     answers = cast(IO[str], child.stdout)
     try:
         print(json.dumps(request), file=child.stdin, flush=True)

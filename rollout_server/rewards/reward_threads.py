@@ -25,7 +25,7 @@ class _Call:
 
 
 class RewardThreads:
-    """A pool of daemon threads, each of which runs one call at a time, in the order in which `run` gets them.
+    """A pool of daemon threads that call reward functions, one call per thread at a time, in the order of `run`.
 
     A thread whose call takes longer than `timeout_s` is given up, and a new thread takes its place.
     """

@@ -56,7 +56,7 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response. It is called, by many threads, only if task.reward is empty."""
+        """Return the task's own reward of a response. Many threads call it at once, only if task.reward is empty."""
 
     def rule_of(self, question: Question) -> str:
         """Return the name of the rule or function that scores answers to the question; "" if `verify` does."""
@@ -97,8 +97,8 @@ class Task(ABC):
             answer = question.solution or question.answer
             if not isinstance(answer, str):
                 raise ConfigError(
-                    f"{question.source} has no reference answer that is text (got {answer!r}), so sft can't "
-                    "learn from it. Use another task for sft."
+                    f"a question of {question.source} has no reference answer that is text (got {answer!r}), so sft "
+                    "can't learn from it. Use another task for sft."
                 )
             tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
             pairs.append((prompt.tokens.tolist(), [*tokens, self._tokenizer.eos_token_id]))

@@ -14,8 +14,9 @@ from rollout_server.tasks.base import Task
 
 
 class EnvTask(Task):
-    """task.size numbers of training episodes, from 0, and eval.size of held-out ones: -1, -2, ...
+    """The task of a run without questions: it has task.size training episodes 0, 1, ... and eval.size held-out ones.
 
+    These are numbered -1, -2, ...
     A prompt has no tokens, because only the environment knows what the model sees first. Its question has the number
     as `answer`.
     """
@@ -31,8 +32,8 @@ class EnvTask(Task):
         return [self._question(-1 - number) for number in range(self._eval_size)]
 
     def verify(self, question: Question, response: str) -> float:
-        """Raise NotImplementedError, because the environment gives the rewards."""
-        raise NotImplementedError("the environment gives the rewards")
+        """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""
+        raise NotImplementedError("no rule scores this run's episodes: the environment gives the rewards")
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
         raise ConfigError(

@@ -19,7 +19,7 @@ def prepare_gsm8k(source: Path, target: Path) -> int:
     The ground truth is the text after `####` in the answer, without thousands separators.
     """
     if not source.is_file():
-        raise ConfigError(f"no such file: {source}")
+        raise ConfigError(f"the file to convert does not exist: {source}")
     lines = enumerate(numbered_lines(source))
     rows = [_row(line, index, f"{source}, line {number}") for index, (number, line) in lines]
     if not rows:

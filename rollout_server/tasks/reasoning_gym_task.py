@@ -32,7 +32,7 @@ _TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGymTask(Task):
-    """The questions of a reasoning_gym dataset. Each is generated when first asked for, as some take 30 ms.
+    """A task made of a reasoning_gym dataset, whose questions are generated when first asked for, as some take 30 ms.
 
     The held-out set does not depend on run.seed: a model that was warm-started under one seed has not learned the
     questions of a run with another. A training question that is also held out is replaced by another one.

@@ -24,7 +24,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 class VerlFilesTask(Task):
-    """A task made of the rows of task.path and, held out, of task.eval_path. Creating it reads and checks the files."""
+    """The task whose questions are the rows of task.path and, held out, of task.eval_path; its creation reads both."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -61,7 +61,7 @@ class VerlFilesTask(Task):
         if not questions:
             limit = self._config.max_prompt_tokens
             reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""
-            raise ConfigError(f"nothing left to use: {path} has {len(rows)} rows{reason}")
+            raise ConfigError(f"{path} must have a row that can be used, got {len(rows)} rows{reason}")
         return questions
 
 

@@ -89,7 +89,7 @@ def test_bounds_that_are_no_whole_numbers_are_refused(text: str) -> None:
 def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:
     with pytest.raises(ConfigError, match=r"learner\.lr=1e-4,3e-4; got 'learner.lr'"):
         key_axis("learner.lr")
-    with pytest.raises(ConfigError, match="--mode must be of bounded, exact, got 'loose'"):
+    with pytest.raises(ConfigError, match="--mode must be one or more of bounded, exact, got 'loose'"):
         named_axis("mode", "bounded,loose", {"bounded": (), "exact": ()})
 
 

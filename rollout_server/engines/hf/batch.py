@@ -83,7 +83,7 @@ class WindowLayer(CacheLayerMixin):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A request, those of its answers that are complete, and the future that gets all of them."""
+    """A request to the hf engine, its answers that are complete, and the future that gets all of them at the end."""
 
     request: GenerationRequest
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """One answer that is being sampled, with the random numbers that decide its tokens."""
+    """One answer that is being sampled: a row of the batch, with the random numbers that decide its tokens."""
 
     group: Group
     sample: int
@@ -136,12 +136,12 @@ class DecodingBatch:
         return len(self._rows) + len(self._retracted)
 
     def retract(self) -> None:
-        """Drop the KV of all rows. The next step recomputes it with the weights of that time."""
+        """Drop the KV of all rows. The next `step` recomputes it with the weights that the model has then."""
         self._retracted += [row for row in self._rows if not row.done]
         self._rows, self._cache, self._sampling = [], [], None
 
     def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Prefill each new prompt once; sample the first token of each answer; return groups that have ended then."""
+        """Add groups: prefill each prompt, sample each answer's first token; return the groups complete with that."""
         complete: list[Group] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])

@@ -38,7 +38,7 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class HFEngine:
-    """The hf engine. It runs in the worker's process and shares its log, so that it writes nothing into `log_dir`."""
+    """The `Engine` of rollout.engine=hf. It runs in the worker's process and writes nothing into `log_dir`."""
 
     def __init__(self, config: Config, index: int, log_dir: Path | None = None) -> None:
         self.url = ""
@@ -134,7 +134,7 @@ class HFEngine:
         return await self.between_tokens(score)
 
     async def between_tokens(self, job: Callable[[], Result]) -> Result:
-        """Run `job` in the thread that owns the model, also while it is paused; return its result or raise its error.
+        """Run `job` in the thread that owns the model, also while paused, and return its result or raise its error.
 
         Raises:
             WaitTimeoutError: the job was not done within timeouts.push_s.

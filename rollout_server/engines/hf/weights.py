@@ -32,7 +32,7 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
 class WeightEndpoints:
-    """The hf engine's HTTP server. A request that it refuses gets status 400, `success: false` and the reason."""
+    """The hf engine's HTTP server for weight pushes. A refused request gets status 400 with the reason as `message`."""
 
     def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
@@ -78,7 +78,7 @@ class WeightEndpoints:
         return await handler(request)
 
     async def _accept(self, body: dict[str, Any]) -> None:
-        """Do nothing: to /ready and /flush_cache the reply `success: true` is the whole answer."""
+        """Do nothing: /ready and /flush_cache are only answered with `success: true`."""
 
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
@@ -120,7 +120,7 @@ class WeightEndpoints:
         expected = self._engine.model.state_dict()
         for name, tensor in tensors:
             if name not in expected:
-                raise ValueError(f"the model has no tensor {name!r}")
+                raise ValueError(f"the update brings the tensor {name!r}, which the model does not have")
             (shape, dtype), wanted = (tensor.shape, tensor.dtype), expected[name]
             if shape != wanted.shape or dtype != wanted.dtype:
                 raise ValueError(f"{name} must be {wanted.dtype} {list(wanted.shape)}, got {dtype} {list(shape)}")

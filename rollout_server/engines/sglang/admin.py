@@ -1,4 +1,7 @@
-"""The client of SGLang's HTTP API for administration. The hf engine serves the part of it that weight pushes need."""
+"""The client of an SGLang server's HTTP endpoints for administration: pauses, weight updates, scores.
+
+The hf engine serves the endpoints that weight pushes need, so this client administers it too.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,11 @@ class SGLangAdmin:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Exclude all Python objects that the server has now from garbage collection, which would stop it for 0.3 s."""
+        """Make the server's garbage collector skip all objects that exist now; to check them takes it 0.3 s."""
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
-        """Pause generation as weight_sync.on_update says. All modes but `in_place` drop the KV and the prefix cache.
+        """Pause generation as weight_sync.on_update says. All policies but `in_place` drop the KV and the prefix cache.
 
         While requests are paused in place, a server refuses to flush, and dies if the update asks for a flush.
         """
@@ -145,5 +148,5 @@ class SGLangAdmin:
 
 
 def _update(version: int | None) -> dict[str, Any]:
-    """Return the fields of every request with weights: flush no cache (SGLang's default is to); version if given."""
+    """Return the fields that each request with weights has: do not flush the cache and, if given, the new version."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

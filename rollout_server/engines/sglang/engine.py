@@ -26,7 +26,7 @@ from rollout_server.engines.sglang.sglang_process import server_flags, sglang_pr
 
 
 class SGLangEngine(HttpEngine):
-    """The `Engine` that starts an SGLang server, or uses the running one at rollout.server_url."""
+    """The `Engine` of rollout.engine=sglang: starts an SGLang server, or uses the running one at rollout.server_url."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
@@ -57,7 +57,7 @@ class SGLangEngine(HttpEngine):
         return "/abort_request", {"rid": request_id}
 
     async def load(self) -> Load | None:
-        """Return the load that the server reports, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the server's running answers and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
         text = await self._get_text("/v1/loads?include=core")
         if text is None:
             return None
@@ -122,7 +122,7 @@ def primer_body(request: GenerationRequest, prefix: str) -> dict[str, Any]:
 def request_body(
     request: GenerationRequest, answers: list[Answer], end_tokens: list[int], prefix: str
 ) -> dict[str, Any]:
-    """Return the body of a /generate request that samples the missing rest of each answer.
+    """Return the body of one /generate request that samples the missing rest of each of `answers`.
 
     Args:
         prefix: what the ids of the answers' requests begin with.

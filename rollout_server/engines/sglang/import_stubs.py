@@ -34,11 +34,11 @@ _CURES = {
 
 
 class MissingKernelError(NotImplementedError):
-    """Raised when a function of a package that is missing on this host is called."""
+    """A function of a package that is missing on this host was called in the SGLang server; the message has a cure."""
 
 
 class Absent:
-    """A name from a missing package. It can be passed around, but not called, indexed or instantiated."""
+    """Stands for a name of a missing package. It can be passed on; calling or indexing it raises MissingKernelError."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -70,7 +70,7 @@ class Absent:
 
 
 def _kernel(function: Callable[..., Any] | Absent | None = None, **_options: object) -> Any:
-    """Replace the decorator @triton.jit, which may have options: make an Absent of the function, as it needs triton."""
+    """Replace the decorator @triton.jit, with or without options: return an Absent in place of the function."""
     if function is None:
         return _kernel
     if isinstance(function, Absent):  # under a second decorator: keep the kernel's name

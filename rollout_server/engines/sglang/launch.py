@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL, and tell its children to do the same.
+    """Have the kernel kill this process when its parent dies, even by SIGKILL; its child processes will do the same.
 
     The environment variable PARENT_VARIABLE names the parent; a process without it lives on when its parent dies.
     """

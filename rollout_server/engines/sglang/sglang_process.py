@@ -35,7 +35,10 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """Return SGLang's flags {name: value}, with rollout.server_args, without port. `model`: the text model's config."""
+    """Return SGLang's flags {name: value} without the port; those of rollout.server_args take precedence.
+
+    `model` is the text part of the model's transformers config.
+    """
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model-path": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
@@ -81,7 +84,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
     words = command_line(flags | {"served-model-name": identity})
 
     def is_ready(url: str) -> bool:
-        """Return whether our server is ready, not another run's on the same port; freeze its objects if it is."""
+        """Return whether the server at `url` is ready and is this one, not another run's; if so, end its start-up."""
         admin = SGLangAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
             if admin.is_ready() and admin.serves_model(identity):
@@ -99,7 +102,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
 
 
 def server_environment(config: Config, flags: Flags) -> dict[str, str]:
-    """Return the environment variables of the server's process."""
+    """Return all environment variables for the server's process: this process's, changed for SGLang."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
     # The context length may exceed the model's by the positions that SGLang reserves; this makes SGLang accept it.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"

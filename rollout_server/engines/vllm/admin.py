@@ -49,14 +49,17 @@ class VLLMAdmin:
         return name in str(self.ask("GET", "/v1/models"))
 
     def set_version(self, version: int) -> None:
-        """Give the weights that the server holds another version."""
+        """Set the version that the server reports for the weights that it holds."""
         self.ask("POST", "/update_weight_version", {"new_version": str(version)})
 
     def served_version(self) -> str:
         return str(self.ask("GET", "/weight_info")["weight_version"])
 
     def pause(self, on_update: str) -> None:
-        """Pause generation. All policies but `in_place` empty the prefix cache; vLLM refuses to pause if it can't."""
+        """Pause generation as weight_sync.on_update says. All policies but `in_place` empty the prefix cache.
+
+        vLLM refuses to pause if it can't empty the cache.
+        """
         self.ask("POST", f"/pause?{PAUSES[on_update]}")
 
     def resume(self) -> None:
@@ -67,7 +70,7 @@ class VLLMAdmin:
         self.ask("POST", "/start_weight_update")
 
     def end_update(self) -> None:
-        """Load the weights that were received. If the last of them are missing, drop them: the learner gives up."""
+        """Load the weights that were received. If the last of them have not come, the push has failed: drop them."""
         version, self._version = self._version, None
         if version is None:
             self._drop_update()
@@ -123,7 +126,7 @@ class VLLMAdmin:
         """Send one request and return the JSON of the reply; the limit is timeouts.push_s by default.
 
         Raises:
-            WeightSyncError: the server can't be reached, or refused.
+            WeightSyncError: the server can't be reached, or refused the request.
             WaitTimeoutError: the server did not answer in time.
         """
         return ask(self.url, method, path, self._headers, limit or self._timeouts.limit("push_s"), body)

@@ -25,7 +25,7 @@ _RUNNING = "vllm:num_requests_running"
 
 
 class VLLMEngine(HttpEngine):
-    """The `Engine` that starts a vLLM server."""
+    """The `Engine` of rollout.engine=vllm: starts one vLLM server and has it answer the requests of its worker."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
@@ -45,7 +45,7 @@ class VLLMEngine(HttpEngine):
         await asyncio.gather(*(self._extend_equal(request, each) for each in group_answers(answers)))
 
     async def _extend_equal(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Request the rest of `answers`, which have the same tokens so far, in one request."""
+        """Extend `answers`, which have the same tokens so far, by the tokens that one request samples for them."""
         self._newest = max(self._newest, request.start_version)
         # The groups with the nearest deadline go first. An evaluation, which has none, queues like the newest group.
         priority = self._newest if request.group_id < 0 else request.start_version
@@ -59,7 +59,7 @@ class VLLMEngine(HttpEngine):
         return "/abort_requests", {"request_ids": [request_id]}
 
     async def load(self) -> Load | None:
-        """Return the load from the server's /metrics, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the server's running answers and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
         text = await self._get_text("/metrics")
         if text is None:
             return None

@@ -1,4 +1,4 @@
-"""The flags of a vLLM server, and the sizes of heads for which it has kernels."""
+"""The command-line flags of a vLLM server, and the sizes of attention heads for which it has kernels on CPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Flags = dict[str, Any]
 
 
 def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
-    """Return vLLM's flags, without the port. `model` is the text part of the model's transformers config."""
+    """Return vLLM's flags {name: value} without the port; those of rollout.server_args take precedence.
+
+    `model` is the text part of the model's transformers config.
+    """
     positions = getattr(model, "max_position_embeddings", None)
     length = config.longest_tokens + _RESERVED_TOKENS
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"

@@ -21,7 +21,7 @@ def refuse_run(config: Config) -> str:
     """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
 
     Raises:
-        ConfigError: the environment of the servers is missing or has no vLLM, or the temperature is too high for it.
+        ConfigError: rollout.python is missing or has no vLLM, or rollout.temperature is too high for vLLM.
     """
     import torch
     from transformers import AutoConfig
@@ -42,7 +42,7 @@ def refuse_run(config: Config) -> str:
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError unless the Python of the servers finds vLLM."""
+    """Raise ConfigError unless rollout.python can be run and finds the package vllm."""
     python = server_python(config)
     try:
         done = subprocess.run([python, "-c", _FIND_VLLM], capture_output=True, text=True, timeout=_FIND_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Requests for answers and their replies, in the JSON of vLLM's endpoint for token ids."""
+"""Writes requests for answers, and reads the replies to them, in the JSON of vLLM's endpoint for token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.engines.http_engine import cache_key
 
 
 def group_answers(answers: list[Answer]) -> list[list[Answer]]:
-    """Return which answers share a request: all that have no token yet, and each other by itself."""
+    """Return `answers` in lists, one for each request: all without a token share one, each other has one of its own."""
     new = [answer for answer in answers if not answer.tokens]
     return ([new] if new else []) + [[answer] for answer in answers if answer.tokens]
 

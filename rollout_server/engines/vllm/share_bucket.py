@@ -9,10 +9,9 @@ from async_rl.weights.buckets import Bucket
 
 
 def share_bucket(bucket: Bucket) -> dict[str, Any]:
-    """Return what one server needs to map the bucket's memory, in JSON's types: no pickle goes over the wire.
+    """Return the handle by which one server maps the bucket's memory, as torch.multiprocessing makes it, but in JSON.
 
-    It is what torch.multiprocessing passes between processes. The memory is shared anew for each server, because torch
-    counts who maps it.
+    Call it once for each server: torch counts who maps the memory.
     """
     storage = bucket.data.untyped_storage()
     if bucket.data.is_cuda:

@@ -34,7 +34,7 @@ def vllm_process(name: str, flags: Flags, log_file: Path, config: Config, *, on_
     """Return the process of a vLLM server with these flags, before its start.
 
     Raises:
-        ConfigError: there is no environment with vLLM.
+        ConfigError: rollout.python is no program that can be run.
     """
     python = server_python(config)
     identity = f"async-rl-{uuid.uuid4().hex}"
@@ -42,7 +42,7 @@ def vllm_process(name: str, flags: Flags, log_file: Path, config: Config, *, on_
     words = command_line(flags | {"served-model-name": identity} | guard)
 
     def is_ready(url: str) -> bool:
-        """Return whether our server is ready, not another run's on the same port."""
+        """Return whether the server at `url` is ready and is this one, not another run's on the same port."""
         admin = VLLMAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
             return admin.is_ready() and admin.serves_model(identity)
@@ -58,7 +58,7 @@ def server_python(config: Config) -> str:
     """Return the path of the Python that runs the server.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: rollout.python, or the default .venv-vllm, is no program that can be run.
     """
     path = config.rollout.engine_entry.server_python(config.rollout.python)
     check(
@@ -69,7 +69,7 @@ def server_python(config: Config) -> str:
 
 
 def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables of the server's process."""
+    """Return all environment variables for the server's process: this process's, changed for `python` and vLLM."""
     environment = os.environ | {
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONPATH": str(_SERVER_FOLDER),  # and nothing of this environment, whose packages have other versions

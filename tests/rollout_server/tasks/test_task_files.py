@@ -127,7 +127,7 @@ def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) ->
     [
         ("a.jsonl", "{broken\n", "line 1: not JSON"),
         ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
-        ("a.jsonl", "", "nothing left to use.*has 0 rows"),
+        ("a.jsonl", "", "must have a row that can be used, got 0 rows"),
         ("a.parquet", "no parquet", "can't be read as Parquet"),
         ("a.csv", "x", "must end in .parquet or .jsonl"),
     ],

@@ -31,7 +31,7 @@ def weight_files(folder: Path) -> Sequence[Path]:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, list[int]], is_tied: bool) -> None:
-    """Raise ValueError unless `tensors` are those of the checkpoint. A tied output layer may be given or left out."""
+    """Raise ValueError unless `tensors` have the names and shapes `expected`; a tied output layer may be left out."""
     ignored = {"lm_head.weight"} if is_tied else set()
     got = {name: list(tensor.shape) for name, tensor in tensors.items()}
     wrong = [

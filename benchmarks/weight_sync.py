@@ -60,7 +60,7 @@ Transfer = Callable[[], float]
 
 
 class PlainBroadcast:
-    """Times plain transfers to a process that it starts. A call broadcasts the bytes by gloo and returns the seconds."""
+    """Times plain transfers to a process that it starts. A call broadcasts all bytes by gloo and returns the time."""
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

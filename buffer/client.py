@@ -134,6 +134,7 @@ class WorkerClient:
     """Sends a rollout worker's requests. Any number of coroutines of one event loop may use it at once.
 
     Slots are granted to the name `worker`, which is unique in the run. `keys` is the folder network.keys, "" for none.
+    Every method raises WaitTimeoutError if the buffer does not answer in time, and WireError if it refuses the request.
     """
 
     def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
@@ -183,7 +184,7 @@ class WorkerClient:
         return bool(reply.result["hold"])
 
     async def put(self, group: RolloutGroup) -> bool:
-        """Deliver a finished group. Returns False if it had arrived already, or was dropped.
+        """Deliver a finished group and return True, or False if the buffer had it already or has dropped it.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
         """
@@ -251,7 +252,7 @@ def _request_ids() -> itertools.count[int]:
 
 def _accepted(reply: Reply) -> Reply:
     if reply.error:
-        raise WireError(f"the buffer refused a message: {reply.error}")
+        raise WireError(f"the buffer refused this client's message: {reply.error}")
     return reply
 
 

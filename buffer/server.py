@@ -102,7 +102,7 @@ class BufferServer:
         """
         if not self._serving.acquire(timeout=self._shutdown_s):
             raise WaitTimeoutError(
-                f"buffer: close waited {self._shutdown_s:.0f} s (timeouts.shutdown_s) for serve to return"
+                f"the buffer's close waited {self._shutdown_s:.0f} s (timeouts.shutdown_s) for serve to return"
             )
         self._serving.release()
         with self._lock:

@@ -137,7 +137,7 @@ class StoreState:
         self.put(row, "dropped", drop_reason=reason)
 
     def unaccounted(self) -> int:
-        """Return admitted - (trained at least once + dropped + running + buffered + held), which must always be 0."""
+        """Return admitted - (trained at least once + dropped + running + buffered + held) groups: 0 unless a bug."""
         accounting = self.accounting
         live = len(self.running) + len(self.finished) + self.num_held_fresh
         return accounting.admitted - accounting.trained - accounting.dropped.total() - live

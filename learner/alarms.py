@@ -66,7 +66,7 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
 
 
 class Alarms:
-    """Checks the rules at each step, and remembers which are broken: only one that was not so before gives a text."""
+    """Checks the rules at each step. A rule gives a text only when it breaks, not at each step while it is broken."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules

@@ -17,7 +17,7 @@ from learner.episodes import rows_by_episode
 
 
 def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
-    """Check the batch with `check_bound`; with `staleness.late: mask` its tokens that are too old are masked first.
+    """Check that no trained token is too old, and return the batch; `staleness.late: mask` masks such tokens first.
 
     Returns:
         The batch, and metrics of its staleness before masking, none without `staleness.late: mask`. An episode has the
@@ -61,7 +61,7 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
     """
     if batch.version != version:
         raise StalenessError(
-            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}"
+            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}; this is a bug"
         )
     for group in batch.groups:
         for rollout in group.rollouts:
@@ -99,7 +99,8 @@ class TrainedGroupLedger:
             edges = next((edges for edges in self._edges if bisect_right(edges, group_id) % 2 == 0), None)
             if edges is None:
                 raise StalenessError(
-                    f"group {group_id} would be trained on more often than buffer.max_uses = {len(self._edges)}"
+                    f"group {group_id} would be trained on more often than buffer.max_uses = {len(self._edges)}; this "
+                    "is a bug"
                 )
             for edge in (group_id, group_id + 1):  # begins or ends a range, or joins two that meet there
                 place = bisect_left(edges, edge)

@@ -97,7 +97,7 @@ class Checkpointer:
             self.wait()
 
     def load(self, folder: Path) -> TrainingState:
-        """Restore networks, optimizers and random state from `folder`, and return its `TrainingState`.
+        """Restore networks, optimizers and random state from the checkpoint `folder`, and return its `TrainingState`.
 
         A rank that the saved run did not have keeps its random state.
 
@@ -107,7 +107,7 @@ class Checkpointer:
         state = read_training_state(folder)
         if set(state.networks) != set(self._optimizers):
             raise ConfigError(
-                f"{folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
+                f"the checkpoint {folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
                 f"{' and '.join(sorted(self._optimizers))}. Resume with the algorithm.advantage of the saved run"
             )
         rank = dist.get_rank()

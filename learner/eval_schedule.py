@@ -9,7 +9,7 @@ from async_rl.errors import WaitTimeoutError
 
 
 class EvalSchedule:
-    """Tracks evaluations for one learner rank. The driver reports the end of each one from another thread."""
+    """Decides on one learner rank when an evaluation is due. The driver reports its end here from another thread."""
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval

@@ -34,12 +34,12 @@ Handout = Sequence[bytes | memoryview] | NoBatch
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
 ) -> Handout:
-    """Wait for batch number `version` and return its frames.
+    """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
-    NoBatch: one of the functions, asked every few seconds, returned True, or the buffer hands out no batch any more.
+    Every few seconds `is_stopping` and `is_push_wanted` are asked; the wait ends if one of them returns True.
 
     Raises:
-        WaitTimeoutError: neither happened within timeouts.batch_s.
+        WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.
     """
     try:
         frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())
@@ -49,7 +49,7 @@ def ask_buffer(
 
 
 def share_handout(handout: Handout | None, device: torch.device) -> Handout:
-    """Send rank 0's `handout` to every rank and return it there; the other ranks pass None. Collective."""
+    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective."""
     data = torch.empty(0, dtype=torch.uint8, device=device)
     if handout is not None:
         message: Any = dataclasses.asdict(handout) if isinstance(handout, NoBatch) else handout

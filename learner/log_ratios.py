@@ -39,8 +39,7 @@ class LogRatioRecorder:
         self, minibatch: MiniBatch, all_logprobs: Sequence[Tensor],
         proximal_of: Callable[[MicroBatch, Tensor], Tensor],
     ) -> None:
-        """Take in a pass over a minibatch.
-
+        """Collect the logprobs of a forward pass over a minibatch.
         The first pass over a token gives its proximal logprob, the last one its learner logprob.
 
         Args:

@@ -26,11 +26,7 @@ class OptimizerStep:
 
 
 def check_finite(module: nn.Module, path: str) -> None:
-    """Check the weights that were loaded from `path`.
-
-    Raises:
-        ConfigError: a weight is NaN or infinite; the message names the tensor.
-    """
+    """Raise ConfigError, which names the tensor, if a weight of `module`, loaded from `path`, is NaN or infinite."""
     if name := non_finite(module):
         raise ConfigError(
             f"the weights in {path} are not finite: {name} holds NaN or infinity. Take an undamaged copy of the model"
@@ -51,7 +47,7 @@ def lr_decay(done: int, steps: int, fraction: float) -> float:
 
 
 class Optimizer:
-    """Updates the sharded `module` of the network `policy` or `critic` with AdamW.
+    """Updates the sharded `module` of one network, called `policy` or `critic`, with AdamW and gradient clipping.
 
     The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps).
     """
@@ -120,7 +116,7 @@ class Optimizer:
         return norm.to(weights[0].device)  # a rank whose shards are all empty gets a zero in CPU memory
 
     def counts(self) -> dict[str, int]:
-        """Return the counters of a checkpoint: steps taken, and steps skipped in a row."""
+        """Return the counts that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
 
     def set_counts(self, counts: Mapping[str, int]) -> None:

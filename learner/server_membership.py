@@ -10,7 +10,7 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 
 
 class ServerMembership:
-    """Collects changes to the publisher's servers, which are applied between two pushes."""
+    """Collects which rollout servers died or came back; the learner applies these changes between two pushes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

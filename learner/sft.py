@@ -65,7 +65,7 @@ def base_tokenizer(config: Config) -> Any:
 
 
 def train_sft(config: Config, examples: Sequence[Example], out_dir: Path) -> Iterator[StepDone]:
-    """Train `sft.base` and save model and tokenizer in `out_dir` as a Hugging Face folder.
+    """Train `sft.base` on the examples, and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
     The loss is the mean cross-entropy of a batch's learned tokens. Training ends early once its mean over the last 10
     steps is below sft.target_loss. The same run.seed gives the same model.
@@ -140,7 +140,7 @@ def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int
 
 
 def _backward(model: PreTrainedModel, batch: Sequence[Example], max_tokens: int) -> float:
-    """Add the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
+    """Compute the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
 
     It needs no attention mask: the padding is on the right, where a causal model does not see it.
     """

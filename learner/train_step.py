@@ -248,7 +248,10 @@ class Updater:
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:
-    """Return means over a batch's optimizer steps; skipped steps are counted and not in the means."""
+    """Return metrics of the optimizer steps of `network` in one batch: means, in which skipped steps do not count.
+
+    These are counted in `skipped_steps`.
+    """
     if not steps:
         return []
     done = [step for step in steps if not step.skipped]

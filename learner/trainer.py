@@ -44,7 +44,7 @@ STEP_TIMES = {
 
 
 class Learner:
-    """One rank of the learner. Rank 0 alone talks to the buffer and to the servers.
+    """One rank of the learner, which `run` trains. Rank 0 alone talks to the buffer and to the rollout servers.
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
@@ -235,7 +235,7 @@ class Learner:
         return replace(report, metrics=(*metrics, *states), alarms=alarms, completions=completions)
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
-        """Return (metrics of the pushes, all spans) since the last report, each of them once."""
+        """Return (metrics of the pushes, all timeline spans) since the last call."""
         measured = self._push_metrics, (*self._timeline.drain(), *self._push_spans)
         self._push_metrics, self._push_spans = [], []
         return measured

@@ -20,7 +20,10 @@ VERIFY_TOKENS = 32
 
 
 class WeightSync:
-    """Pushes and verifies weights. Every rank calls both methods; only rank 0 talks to servers and has measurements."""
+    """Pushes the policy's weights to the rollout servers, and verifies the first push. All ranks call both methods.
+
+    Only rank 0 talks to servers and has measurements.
+    """
 
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
         self._updater = updater

@@ -29,7 +29,7 @@ _NUM_COLUMNS = (9, 10, 5)
 
 
 class ArrivedRows:
-    """Collects the rows of arrived groups for the tables TABLE_NAMES until they are inserted."""
+    """Collects the journal's rows of arrived groups, for the tables TABLE_NAMES, until `insert` writes them."""
 
     def __init__(self) -> None:
         self._rows: tuple[list[tuple[Any, ...]], ...] = ([], [], [])

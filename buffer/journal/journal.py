@@ -95,7 +95,10 @@ class Journal:
             self._open_payloads()
 
     def load(self) -> tuple[list[Row], dict[str, Any]] | None:
-        """Return (rows of groups not trained for the last time or dropped, scalars); None if nothing was committed."""
+        """Return (rows of the live groups, the store's scalars), or None if nothing was committed.
+
+        Live groups are those that were neither dropped nor trained on for the last time.
+        """
         with self._reporting_errors():
             found = self._db.execute("SELECT scalars FROM state").fetchone()
             if found is None:

@@ -205,7 +205,7 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. Puts of a worker with equal results share a reply until the next call of `answers`."""
+        """Answer a `put`. Until the next call of `answers`, puts of one client with equal results share one reply."""
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
@@ -219,7 +219,10 @@ class Operations:
         return worker
 
     def _put(self, request: Request) -> bool:
-        """Store a group. Returns False if nothing changes: the group had been stored before, or was dropped."""
+        """Store the group that a `put` delivers and return True, or False if it had been stored before or was dropped.
+
+        Raises WireError if the group is not valid, or not as it was granted.
+        """
         worker, payload = self._worker(request.fields), request.payload[0]
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)

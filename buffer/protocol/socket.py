@@ -19,7 +19,10 @@ port while it restarts."""
 
 
 class BufferSocket:
-    """Binds the ROUTER socket. Raises ConfigError if the address can't be bound, or network.keys holds no keys."""
+    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free port); `address` is its address.
+
+    Raises ConfigError if the address can't be bound, or network.keys holds no keys.
+    """
 
     def __init__(self, network: NetworkConfig, max_message_bytes: int) -> None:
         self._context = zmq.Context()

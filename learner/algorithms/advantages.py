@@ -54,13 +54,13 @@ def remax(rewards: Tensor, greedy_reward: float) -> Tensor:
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """R_t = r_t + gamma * R_{t+1} over the masked-in tokens, 0 elsewhere. [B, T], [B, T] -> [B, T]."""
+    """Return R_t = r_t + gamma * R_{t+1} over the tokens in the mask, 0 elsewhere. [B, T], [B, T] -> [B, T]."""
     zeros = torch.zeros_like(rewards)
     return gae(rewards, zeros, zeros, mask, gamma, lam=1.0)[0]
 
 
 def whiten(values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) with mean and variance of the masked-in elements; 0 elsewhere. Any shape.
+    """Return (x - mean) / sqrt(var + 1e-8) with mean and variance of the elements in the mask; 0 outside. Any shape.
 
     REINFORCE++ whitens the returns-to-go of all tokens of a batch; its variant with a baseline whitens the rewards less
     their group's mean. Source: Hu 2025 (REINFORCE++), arXiv 2501.03262.
@@ -79,7 +79,7 @@ def whitening(values: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
 def gae(
     rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the masked-in tokens of each row; all tensors are [B, T].
+    """Generalised advantage estimation (GAE) over the tokens in the mask of each row; all tensors are [B, T].
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
 
@@ -105,7 +105,7 @@ def vtrace(
     rewards: Tensor, values: Tensor, log_ratios: Tensor, mask: Tensor, gamma: float, lam: float,
     rho_cap: float = 1.0, c_cap: float = 1.0, bootstrap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace over the masked-in tokens of each row; all tensors are [B, T], log ratios are proximal - behaviour.
+    """V-trace over the tokens in the mask of each row; all tensors are [B, T], log ratios are proximal - behaviour.
 
         rho = exp(log ratio),  rhobar = min(rho, rho_cap),  c = lam * min(rho, c_cap)
         v_t = V_t + rhobar_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})

@@ -15,7 +15,9 @@ from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_an
 
 
 def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
-    """log rho of the trained tokens, 0 elsewhere. [N]; rho corrects for sampling with the behaviour policy.
+    """Return log rho = proximal - behaviour logprobs of the trained tokens, 0 elsewhere. [N]
+
+    rho is the importance weight that corrects for sampling with the behaviour policy.
 
     Source: decoupled PPO, Hilton et al. 2021, arXiv 2110.00641.
     """
@@ -56,7 +58,9 @@ def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: 
 def dropped_tokens(
     masks: MasksConfig, log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int
 ) -> Tensor:
-    """Return which tokens any mask except M2PO drops, a bool [N]. `MasksConfig` says what each mask does.
+    """Return a bool [N]: True for tokens that a mask of `masks` leaves out of the loss. M2PO's is not among these.
+
+    `MasksConfig` says what each mask does.
 
     A NaN is never dropped: it has to reach the loss, where it is noticed.
 
@@ -93,7 +97,10 @@ def m2po_limit(squares: Tensor, places: Tensor, tau: float) -> tuple[float, int]
 
 
 def beyond_m2po(log_rho: Tensor, places: Tensor, limit: tuple[float, int]) -> Tensor:
-    """Return which tokens M2PO drops, a bool [N]: those after the token `limit` in m2po_limit's order, but no NaN."""
+    """Return a bool [N]: True for the tokens that M2PO drops, those after the token `limit` in m2po_limit's order.
+
+    A NaN is never dropped.
+    """
     squares = log_rho.square()
     return (squares > limit[0]) | ((squares == limit[0]) & (places > limit[1]))
 

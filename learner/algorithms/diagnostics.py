@@ -24,7 +24,7 @@ BUCKETS = 11
 
 
 class MetricAccumulator:
-    """Keeps sums and maxima by name on the device, until `reduce` combines those of all ranks.
+    """Keeps sums and maxima by name on this rank's device during a step, until `reduce` combines those of all ranks.
 
     A value is a scalar or a vector; every rank must use the same names and sizes.
     """
@@ -71,7 +71,7 @@ def tally_offpolicy(
     tally: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
     dropped: Tensor, shows_mismatch: bool,
 ) -> None:
-    """Tally how far the data is from the policy at step start, and how the correction changed the weights.
+    """Add to `tally` how far the data is from the policy at step start, and how the correction changed the weights.
 
     Args:
         log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
@@ -107,7 +107,7 @@ def tally_policy(
     tally: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
     advantages: Tensor, clipped: Tensor,
 ) -> None:
-    """Tally entropy, how far the learner has moved since step start, and clipping by the sign of the advantage.
+    """Add to `tally` entropy, how far the learner moved since step start, and clipping by the advantage's sign.
 
     All tensors are [N], one entry for each response token of the micro-batch; only trained tokens count.
     """
@@ -176,7 +176,7 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
 
 
 def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
-    """Tally the sums over trained tokens of returns, returns - values, and their squares. All tensors are [N]."""
+    """Add to `tally` the sums over trained tokens of returns, returns - values, and their squares. Tensors are [N]."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
     tally.add(
@@ -186,7 +186,10 @@ def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trai
 
 
 def explained_variance(totals: Totals) -> float:
-    """Return the critic's 1 - Var(returns - values) / Var(returns) from tally_critic's sums; 0 if returns are equal."""
+    """Return the critic's 1 - Var(returns - values) / Var(returns), from the sums of tally_critic over all ranks.
+
+    It is 0 if all returns are equal.
+    """
     n = max(float(totals["critic_tokens"]), 1.0)
     unexplained = totals["residual_squared"] / n - (totals["residual"] / n) ** 2
     variance = totals["returns_squared"] / n - (totals["returns"] / n) ** 2

@@ -15,7 +15,10 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Critic(nn.Module):
-    """Predicts V(prompt and response so far) by a token classifier with one label, whose layer `score` is the head."""
+    """The value model: predicts the return from each response token, by a token classifier with one label.
+
+    Its layer `score` is the value head.
+    """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class Critic(nn.Module):
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
-    """Load the critic of critic.path or, if that is empty, of model.path: float32 and not yet sharded.
+    """Return the critic, loaded from critic.path or, if that is empty, from model.path: float32 and not yet sharded.
 
     A folder without a value head gets one of zeros, so that V = 0 at first.
     """

@@ -53,13 +53,13 @@ def _layers(lm: nn.Module) -> list[LoraLayer]:
 
 
 def dropouts(lm: nn.Module) -> list[nn.Module]:
-    """Return the adapters' dropout layers, the only modules that are ever switched to training mode."""
+    """Return the dropout layers of the model's adapters, which `Policy.forward` switches on in passes with gradient."""
     return [d for layer in _layers(lm) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout)]
 
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """Inside the block `lm` computes what it would without adapters, if it has any."""
+    """Inside the `with` block the adapters of `lm`, if it has any, have no effect on its outputs."""
     layers = _layers(lm)
     scaling = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:

@@ -35,7 +35,10 @@ SHARD_BYTES = 4 * 2**30
 
 
 class Policy(nn.Module):
-    """Scores response tokens under a Hugging Face causal LM, with activations of `compute_dtype`."""
+    """Computes logprobs and entropies of response tokens under a Hugging Face causal LM: the policy or the reference.
+
+    Activations have the type `compute_dtype`.
+    """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
 def load_policy(
     config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
 ) -> Policy:
-    """Load the model of a folder, with adapters if model.lora.rank is set, and not yet sharded.
+    """Return the model of the folder model.path, with adapters if model.lora.rank is set, not yet sharded.
 
     The weights are float32 if they are trained, else of the compute type.
 
@@ -121,7 +124,7 @@ def shard(
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:
-    """Return which rows the attention of every one of these models can compute: masked, sparse, at what cost."""
+    """Return the Layout of rows that the attention of every one of these models can compute."""
     names = {lm.config._attn_implementation for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)
@@ -141,7 +144,10 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:
-    """Save the policy as a Hugging Face folder by `write_folder`. Collective; only `is_writer` writes."""
+    """Save the policy as the Hugging Face folder `target`; all ranks gather the weights, one with `is_writer` writes.
+
+    `source` is the folder that the policy was loaded from.
+    """
     weights = full_parameters(policy, _stored_dtype(source))
     try:
         if is_writer:

@@ -19,7 +19,7 @@ LOGITS_BYTES = 256 * 2**20
 
 
 def score_tokens(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities of the targets [N], entropies [N]), both float32 and differentiable once.
+    """Return (log-probabilities of the N target tokens, entropies of their distributions), [N] float32 with gradient.
 
     Hidden states are [N, hidden], output embeddings [V, hidden], targets and temperature [N].
     """

@@ -53,7 +53,7 @@ class ResponseTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens of one forward pass on one rank, with logprobs and values of step start where they are needed."""
+    """The tokens of one forward pass on one rank, with the logprobs and values computed at step start, if needed."""
 
     inputs: ForwardInputs
     response: ResponseTokens

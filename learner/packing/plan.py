@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The kinds of rows that the attention of every network can compute."""
+    """The kinds of rows that the attention of every network can compute; the plan of a batch depends on it."""
 
     masked: bool
     """Attention takes a mask, so answers may share a prompt, and pieces may share a row."""
@@ -115,8 +115,9 @@ def plan_microbatches(
 def _pack(
     share: Sequence[Piece], max_tokens: int, is_sparse: bool, may_share_rows: bool
 ) -> list[list[list[Piece]]]:
-    """Return the rows of one rank's micro-batches by first-fit: each piece, longest first, goes into the first row with
-    room, else into a new row of the last micro-batch, else into a new micro-batch.
+    """Return the rows of one rank's micro-batches by first-fit, [micro-batch][row]. `share` holds its pieces.
+
+    Each piece, longest first, goes into the first row with room, else into a new row, else into a new micro-batch.
 
     Rows are as wide as the first piece (as the budget where attention is sparse); rows * width is at most `max_tokens`.
     """

@@ -175,7 +175,7 @@ def test_close_drops_the_rest_as_shutdown_and_waits_for_serve() -> None:
     learner.served(0)
     learner.close()
     with_worker(server.address, lambda worker: worker.admit(4))
-    with pytest.raises(WaitTimeoutError, match="buffer: close waited 0 s"):
+    with pytest.raises(WaitTimeoutError, match="the buffer's close waited 0 s"):
         server.close()
     stop.set()
     thread.join()

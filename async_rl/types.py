@@ -71,7 +71,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFacts:
-    """An episode of several turns, apart from its tokens."""
+    """The facts of an episode of several turns besides its tokens: counts of rows, turns and calls, times, and its end.
+    """
 
     rows: int
     """The number of its rollouts, at least 1: more than one if the conversation was forked or rewritten."""

@@ -61,7 +61,8 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
     """
     if batch.version != version:
         raise StalenessError(
-            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}; this is a bug"
+            f"the buffer handed out a batch for version {batch.version} to a learner of version {version}: this is a "
+            "bug"
         )
     for group in batch.groups:
         for rollout in group.rollouts:

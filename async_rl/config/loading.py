@@ -64,7 +64,8 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
-    """Set one key or section from an override such as `staleness.max=2`; `task.reward=` sets a text to ""."""
+    """Set one key or section in `settings` by an override such as `staleness.max=2`; `task.reward=` sets a text to "".
+    """
     key, equals, text = override.partition("=")
     key = key.strip()
     names = key.split(".")

@@ -48,7 +48,7 @@ FINISH_REASONS = ("stop", "length", "timeout")
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encode one rollout group as bytes; a logprob above 0 by a rounding error is sent as 0.
+    """Return a rollout group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
 
     WireError: an array has the wrong shape, dtype or length, or turns are given that can't be sent.
     """
@@ -152,7 +152,8 @@ _GROUP_FIELDS = frozenset(("schema", *GroupColumns._fields)) - {"newest_version"
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
-    """Decode the bytes of `encode_group` to a rollout group, with the checks of `check_group` and read-only arrays."""
+    """Return the rollout group in the bytes of `encode_group`, after the checks of `check_group`; arrays are read-only.
+    """
     return check_group(data, limits).group()
 
 

@@ -34,7 +34,7 @@ _FIELDS = (*_COUNTS, *_TIMES, "ends", "metrics", "row_turns", "turn_ends", "turn
 
 
 class EpisodeColumns(NamedTuple):
-    """The checked episodes of a group."""
+    """The episodes of a group and the turns of each of its rollouts, after the checks of `check_episodes`."""
 
     facts: tuple[EpisodeFacts, ...]  # [G]
     turn_ends: list[tuple[int, ...]]  # [rollouts]

@@ -122,7 +122,7 @@ def pack_array(array: npt.NDArray[Any]) -> list[Any]:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Encode a map as msgpack. Raises WireError if it holds text that is not valid Unicode."""
+    """Return a map as msgpack bytes. Raises WireError if it holds text that is not valid Unicode."""
     try:
         data: bytes = _PACKER.pack(message)
     except UnicodeEncodeError as error:
@@ -131,7 +131,7 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> object:
-    """Decode one msgpack object and return its value. Raises WireError if the data is anything else."""
+    """Return the value of the one msgpack object in `data`. Raises WireError if the data is anything else."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:

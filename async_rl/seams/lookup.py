@@ -67,7 +67,7 @@ def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., An
     """Return the function or class that an entry's `code` is, or import the one that it names as `module:name`.
 
     Raises:
-        ConfigError: it can't be imported; the message names the configuration key `key`.
+        ConfigError: `code` can't be imported; the message names the configuration key `key`.
     """
     found: Callable[..., Any] = import_object(code, key) if isinstance(code, str) else code
     return found

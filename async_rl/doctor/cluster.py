@@ -87,7 +87,7 @@ class Probe:
 
 
 def examine_nodes(config: Config) -> Iterator[Check]:
-    """Examine the Ray cluster that the run would join; yield each `Check` when it is made. The probes are ended."""
+    """Yield the checks of all nodes of the Ray cluster that the run would join, each as soon as it is made."""
     try:
         with open_ray(config):
             yield from _examine_cluster(config)

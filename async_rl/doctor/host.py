@@ -102,7 +102,7 @@ def _package(name: str) -> Check:
 
 
 def _sglang(engines: Collection[EngineEntry]) -> Check:
-    """Check whether SGLang can be imported, if one of `engines` uses it, or if there are none for lack of a config.
+    """Return the check that SGLang can be imported, if one of `engines` uses it or there is no config (no engines).
 
     The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
     """
@@ -122,7 +122,8 @@ def _sglang(engines: Collection[EngineEntry]) -> Check:
 
 
 def _own_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
-    """Check whether an engine's package can be imported in the environment that its servers have of their own."""
+    """Return the check that an engine's package can be imported in the environment that its servers have of their own.
+    """
     python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
     found, error = _run_python([python, "-I", "-c", f"import {package}; print({package}.__version__)"])
     mend = f"`make {name}`, or set rollout.python to the Python of an environment with {package}"
@@ -145,7 +146,7 @@ def _run_python(command: list[str]) -> tuple[str, str]:
 
 
 def _gpu(engines: Collection[EngineEntry]) -> Check:
-    """Check which GPUs torch finds, and whether the tools with which SGLang builds kernels for them are here."""
+    """Return the check that torch finds the host's GPUs, and that the tools to build SGLang's kernels exist."""
     try:
         import torch
 
@@ -172,7 +173,7 @@ def _missing_gpu_tools() -> list[str]:
 
 
 def _loopback() -> Check:
-    """Check whether a port of 127.0.0.1 can be opened and reached, as the processes of a run on one host need it."""
+    """Return the check that a port of 127.0.0.1 can be opened and reached, as the processes of a run need it."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

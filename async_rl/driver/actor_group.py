@@ -123,7 +123,7 @@ class ActorGroup:
 
     @contextmanager
     def named_failure(self, name: str) -> Iterator[None]:
-        """Turn an error that Ray raises in the body into an AsyncRLError that says which process failed, and why.
+        """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
         A ConfigError that the process raised stays as it is, another AsyncRLError keeps its type. A process that died
         in its `__init__` is a ProcessDiedError, one that died later the subclass ProcessKilledError.

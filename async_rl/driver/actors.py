@@ -46,7 +46,7 @@ class BufferActor:
         self._stop = threading.Event()
 
     def start(self) -> str:
-        """Open the buffer; returns its address. This is not done in `__init__`, whose errors' types Ray hides."""
+        """Open the buffer and return its address. `__init__` does not do this, because Ray hides its errors' types."""
         from buffer.server import BufferServer
 
         self._server = BufferServer(self._config)

@@ -91,7 +91,7 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
 
 
 def _share(config: Config, gpus_there: float) -> float:
-    """Return how many GPUs, or what share of one, each learner rank and each of a server's tp ranks gets; 0 on the CPU.
+    """Return the number of GPUs, 1 or less, of each learner rank and of each of a server's tp ranks; 0 on the CPU.
 
     ConfigError: there are some GPUs, but too few for the processes.
     """
@@ -182,6 +182,6 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """Return the host's custom Ray resources as text for a message, without those of Ray itself; empty if none."""
+    """Return the host's custom Ray resources as text for a message, without those of Ray itself; "" if it has none."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""

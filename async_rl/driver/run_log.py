@@ -83,7 +83,7 @@ class RunLog:
         prune(self.run_dir, self._config.checkpoint, self._best_values)
 
     def add(self, process: str, report: Report) -> None:
-        """Take in a report of `process`, and log the steps that are complete with it."""
+        """Add a report of `process` to the log, and log the steps that it completes."""
         match report:
             case StepDone():
                 self._add_usage(report.spans, report.samples)

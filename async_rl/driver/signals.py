@@ -48,7 +48,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], object] = lambda: os.write(2, STOPPING)) -> Iterator[None]:
-        """Within the body, the first signal calls `on_request`, by default to print STOPPING, and does not raise."""
+        """In the `with` block the first signal calls `on_request`, by default printing STOPPING; nothing is raised."""
         before, self._on_request = self._on_request, on_request
         try:
             yield

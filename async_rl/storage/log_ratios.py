@@ -36,7 +36,7 @@ Float16Array = npt.NDArray[np.float16]
 
 
 class StepLogRatios(NamedTuple):
-    """The content of one file."""
+    """The log ratios of the answers that one learner rank trained on in one step: the content of one file."""
 
     group_ids: npt.NDArray[np.int64]  # [A]
     rollouts: npt.NDArray[np.int32]  # [A]

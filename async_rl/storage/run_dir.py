@@ -61,7 +61,12 @@ def open_run_dir(config: Config) -> Iterator[Config]:
 
 @contextlib.contextmanager
 def _resumed(config: Config) -> Iterator[Config]:
-    """Set aside what was written after the checkpoint, yield the config, then put it back if no step was logged."""
+    """Set aside the files written after the checkpoint, yield the config of the resumed run; if the block then ends
+    without a logged step, put them back.
+
+    Raises:
+        ConfigError: the checkpoint is of run.steps or later, so no step is left.
+    """
     run_dir = run_dir_of(find_checkpoint(config.run.resume))
     undo_resume(run_dir)  # of a resume that was killed before its first step
     checkpoint = find_checkpoint(config.run.resume)
@@ -81,7 +86,7 @@ def _resumed(config: Config) -> Iterator[Config]:
 
 
 def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this after its first step: nothing is put back from then on."""
+    """Write the run's config.yaml. A resumed run calls this after its first step, from which on it is not undone."""
     run_dir = config.run_dir
     (run_dir / _MARKER).unlink(missing_ok=True)
     partial = run_dir / "config.yaml.partial"

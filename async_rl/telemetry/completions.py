@@ -36,7 +36,7 @@ class Completion:
 
 
 def choose_completions(batch: Batch) -> tuple[Completion, ...]:
-    """Return an answer of each of ROWS_A_STEP groups that are spread over the batch; which answer changes by step."""
+    """Return one answer of each of ROWS_A_STEP groups spread over the batch; another number in the group each step."""
     chosen = []
     for place in np.unique(np.linspace(0, len(batch.groups) - 1, ROWS_A_STEP).round().astype(int)).tolist():
         group = batch.groups[place]

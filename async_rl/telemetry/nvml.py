@@ -54,7 +54,7 @@ class GpuSampler:
 
 
 def _open_devices() -> tuple[Any, list[Any]]:
-    """Return the pynvml module and its handles of the visible GPUs, or (None, []) where there is nothing to read."""
+    """Return (pynvml module, its handles of the visible GPUs); (None, []) without the package, a driver or a GPU."""
     try:
         import pynvml
     except ImportError:

@@ -29,7 +29,7 @@ PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weigh
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The state of `pool` in [start_s, end_s)."""
+    """One stretch of time [start_s, end_s) in which `pool` was in one state; `name` says what it did, if not empty."""
 
     pool: str
     state: State
@@ -59,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
-        """Record the time of the block as a span, also if the block raises."""
+        """Record the time of the `with` block as a span of this pool, also if the block raises."""
         entry = (state, name, time.time())
         with self._lock:
             self._open.append(entry)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Tracker:
-    """Passes values to the run object of a tracking library.
+    """Passes metrics to the run object of a tracking library, for wandb and trackio.
 
     After the first failure, which `note` reports, nothing more is passed on.
     """

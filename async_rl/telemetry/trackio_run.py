@@ -36,7 +36,7 @@ def open_trackio_run(config: Config, note: Callable[[str], None]) -> TrackioRun 
 
 
 class TrackioRun(Tracker):
-    """Passes values to trackio."""
+    """Passes the metrics of a run to trackio."""
 
     library = "trackio"
 

@@ -75,7 +75,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
 
 
 class WandbRun(Tracker):
-    """Passes values to wandb. `close` waits at most FINISH_TIMEOUT_S for uploads; `wandb sync` sends the rest."""
+    """Passes the metrics of a run to wandb. `close` waits FINISH_TIMEOUT_S for uploads; `wandb sync` sends the rest."""
 
     library = "wandb"
 
@@ -132,7 +132,7 @@ def choose_mode(asked: Literal["auto", "online", "offline", "disabled"]) -> tupl
 
 
 def is_logged_in() -> bool:
-    """Whether the user gave wandb a key: in WANDB_API_KEY, or by `wandb login`, which writes netrc."""
+    """Return whether the user gave wandb a key: in WANDB_API_KEY, or by `wandb login`, which writes netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     with suppress(OSError, netrc.NetrcParseError):
@@ -141,7 +141,7 @@ def is_logged_in() -> bool:
 
 
 def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
-    """Whether a server at `url` answers in time, through the proxy that the environment sets, if any."""
+    """Return whether a server at `url` answers within `timeout_s`, through the environment's proxy, if any."""
     answered = threading.Event()
 
     def ask() -> None:

@@ -21,7 +21,7 @@ __all__ = ["PushReport", "WeightPublisher", "open_publisher"]
 
 
 def open_publisher(config: Config, engine_urls: list[str], rank: int, device: torch.device) -> WeightPublisher:
-    """Open the learner's half of weight_sync.transport; returns its publisher. Every learner rank calls this.
+    """Return the publisher of weight_sync.transport, by which every learner rank pushes weights to the servers.
 
     The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
     and server on one device.

@@ -26,7 +26,7 @@ LOST_WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """The measurements of one push on rank 0; other ranks get zeros and no spans."""
+    """The result of one weight push: its times, bytes and lost servers on rank 0; other ranks get zeros."""
 
     seconds: float = 0.0
     """Time from the first gather to the moment at which every server generates again."""
@@ -41,7 +41,7 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences between logprobs of server and learner at equal weights: in the mean and at most."""
+    """The allowed absolute difference between logprobs of server and learner at equal weights: its mean and largest."""
 
     mean: float
     largest: float
@@ -81,7 +81,7 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
 
 
 class WeightPublisher(ABC):
-    """The learner's half of a transport. Every rank calls `push`; only rank 0 talks to servers."""
+    """The learner's side of a transport. Every learner rank calls `push`; only rank 0 talks to servers."""
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         self.config = config
@@ -116,7 +116,7 @@ class WeightPublisher(ABC):
         return self._admins[key]
 
     def give_up(self) -> None:
-        """After a failed push, end the update at every server; a paused server stays paused."""
+        """After a failed push, end the update at every server, which keeps its old weights and stays paused."""
         self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
@@ -194,7 +194,7 @@ class WeightPublisher(ABC):
             return list(threads.map(call, admins))
 
     def _find_lost(self) -> tuple[str, ...]:
-        """Ask all servers until some don't answer, and return their names; () if all answer for LOST_WITHIN_S."""
+        """Return the names of servers that stop answering within LOST_WITHIN_S, as soon as there are some, else ()."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
             alive = self._call_all(lambda admin: admin.is_ready())

@@ -90,7 +90,7 @@ class BroadcastPublisher(BucketPublisher):
             self.group = None
 
     def _leave(self) -> None:
-        """Destroy the learner's half of the group, then those of the servers that still are servers of this run."""
+        """Destroy the weight group here, and have those of its servers that the run still has leave it."""
         self._abort()
         staying = [name for name, url in self._members.items() if self.servers.get(name) == url]
         self._members = {}
@@ -107,7 +107,7 @@ open_gloo = partial(BroadcastPublisher, backend="gloo")
 
 
 class Receiver:
-    """The server's half, for engines that have none (SGLang has its own). Its calls block: call them from a thread."""
+    """The server's half of the transport, for engines without one (SGLang has its own). Calls block: use a thread."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -121,7 +121,7 @@ class Receiver:
         self._received = []
 
     def end_push(self) -> None:
-        """Call when the weights received since `begin_push` are in use: the memory of the replaced ones is reusable."""
+        """End a push, once the weights received since `begin_push` are in use. The memory of the old ones is reused."""
         self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 

@@ -110,7 +110,7 @@ def unpack(
         named.append((name, data[offset : offset + size].view(dtype).view(torch.Size(shape))))
         offset += size
     if offset != data.numel():
-        raise ValueError(f"bucket holds {data.numel()} bytes, its tensors need {offset}")
+        raise ValueError(f"the bucket must hold the {offset} bytes of its tensors, got {data.numel()} bytes")
     return named
 
 

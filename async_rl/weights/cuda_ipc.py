@@ -16,7 +16,7 @@ from async_rl.weights.buckets import Bucket, BucketPublisher
 
 
 class CudaIpcPublisher(BucketPublisher):
-    """The learner's half of the transport for servers on the learner's own device."""
+    """The learner's half of the transport: sends buckets by sharing their memory with servers on the same device."""
 
     def connect(self) -> None:
         pass  # each bucket itself says where its memory is

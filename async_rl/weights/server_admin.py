@@ -34,13 +34,13 @@ class ServerAdmin(Protocol):
         """
 
     def resume(self) -> None:
-        """Resume sampling, with the weights and the version of the last update."""
+        """Resume sampling after `pause`, with the weights and the version of the last complete update."""
 
     def begin_update(self) -> None:
         """Prepare to receive weights; drops those of an earlier update that was not completed."""
 
     def end_update(self) -> None:
-        """Make the weights received since `begin_update`, and their version, the ones that `resume` samples from."""
+        """Load the weights received since `begin_update` with their version; sampling uses them from `resume` on."""
 
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str

@@ -116,7 +116,7 @@ class WeightPublisher(ABC):
         return self._admins[key]
 
     def give_up(self) -> None:
-        """After a failed push, end the update at every server, which keeps its old weights and stays paused."""
+        """After a failed push, end the update at each server: it keeps its old weights and, if paused, stays paused."""
         self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:

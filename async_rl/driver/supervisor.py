@@ -218,7 +218,7 @@ class Supervisor:
                 self._declare_lost(name, error)
 
     async def _end_on(self, stop: asyncio.Event) -> None:
-        """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: that takes too long."""
+        """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
         await stop.wait()
         limit_s = self._config.timeouts.interrupt_s
         self._log.logger.note(

@@ -15,7 +15,7 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 	@touch $@
 
 test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 unit: venv  ## the tests that start no process, in under two minutes
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"

@@ -1,4 +1,4 @@
-"""Fixtures of several folders, and the rule that unit tests start no process."""
+"""Fixtures of several folders, the rule that unit tests start no process, and the workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 from tests.tiny_folder import save_tiny_model
 
@@ -27,16 +28,27 @@ STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 """Audit events of a new process."""
 SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
 """Programs that a unit test may run: they end at once."""
-PROCESS_FIXTURES = {"ray_here", "sglang_server", "start", "two_ranks", "vllm_server"}
+PROCESS_FIXTURES = {"ray_here", "sglang_server", "shown_run", "start", "two_ranks", "vllm_server"}
 """Who uses one of these is marked `processes` without saying so."""
+MAX_WORKERS = 8
+"""Each may hold a run with its servers, about 3 GiB."""
 _unit_test: str | None = None
 """The test that runs now, if it must not start a process."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for `-n auto`. xdist would count the cores of the host, also those of others."""
+    return min(usable_cores(), MAX_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark who starts processes. The workers of xdist begin with these, so that short tests even out the load at the end.
+    """
     for item in items:
         if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.processes)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: [not item.get_closest_marker(mark) for mark in ("e2e", "processes")])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -118,13 +130,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def sglang_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
-    """Serves `model_folder` at version 0 or, after a test that updates weights, at a later one."""
+@pytest.fixture(scope="session")
+def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
     server = EngineInThread(sglang_config(model_folder), tmp_path_factory.mktemp("logs"))
     server.run(server.engine.start())
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def sglang_server(running_sglang: EngineInThread) -> EngineInThread:
+    """Serves `model_folder` at version 0 or, after a test of the module that updates weights, at a later one."""
+    from rollout_server.engines.sglang.admin import SGLangAdmin
+    from rollout_server.engines.sglang.engine import attach_server
+
+    attach_server(SGLangAdmin(running_sglang.config, running_sglang.engine.url), running_sglang.config)
+    return running_sglang
 
 
 @pytest.fixture(scope="session")

@@ -121,8 +121,10 @@ def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between
 
 @pytest.mark.e2e
 def test_without_a_cluster_the_doctor_says_how_to_start_one(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # the file with the address of the last cluster is elsewhere
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # nor are Rays of other processes found
     assert main(["doctor", str(config_file)]) == 1
     assert "ray start --head" in capsys.readouterr().out

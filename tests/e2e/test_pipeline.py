@@ -23,6 +23,8 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [r for r in records(run_dir) if "staleness/max" in r]
 
 
+TWO_RANKS = ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"]
+PPO = ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"]
 LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
 
 IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weight_sync.bucket_bytes=65536"]
@@ -33,8 +35,8 @@ IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weigh
     ("name", "overrides", "bound"),
     [
         ("grpo-in-turns", [*IN_TURNS, "eval.every_steps=2"], 0),
-        ("grpo-async", ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"], 2),
-        ("ppo-async", ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2", *LORA_AND_REFERENCE], 2),
+        pytest.param("grpo-async", TWO_RANKS, 2, marks=pytest.mark.nightly),
+        ("ppo-async", [*TWO_RANKS, *PPO, *LORA_AND_REFERENCE], 2),
     ],
 )
 def test_a_run_on_sglang_trains_every_group_once_within_its_bound(

@@ -1,4 +1,4 @@
-"""Runs from the command line: Ctrl-C, a crash, and two runs on one host."""
+"""Runs from the command line: a crash, and two runs on one host. test_resume.py interrupts runs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def metrics_lines(run_dir: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_ctrl_c_in_mid_run_leaves_no_process_behind(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
-    run_dir = tmp_path / "interrupted"
-    command = start("train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=interrupted", "run.steps=10000")
-    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
-    assert len(command.processes()) > 5
-    command.interrupt()
-    assert command.wait(60) == 130
-    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
-
-
 def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     """One run has a real SGLang server; the other must not touch its ports and child processes."""
     commands = [
@@ -43,7 +33,7 @@ def test_two_runs_of_one_name_share_a_host(smoke_yaml: Path, tmp_path: Path, sta
 
 
 @pytest.mark.parametrize(
-    ("victim", "expected"), [("sglang", "rollout"), ("buffer", "buffer")]  # a learner rank's: test_kills.py
+    ("victim", "expected"), [("sglang", "rollout"), ("buffer", "buffer")]  # a learner rank's: test_resume.py
 )
 def test_the_first_crash_ends_the_run_and_is_named(
     smoke_yaml: Path, tmp_path: Path, start: Start, victim: str, expected: str

@@ -1,11 +1,11 @@
-"""The page beside a real run: `async-rl train --view`, which is followed, and then stopped by Ctrl-C."""
+"""The page beside a real run: `async-rl train --view`, which is followed, and in the end stopped by Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import re
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,19 +23,25 @@ START_LIMIT_S = 180.0
 LIVE_LIMIT_S = 2.0
 MEASURED_STEPS = 5
 SHOWS_STEP = "step => Number(document.querySelector('.progress').innerText.match(/step (\\d+)/)[1]) >= step"
-Start = Callable[..., MarkedCommand]
+Shown = tuple[MarkedCommand, str, Path]
+"""A run with --view that has made two steps, the address of its page, and its directory."""
 
 
-def start_shown(start: Start, smoke_yaml: Path, folder: Path) -> tuple[MarkedCommand, str]:
-    """Start a run with --view; returns it and the address of its page, once the run has made two steps."""
-    command = start(
+@pytest.fixture(scope="module")
+def shown_run(smoke_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    folder = tmp_path_factory.mktemp("live")
+    arguments = [
         "train", str(smoke_yaml), "--view", f"run.dir={folder}", "run.name=shown", "run.steps=100000",
         "rollout.engine=hf", "eval.size=0", "staleness.max=1",
-    )  # fmt: skip
-    wait_until(lambda: last_step(folder / "shown") >= 2, START_LIMIT_S, "two steps")
-    found = re.search(r"http://localhost:\d+", command.text())
-    assert found, command.text()
-    return command, found[0]
+    ]  # fmt: skip
+    command = MarkedCommand(arguments, folder / "command.log")
+    try:
+        wait_until(lambda: last_step(folder / "shown") >= 2, START_LIMIT_S, "two steps")
+        found = re.search(r"http://localhost:\d+", command.text())
+        assert found, command.text()
+        yield command, found[0], folder / "shown"
+    finally:
+        command.kill()
 
 
 def last_step(run_dir: Path) -> int:
@@ -45,32 +51,18 @@ def last_step(run_dir: Path) -> int:
     return 0
 
 
-def test_train_with_view_serves_the_page_until_the_run_ends(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
-    command, url = start_shown(start, smoke_yaml, tmp_path)
-    with urllib.request.urlopen(f"{url}/run/overview", timeout=30) as answer:
-        text = answer.read().decode()
-    assert 'class="pill running"' in text
-    assert "learner/0" in text and "Who waits on whom now" in text
-    command.interrupt()
-    assert command.wait(120) == 130, command.text()[-3000:]
-    assert f"async-rl view {tmp_path / 'shown'} shows the run again" in command.text()
-    assert command.orphans() == []
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f"{url}/run/overview", timeout=5)
-
-
 @needs_chromium
 def test_the_page_of_a_real_run_follows_it_within_two_seconds(
-    smoke_yaml: Path, tmp_path: Path, start: Start, browser: Browser
+    shown_run: Shown, browser: Browser
 ) -> None:
-    command, url = start_shown(start, smoke_yaml, tmp_path)
+    _, url, run_dir = shown_run
     page, problems = browser.new_context(base_url=url).new_page(), []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto("/run/overview")
     page.wait_for_selector("body[data-ready]", timeout=60_000)
     page.wait_for_selector(".live.on")
-    delays_s = [delay_of_next_step(page, tmp_path / "shown") for _ in range(MEASURED_STEPS)]
+    delays_s = [delay_of_next_step(page, run_dir) for _ in range(MEASURED_STEPS)]
     print("seconds from a step in metrics.jsonl to the page:", *(f"{delay_s:.2f}" for delay_s in sorted(delays_s)))
     assert sorted(delays_s)[MEASURED_STEPS // 2] < LIVE_LIMIT_S
     page.goto("/run/rollouts?state=trained")
@@ -81,8 +73,21 @@ def test_the_page_of_a_real_run_follows_it_within_two_seconds(
     page.wait_for_selector("body[data-ready]", timeout=60_000)
     assert "a batch, while rollout generated" in page.locator("#waits").inner_text()
     assert problems == []
+
+
+def test_train_with_view_serves_the_page_until_the_run_ends(shown_run: Shown) -> None:
+    """It comes last, because it ends the run that the tests share."""
+    command, url, run_dir = shown_run
+    with urllib.request.urlopen(f"{url}/run/overview", timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'class="pill running"' in text
+    assert "learner/0" in text and "Who waits on whom now" in text
     command.interrupt()
     assert command.wait(120) == 130, command.text()[-3000:]
+    assert f"async-rl view {run_dir} shows the run again" in command.text()
+    assert command.orphans() == []
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{url}/run/overview", timeout=5)
 
 
 def delay_of_next_step(page: Page, run_dir: Path) -> float:

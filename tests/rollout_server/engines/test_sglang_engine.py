@@ -155,7 +155,7 @@ def save_qwen3(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("tiny-llama", marks=pytest.mark.nightly), "qwen3"])
 def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_path: Path) -> None:
     folder = save_qwen3(tmp_path) if family == "qwen3" else save_sharp_model(tmp_path, family)
     server = EngineInThread(sglang_config(folder), tmp_path / "logs")

@@ -42,8 +42,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark who starts processes. The workers of xdist begin with these, so that short tests even out the load at the end.
-    """
+    """Mark who starts processes. The workers of xdist begin with these: short tests even out the load at the end."""
     for item in items:
         if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.processes)

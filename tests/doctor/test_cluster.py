@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,6 @@ def test_without_a_cluster_the_doctor_says_how_to_start_one(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # the file with the address of the last cluster is elsewhere
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # nor are Rays of other processes found
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", cache(set))  # nor are the Rays of other tests
     assert main(["doctor", str(config_file)]) == 1
     assert "ray start --head" in capsys.readouterr().out

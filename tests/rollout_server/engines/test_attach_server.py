@@ -1,4 +1,4 @@
-"""Tests of attaching to a running server, with a stand-in for it; tests/e2e/test_sweep.py attaches to SGLang."""
+"""Tests of attaching to a running server, with a stand-in for it; tests/e2e/test_policies.py attaches to SGLang."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("moment", ["while SGLang imports", "while its children import", "while it serves"])
+@pytest.mark.parametrize(
+    "moment",
+    ["while SGLang imports", pytest.param("while its children import", marks=pytest.mark.nightly), "while it serves"],
+)
 def test_nothing_is_left_after_sigkill_of_the_parent(
     moment: str, model_folder: Path, tmp_path: Path
 ) -> None:

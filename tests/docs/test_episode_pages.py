@@ -180,6 +180,7 @@ def overrides(folder: Path) -> list[str]:
     return [f"model.path={folder / 'model'}", f"run.dir={folder / 'runs'}"]
 
 
+@pytest.mark.filterwarnings("ignore:task.eval_path is not set")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path, name: str) -> None:
     python = "task.agent_python=" + sys.executable if name == "pydantic" else "run.seed=1"

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -30,12 +31,14 @@ from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.config.loading import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
+from async_rl.types import Batch
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import Task, open_task
@@ -74,10 +77,19 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
         return groups * rollout.group_size / seconds, sum(tokens) / seconds
 
 
-async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Run worker and buffer until the consumer has taken `groups` groups; return (rollouts/s, tokens/s)."""
-    batches = groups // config.learner.prompts_per_step
-    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives exactly `groups` slots
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """The batches that a worker has rolled out, in the order in which they were ready."""
+
+    batches: list[Batch]
+    taken_s: list[float]
+    """When each was taken, counted from the start of the worker."""
+
+
+async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> Rolled:
+    """Run worker and buffer until a consumer, which trains nothing, has taken `batches` batches."""
+    await asyncio.to_thread(SGLangAdmin(config, engine.url).flush_when_idle)  # earlier groups had the same numbers
+    config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives slots for all
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory
     server = BufferServer(config)
     stop = threading.Event()
@@ -86,15 +98,16 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
     tokenizer = load_tokenizer(config.model.path)
     worker = Worker(config, 0, engine, task, open_reward(config, task), tokenizer, server.address)
 
-    def consume() -> int:
+    def consume() -> Rolled:
         client = LearnerClient(server.address, config.timeouts)
         client.served(0)
-        tokens = 0
+        rolled = Rolled([], [])
         for version in range(batches):
-            tokens += sum(group.num_tokens for group in client.take(version).groups)
+            rolled.batches.append(client.take(version))
+            rolled.taken_s.append(time.monotonic() - start_s)
             client.trained(version + 1)  # never served: the engine stays at version 0, and no further slot opens
         client.close()
-        return tokens
+        return rolled
 
     async def produce() -> None:
         async for _ in worker.run():
@@ -106,14 +119,20 @@ async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int)
     await asyncio.wait((consuming, producing), return_when=asyncio.FIRST_COMPLETED)
     if producing.done():
         producing.result()  # raises the error that ended the worker; without a worker the consumer would time out
-    tokens = await consuming
-    seconds = time.monotonic() - start_s
+    rolled = await consuming
     await worker.stop()
     await producing
     stop.set()
     serving.join(config.timeouts.shutdown_s)
     server.close()
-    return groups * config.rollout.group_size / seconds, tokens / seconds
+    return rolled
+
+
+async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
+    """Roll out `groups` groups through the pipeline; return (rollouts/s, tokens/s)."""
+    rolled = await roll_out(config, engine, task, groups // config.learner.prompts_per_step)
+    tokens = sum(group.num_tokens for batch in rolled.batches for group in batch.groups)
+    return groups * config.rollout.group_size / rolled.taken_s[-1], tokens / rolled.taken_s[-1]
 
 
 SGLANG_BENCH = """from rollout_server.engines.sglang import import_stubs; import_stubs.install()

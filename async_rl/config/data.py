@@ -112,8 +112,9 @@ class RolloutConfig:
     """Rows of an episode that are trained, at most. An episode has several if its conversation is forked or rewritten;
     the last ones are kept, the others counted."""
     tool_parser: str = ""
-    """The format in which the model calls tools: hermes, llama3, or another parser of SGLang's. Empty: found in the
-    chat template."""
+    """The format in which the model calls tools: hermes, llama3, another parser of SGLang's, or `module:name` of an
+    `async def` that takes the text of a reply and the tools' schemas and returns a
+    rollout_server.episodes.reply_reader.Parsed. Empty: found in the chat template."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy rollouts have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

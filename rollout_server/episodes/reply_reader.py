@@ -1,7 +1,8 @@
 """Reads sampled tokens as a message: the text, and the tool calls in the format of the model's family.
 
 The two formats of JSON calls are read here, so that they work with every engine, and a call that can't be read is
-answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its name>`.
+answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its name>`, or
+by a function of the user's, `rollout.tool_parser: module:name`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.seams import import_object
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, ToolCall
 
@@ -171,16 +173,20 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
         headers: of requests to the engine.
 
     Raises:
-        ConfigError: there is no parser `name`, or without a name the template has none of the known formats.
+        ConfigError: there is no parser `name`, it can't be imported, or without a name the template has none of the known
+            formats.
     """
+    if ":" in name:
+        parser: ParseCalls = import_object(name, "rollout.tool_parser")
+        return parser
     name = _SAME.get(name, name) or _format_of(chat_template)
     if name in _FORMATS:
         return JsonParser(name)
     if name and server_url:
         return ServerParser(server_url, name, tuple(headers.items()))
     raise ConfigError(
-        f"rollout.tool_parser must be {', '.join([*_FORMATS, *_SAME])}, or with the engine sglang one of its own, got "
-        f"{name!r}" + ("" if name else ", and the chat template has none of the known formats")
+        f"rollout.tool_parser must be {', '.join([*_FORMATS, *_SAME])}, module:name, or with the engine sglang one of "
+        f"its own, got {name!r}" + ("" if name else ", and the chat template has none of the known formats")
     )
 
 

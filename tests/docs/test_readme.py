@@ -52,6 +52,7 @@ NIGHTLY = [
     "async-rl report runs/quickstart-sweep",
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
+    "python -m benchmarks.episodes configs/quickstart.yaml --rounds 3 --hang",
     "python -m benchmarks.learner_step",
     "async-rl export-trajectories runs/quickstart out.parquet",
     "python -m benchmarks.buffer",

@@ -100,6 +100,15 @@ def test_an_unknown_format_is_refused_unless_the_server_reads_it() -> None:
     assert open_parser("glm45", template("glm4moe"), "http://h:1", key) == asked
 
 
+def test_a_parser_of_the_users_reads_any_format() -> None:
+    parse = open_parser("benchmarks.tool_load:read_reply", template("qwen2_5"), "http://h:1", {})
+    read = [asyncio.run(parse(text, [SCHEMA])) for text in "abcdefgh"]
+    assert {parsed.calls[0][0] for parsed in read if parsed.calls} == {"look_up"}
+    assert {parsed.content for parsed in read if not parsed.calls} <= set("abcdefgh")
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser 'no\.such:thing' can't be imported"):
+        open_parser("no.such:thing", template("qwen2_5"), "", {})
+
+
 def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:
     url = sglang_server.engine.url
 

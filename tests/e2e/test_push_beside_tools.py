@@ -24,7 +24,7 @@ STEPS = BOUND + 1
 """So many batches have room for all groups that start at version 0."""
 WAITING = BATCH * GROUP * BOUND
 """The number of episodes in the tool during the first push: all but those of the first batch."""
-TOOL_S = 90.0
+TOOL_S = 180.0
 
 
 class LookUp:

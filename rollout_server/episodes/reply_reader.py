@@ -173,8 +173,8 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
         headers: of requests to the engine.
 
     Raises:
-        ConfigError: there is no parser `name`, it can't be imported, or without a name the template has none of the known
-            formats.
+        ConfigError: there is no parser `name`, it can't be imported, or without a name the template has none of the
+            known formats.
     """
     if ":" in name:
         parser: ParseCalls = import_object(name, "rollout.tool_parser")

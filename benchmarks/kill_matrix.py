@@ -120,7 +120,8 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     titles = {p: f"{p.name()} {' '.join(p.cmdline()[:1])}" for p in command.processes()}
     victims = [p for p, title in titles.items() if any(name in title for name in VICTIMS[kind])]
     if not victims:
-        raise RuntimeError(f"no process {' or '.join(VICTIMS[kind])} is running; output:\n{command.text()[-2000:]}")
+        names = " or ".join(VICTIMS[kind])
+        raise RuntimeError(f"no process {names} runs that could be killed; output:\n{command.text()[-2000:]}")
     rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 

@@ -102,6 +102,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
     start_s = time.monotonic()
     while not condition():
         if time.monotonic() > start_s + timeout_s:
-            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}")
+            raise WaitTimeoutError(f"the benchmark waited {timeout_s:.0f} s for {what}")
         time.sleep(0.1)
     return time.monotonic() - start_s

@@ -51,7 +51,7 @@ class Speed:
 
 
 class Follower:
-    """Follows the page of a run in a thread, as a browser with the overview open does, until `close`."""
+    """Asks for the page of a run in a thread, as a browser with the overview open does, until `close`."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -68,7 +68,7 @@ def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
     """Return the plan: the simulated result of each bound, without bounds at which the learner would wait for ever.
 
     Raises:
-        ConfigError: all bounds are of that kind.
+        ConfigError: the learner would wait for ever at each of the bounds.
     """
     possible = tuple(bound for bound in bounds if bound >= workload.smallest_bound)
     check(

@@ -116,7 +116,9 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
 
 
 def _trade_off(rows: Sequence[Row]) -> Any:
-    """Draw the improvement per step and, for bounded mode, the learner's utilisation and the improvement per minute."""
+    """Return a figure of the improvement per step and, for bounded mode, the learner's utilisation and improvement per
+    minute, each over the staleness bound.
+    """
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
     bounded = [row for row in rows if not row.exact]
     figure, panels = _panels(3 if bounded else 1)
@@ -146,7 +148,7 @@ def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 
 
 def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Draw the smoothed mean reward of the batches: mean and standard error over seeds, where all seeds have values."""
+    """Return a figure of the batches' smoothed mean reward: mean and standard error over seeds; None without rows."""
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
         curves = []
@@ -195,7 +197,7 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
 
 
 def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
-    """Draw, for each pool, the shares of time by state as stacked bars over the bounds of the first series.
+    """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
 
     Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
     """
@@ -248,7 +250,7 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
 
 
 def _staleness_histogram(rows: Sequence[Row]) -> Any:
-    """Draw the share of trained rollouts at each staleness, with a panel for each bound and all series together.
+    """Return a figure of the share of trained rollouts at each staleness, a panel for each bound, all series together.
 
     Runs in exact mode are drawn only if there are no others.
     """

@@ -66,7 +66,7 @@ class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], START_S)[0]:
             end(self.process)
-            raise WaitTimeoutError(f"waited {START_S:.0f} s for the weight receiver to say where it listens")
+            raise WaitTimeoutError(f"the benchmark waited {START_S:.0f} s for the weight receiver's address")
         self.url = self.process.stdout.readline().strip()
         self._admin = SGLangAdmin(config, self.url)
 

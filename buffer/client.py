@@ -109,7 +109,7 @@ class LearnerClient:
             if "state" not in reply.result:
                 return reply
             if time.monotonic() - start_s >= limit.seconds:
-                raise WaitTimeoutError(f"learner waited {limit} {purpose}: {reply.result['state']}")
+                raise WaitTimeoutError(f"the learner waited {limit} {purpose}: {reply.result['state']}")
         return None
 
     def _call(self, op: str, **fields: Any) -> Reply:

@@ -116,7 +116,8 @@ class Checkpointer:
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         except dcp.api.CheckpointException as error:
             raise ConfigError(
-                f"{folder} can't be loaded into the networks of this configuration: {_first_reason(error)}. "
+                f"the checkpoint {folder} can't be loaded into the networks of this configuration: "
+                f"{_first_reason(error)}. "
                 "Resume with the model and critic settings of the saved run, or from another checkpoint"
             ) from error
         for name, optimizer in self._optimizers.items():

@@ -20,7 +20,7 @@ class ServerMembership:
         """The end of the `join` of each server that waits, by URL."""
 
     def leave(self, name: str) -> None:
-        """Remove a server that died, before the next push tries to reach it."""
+        """Note that a server died, so that the next push does not try to reach it; its `join` ends with an error."""
         with self._lock:
             self._fail(name)
             self._urls[name] = ""

@@ -32,7 +32,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with its answer, or the conversation of an episode."""
+    """One example to learn: a prompt with its answer, or the conversation of an episode, as tokens and a mask."""
 
     tokens: Sequence[int]  # [S]
     mask: Sequence[bool]  # [S] True where the token is learned: the answer, or the replies, each with the final eos

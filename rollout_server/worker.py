@@ -222,8 +222,8 @@ class Worker:
         if len(played) < config.fewest_episodes:
             errors = [episode.error for episode in episodes if not episode.rows]
             raise RewardError(
-                f"{len(played)} of {len(episodes)} episodes could be played, at least {config.fewest_episodes} are "
-                f"needed. The last error: {errors[-1]}"
+                f"{len(played)} of a group's {len(episodes)} episodes could be played, at least "
+                f"{config.fewest_episodes} are needed. The last error: {errors[-1]}"
             )
         if not config.task.has_turns:
             return question_rows(played, prompt.tokens)
@@ -309,7 +309,7 @@ class Worker:
             )
 
     def _note_once(self, kind: str, note: str) -> None:
-        """Note a text for the console, unless one of its kind was noted before."""
+        """Add a line for the console to the next report, unless this worker has reported one of its `kind` before."""
         if kind not in self._noted:
             self._noted.add(kind)
             self._notes.append(f"{self._name}: {note}")

@@ -22,7 +22,7 @@ Bounds = Annotated[
 
 @section("algorithm.clip")
 class ClipConfig:
-    """Limits on how far one batch moves the policy."""
+    """The clip limits of the loss: how far one batch may move the policy."""
 
     low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - low."""
@@ -107,7 +107,7 @@ class KlConfig:
 
 @section("algorithm")
 class AlgorithmConfig:
-    """How a batch becomes a loss."""
+    """The rules by which a batch becomes a loss: advantages, loss, correction, KL, and the passes over the batch."""
 
     preset: Annotated[
         str, checked(PRESETS.__contains__, "a preset"), Field(json_schema_extra={"enum": [*PRESETS]})

@@ -140,7 +140,7 @@ class RolloutConfig:
 
 @section("staleness")
 class StalenessConfig:
-    """How old the weights may be that sampled the tokens the learner trains on."""
+    """The bound on staleness: how old the weights may be that sampled the tokens the learner trains on."""
 
     max: NonNegativeInt = 0
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
@@ -155,7 +155,7 @@ class StalenessConfig:
 
 @section("buffer")
 class BufferConfig:
-    """How often rollout groups are used, and how long the journal keeps them."""
+    """The use of rollout groups: how often each is trained on, and how long the journal keeps it."""
 
     max_uses: PositiveInt = 1
     """Batches that a rollout group may be in, all of them within the staleness bound."""
@@ -171,7 +171,7 @@ class BufferConfig:
 
 @section("eval")
 class EvalConfig:
-    """Evaluation on held-out prompts."""
+    """The evaluation on held-out prompts: how often, on how many prompts, and with how many answers to each."""
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps

@@ -38,7 +38,7 @@ class RunConfig:
 
 @section("weight_sync")
 class WeightSyncConfig:
-    """How new weights reach the rollout servers."""
+    """The way in which new weights reach the rollout servers, and what running requests do meanwhile."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
@@ -227,7 +227,7 @@ class Limit(NamedTuple):
 
 @section("timeouts")
 class TimeoutsConfig:
-    """How long each wait may last, in seconds."""
+    """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
 
     server_start_s: Seconds = 600.0
     """How long a rollout server may take to start."""

@@ -185,7 +185,7 @@ class ActorGroup:
         return text
 
     def kill(self, name: str) -> None:
-        """Kill process `name` at once."""
+        """Kill process `name` at once, and forget it."""
         ray.kill(self.actors.pop(name))
 
     def stop(self, timeout_s: float) -> None:

@@ -25,7 +25,7 @@ RESERVE_INTERVAL_S = 0.5
 
 
 class NoClusterError(ConfigError):
-    """No Ray cluster was found at the address where this process looked for one."""
+    """No Ray cluster was found at the address of RAY_ADDRESS or, in a run over several hosts, on this host."""
 
 
 @dataclass(slots=True)

@@ -182,7 +182,7 @@ class Supervisor:
         except AsyncRLError as error:
             raise ServerLostError(error) from None
         log = self._processes.log_tail(name)
-        raise ServerLostError(ProcessDiedError(f"{name} stopped by itself{log}"))
+        raise ServerLostError(ProcessDiedError(f"{name} stopped by itself while the run was going on{log}"))
 
     async def _call_server(self, name: str, call: Any, limit: Limit, what: str) -> Any:
         try:
@@ -205,7 +205,7 @@ class Supervisor:
     async def _serve_buffer(self) -> None:
         with self._processes.named_failure("buffer"):
             await self._processes.actors["buffer"].serve.remote()
-        raise ProcessDiedError(f"buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
+        raise ProcessDiedError(f"the buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
 
     async def _watch(self) -> None:
         while True:

@@ -141,7 +141,7 @@ def read_training_state(folder: Path) -> TrainingState:
     fields = json.loads(file.read_text()) if file.is_file() else {"format": 1}
     if (found := fields.pop("format", None)) != FORMAT:
         raise ConfigError(
-            f"{folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
+            f"the checkpoint {folder} must have format {FORMAT}, got {found}: another version of async-rl wrote it. "
             "Resume with that version, or start a new run with model.path at the result of its `async-rl export`"
         )
     fields.pop("file_bytes", None)

@@ -20,7 +20,7 @@ COLUMNS = ("step", "group", "answer", "prompt", "completion", "reward", "stalene
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One answer of a trained batch, with its prompt."""
+    """One answer of a trained batch with its prompt, an example for the table in wandb."""
 
     step: int
     group_id: int

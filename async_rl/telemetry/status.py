@@ -21,7 +21,8 @@ STALE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The activity of one process at one moment."""
+    """The activity of one process at one moment: what it does, on whom it waits, since when, and for how long at most.
+    """
 
     process: str = ""
     host: str = ""

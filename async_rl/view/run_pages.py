@@ -100,7 +100,7 @@ def staleness(request: Request) -> Response:
 
 
 def rollouts(request: Request) -> Response:
-    """Return the list of groups, or a page that says why there is none."""
+    """Return the page with the list of rollout groups that meet the query's filters, or why there is no list."""
     run = run_of(request)
     query = {key: value.strip() for key, value in request.query_params.items() if value.strip()}
     facts: dict[str, Any] = {

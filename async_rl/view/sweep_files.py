@@ -23,7 +23,7 @@ WALL_CLOCK = "wall_clock"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep as the page lists it."""
+    """One run of a sweep as the page lists it: its settings, its state, its progress and, once finished, its values."""
 
     name: str
     labels: dict[str, str]

@@ -108,7 +108,7 @@ class WeightPublisher(ABC):
         """On rank 0, within `push`: `open_update`, send the weights, `close_update`; returns the bytes sent."""
 
     def admin(self, name: str) -> ServerAdmin:
-        """Return the ServerAdmin of a server of `servers`."""
+        """Return the ServerAdmin, of its engine, with which the server `name` is paused, updated and resumed."""
         key = (name, self.servers[name])
         if key not in self._admins:
             config = self.config.of_server(int(name.removeprefix("rollout/")))

@@ -103,5 +103,5 @@ def read_payload(folder: Path, place: Place) -> bytes:
         file.seek(place.start)
         data = file.read(place.bytes)
     if len(data) != place.bytes:
-        raise OSError(f"{folder / str(place.file)} ends before byte {place.start + place.bytes}")
+        raise OSError(f"the payload file {folder / str(place.file)} ends before byte {place.start + place.bytes}")
     return data

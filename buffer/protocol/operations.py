@@ -50,7 +50,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Answer:
-    """A reply to one client, which answers its requests with these `ids`."""
+    """One reply to one client, which answers those of its requests that have these `ids`."""
 
     identity: bytes
     ids: list[int]

@@ -34,7 +34,7 @@ class MetricAccumulator:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor) -> None:
-        """Add each value to the sum of its name."""
+        """Add each value, a tensor, to the sum that is kept under its name."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value

@@ -59,7 +59,9 @@ class Answer:
         elif end == "length" or (aborted and len(self.tokens) == max_tokens):
             self.finish_reason = "length"
         elif not (aborted and may_abort):
-            raise AsyncRLError(f"the rollout server did not finish an answer: finish_reason {end}")
+            raise AsyncRLError(
+                f"the rollout server did not finish an answer: finish_reason {end}. Its log in run_dir/logs may say why"
+            )
 
 
 def token_versions(spans: list[dict[str, Any]] | None, num_tokens: int) -> IntArray:

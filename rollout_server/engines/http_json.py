@@ -29,7 +29,7 @@ def ask(
         reply = connection.getresponse()
         text = reply.read().decode(errors="replace")
     except TimeoutError:
-        raise WaitTimeoutError(f"waited {limit} for {base_url}{path}") from None
+        raise WaitTimeoutError(f"waited {limit} for the rollout server to answer {base_url}{path}") from None
     except (OSError, HTTPException) as error:
         raise WeightSyncError(
             f"{base_url}{path}: {type(error).__name__}: {error}: is the rollout server still alive?"
@@ -37,7 +37,7 @@ def ask(
     finally:
         connection.close()
     if reply.status != 200:
-        raise WeightSyncError(f"{base_url}{path} answered {reply.status}: {text[:600]}")
+        raise WeightSyncError(f"the rollout server at {base_url}{path} answered {reply.status}: {text[:600]}")
     try:
         return json.loads(text)
     except ValueError:

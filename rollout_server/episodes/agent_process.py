@@ -96,8 +96,8 @@ class AgentProcess:
         if self._starting is None or (self._starting.done() and _has_ended(self._starting)):
             if self._num_deaths >= MAX_DEATHS:
                 raise ProcessDiedError(
-                    f"the process of the agent {self._name} died {MAX_DEATHS} times. The end of its log "
-                    f"{self._log_file}:\n{_tail(self._log_file)}"
+                    f"the process of the agent {self._name} died {MAX_DEATHS} times without an answer in between. The "
+                    f"end of its log {self._log_file}:\n{_tail(self._log_file)}"
                 )
             self._starting = asyncio.create_task(self._start(), name=f"start of {self._name}", context=Context())
         return await asyncio.shield(self._starting)

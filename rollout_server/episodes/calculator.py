@@ -54,6 +54,6 @@ def _value(node: ast.expr) -> float:
 
 def _power(base: float, exponent: float) -> float:
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise ValueError("the power is too large")
+        raise ValueError(f"a power must have at most {MAX_BITS} bits, got a larger one")
     result: float = base**exponent
     return result

@@ -17,7 +17,7 @@ from rollout_server.episodes.tools import Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The answer of an environment to a reply of the model."""
+    """The answer of an environment to a reply of the model: what the model sees next, the reward, and the end."""
 
     messages: Sequence[Message] = ()
     """The messages that the model sees next, at least one unless the episode is done."""

@@ -137,7 +137,7 @@ def _checked(step: Step) -> Step:
     if not isinstance(step, Step):
         raise EpisodeFailedError(f"the environment's step must return a Step, got {step!r:.200}")
     if not step.done and not step.messages:
-        raise EpisodeFailedError("a step must hold messages for the model, or be done, got neither")
+        raise EpisodeFailedError("the environment's Step must hold messages for the model, or be done, got neither")
     for name in step.metrics:
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isprintable():
             allowed = f"printable text of at most {MAX_NAME_CHARS} characters"

@@ -28,7 +28,7 @@ ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """The time limits of an episode."""
+    """The time limits of an episode, and the reward of an episode that exceeds its own."""
 
     tool_s: float
     """The time limit of one tool call."""
@@ -42,7 +42,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """An episode that has ended."""
+    """An episode that has ended: its trainable rows, the model's last reply, the way it ended, and its metrics."""
 
     rows: tuple[Row, ...]
     """Its trainable rows; empty if it failed, is dropped, or sampled no reply."""

@@ -126,7 +126,9 @@ class TurnRenderer:
         said = [_for_template(message) for message in self._cleaned(messages)]
         if not self.has_template:
             if tools:
-                raise ValueError("the tokenizer has no chat template, so tools can't be described to the model")
+                raise ValueError(
+                    "the tokenizer has no chat template, so tools can't be described to the model: use another model"
+                )
             return "\n".join(message["content"] for message in said)
         try:
             return str(
@@ -217,7 +219,7 @@ class GivenStart:
 
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Raise ValueError, because nothing can follow a reply."""
-        raise ValueError("the answer to a question is the end of its episode")
+        raise ValueError("no message can follow the answer to a question, which ends its episode")
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

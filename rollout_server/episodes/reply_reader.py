@@ -155,12 +155,12 @@ def _json_call(text: str) -> tuple[str, str]:
     """
     said = json.loads(text)
     if not isinstance(said, dict):
-        raise TypeError("it must be a JSON object")
+        raise TypeError("a tool call must be a JSON object")
     arguments = said["arguments"] if "arguments" in said else said.get("parameters")
     if not isinstance(said.get("name"), str):
-        raise KeyError("it must have a name")
+        raise KeyError("a tool call must have a name")
     if not isinstance(arguments, dict):
-        raise TypeError("its arguments must be a JSON object")
+        raise TypeError("the arguments of a tool call must be a JSON object")
     return said["name"], json.dumps(arguments)
 
 

@@ -33,7 +33,7 @@ Generate = Callable[[list[int], int], Awaitable[Completion]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The largest sizes of one session."""
+    """The largest sizes of one session: tokens of a row, tokens of a reply, and number of replies."""
 
     max_tokens: int
     """The number of tokens of a row, prompt included."""
@@ -44,7 +44,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The model's reply to a conversation."""
+    """The model's reply to a conversation, with why it ended, its number in the session, and counts of tokens."""
 
     message: Message
     call_errors: tuple[str, ...]
@@ -67,7 +67,7 @@ class EpisodeOver(Exception):
 
 @dataclass(slots=True)
 class SessionCounts:
-    """How often something happened in a session."""
+    """Counts of one session: conversations rendered anew, retries and late requests; and the time of the engine."""
 
     rewritten: int = 0
     """Conversations that did not continue a known one, and were rendered from the start."""
@@ -176,7 +176,7 @@ class Session:
         return await asyncio.shield(task)
 
     def add_reward(self, turn: int, reward: float) -> None:
-        """Add to the reward of a turn, which its row places at the turn's last token."""
+        """Add `reward` to the reward of reply number `turn`, which its row gives at the reply's last token."""
         self._replies[turn].reward += reward
 
     def rows(self) -> list[Row]:

@@ -95,7 +95,7 @@ def _record_created_tasks() -> None:
 
 
 class _RecordingFactory:
-    """A task factory that notes each new task in the `_CREATED` of its context: by default that of its creator."""
+    """A task factory for the event loop that adds each task to the set `_CREATED` of its context, if that has one."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner or _new_task

@@ -96,7 +96,7 @@ def _tools_of_class(found: type) -> list[Tool]:
 
 @dataclass(slots=True)
 class ToolCounts:
-    """Counts of the tool calls of one episode."""
+    """Counts of the tool calls of one episode (all, failed, overdue), and the time that they took."""
 
     calls: int = 0
     failed: int = 0

@@ -33,7 +33,7 @@ def prepare_gsm8k(source: Path, target: Path) -> int:
     elif target.suffix == ".jsonl":
         target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        raise ConfigError(f"{target} must end in .parquet or .jsonl")
+        raise ConfigError(f"the file to write must end in .parquet or .jsonl, got {target}")
     return len(rows)
 
 

@@ -89,11 +89,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def _rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
     """Return the rows of a .parquet or .jsonl file as {column: value}, and the names of all its columns."""
     if not path.is_file():
-        raise ConfigError(f"no such file: {path} (task.path, task.eval_path)")
+        raise ConfigError(f"task.path and task.eval_path must be files, got {path}: there is no such file")
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     if path.suffix != ".jsonl":
-        raise ConfigError(f"{path} must end in .parquet or .jsonl")
+        raise ConfigError(f"task.path and task.eval_path must end in .parquet or .jsonl, got {path}")
     rows: list[dict[str, Any]] = []
     for number, line in numbered_lines(path):
         try:

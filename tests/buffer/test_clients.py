@@ -122,7 +122,7 @@ def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> No
     learner.served(0)
     with_worker(buffer.address, lambda worker: worker.admit(3))
     expected = (
-        r"^learner waited 0 s \(timeouts\.batch_s\) for batch 0: 0 of 4 groups finished, 3 running "
+        r"^the learner waited 0 s \(timeouts\.batch_s\) for batch 0: 0 of 4 groups finished, 3 running "
         r"\(oldest 0 s, worker rollout/0\), served version 0$"
     )
     with pytest.raises(WaitTimeoutError, match=expected):

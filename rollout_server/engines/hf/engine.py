@@ -149,7 +149,7 @@ class HFEngine:
         try:
             return await asyncio.wait_for(self._result_of(future), limit.seconds)
         except TimeoutError:
-            raise WaitTimeoutError(f"a weight request waited {limit} for {self._name}") from None
+            raise WaitTimeoutError(f"a request about weights waited {limit} for {self._name} to carry it out") from None
 
     async def _result_of(self, future: Future[Result]) -> Result:
         """Wait for a request's or job's `future` and return its result. If the wait is cancelled, so is the future."""
@@ -165,7 +165,7 @@ class HFEngine:
                 f"{self._name} failed: {type(self._failure).__name__}: {self._failure}"
             ) from self._failure
         if self._stopping:
-            raise ProcessDiedError(f"{self._name} is closed")
+            raise ProcessDiedError(f"{self._name} is closed, and answers no further request")
 
     def _submit_collected(self) -> None:
         groups, self._collected = self._collected, []

@@ -116,7 +116,7 @@ class WeightEndpoints:
 
     def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:
-            raise ValueError("weights were sent outside of /begin_weight_update .. /end_weight_update")
+            raise ValueError("weights must be sent after /begin_weight_update and before /end_weight_update")
         expected = self._engine.model.state_dict()
         for name, tensor in tensors:
             if name not in expected:
@@ -131,7 +131,7 @@ class WeightEndpoints:
     async def _end(self, body: dict[str, Any]) -> None:
         staged, version = self._staged, self._staged_version
         if staged is None:
-            raise ValueError("/end_weight_update was sent without /begin_weight_update before it")
+            raise ValueError("/begin_weight_update must be sent before /end_weight_update, got only the latter")
         self._staged = self._staged_version = None  # a learner that gives up the push sends /end_weight_update again
         if version is not None:  # the version comes with the last bucket: without it the push has broken off
             _check_complete(self._engine.model, staged)

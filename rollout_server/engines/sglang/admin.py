@@ -143,7 +143,7 @@ class SGLangAdmin:
         """
         answer = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise WeightSyncError(f"{self.url}{path} refused: {answer.get('message', '')[:300]}")
+            raise WeightSyncError(f"the SGLang server refused {self.url}{path}: {answer.get('message', '')[:300]}")
         return answer
 
 

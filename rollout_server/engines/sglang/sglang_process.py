@@ -84,7 +84,9 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
     words = command_line(flags | {"served-model-name": identity})
 
     def is_ready(url: str) -> bool:
-        """Return whether the server at `url` is ready and is this one, not another run's; if so, end its start-up."""
+        """Return whether the server at `url` is ready and this one, not another run's. If so, freeze its objects, see
+        `SGLangAdmin.freeze_garbage_collection`.
+        """
         admin = SGLangAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
             if admin.is_ready() and admin.serves_model(identity):

@@ -109,7 +109,7 @@ class VLLMAdmin:
         self._receive(part | {"memory": share_bucket(bucket)}, version)
 
     def release_memory(self) -> None:
-        raise NotImplementedError("vLLM's entry in ENGINES does not declare releases_memory")
+        raise NotImplementedError("a vLLM server can't release memory: its entry in ENGINES has no releases_memory")
 
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
         """Do nothing, because no memory was released."""

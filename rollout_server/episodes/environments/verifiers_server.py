@@ -71,7 +71,9 @@ class Connection:
         try:
             await asyncio.wait_for(self._ask(b"health", {}), HEALTH_S)
         except TimeoutError:
-            raise ConnectionError(f"the verifiers server {self._address} did not answer in {HEALTH_S:g} s") from None
+            raise ConnectionError(
+                f"the verifiers server {self._address} did not answer in {HEALTH_S:g} s: is it running?"
+            ) from None
         client = {"type": "eval", "base_url": base_url, "api_key_var": _KEY_VARIABLE}
         request = {"task_data": task, "client": client, "model": "policy", "sampling": {}}
         rewards: dict[str, dict[str, Any]] = {}

@@ -199,7 +199,7 @@ def test_a_wait_for_the_decode_thread_times_out_and_names_the_key(folder: Path) 
     release = threading.Event()
 
     async def hold_up(engine: HFEngine) -> None:
-        with pytest.raises(WaitTimeoutError, match=r"a weight request waited 0 s \(timeouts\.push_s\) for hf engine"):
+        with pytest.raises(WaitTimeoutError, match=r"weights waited 0 s \(timeouts\.push_s\) for hf engine"):
             await engine.between_tokens(release.wait)
         with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts\.shutdown_s\) for its decode"):
             await engine.aclose()

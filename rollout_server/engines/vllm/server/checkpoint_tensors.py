@@ -23,7 +23,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model folder: those that its index names, if it has one."""
+    """Return the safetensors files of a model folder: those that its index names, else model.safetensors, else all."""
     if (folder / _INDEX).is_file():
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]

@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL; so end the server's child processes too.
+    """Have the kernel kill this process when its parent dies, even by SIGKILL; its child processes will do the same.
 
     The first process of the server is killed with its parent only if PARENT_VARIABLE is set.
     """

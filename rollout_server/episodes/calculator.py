@@ -54,6 +54,6 @@ def _value(node: ast.expr) -> float:
 
 def _power(base: float, exponent: float) -> float:
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise ValueError(f"a power must have at most {MAX_BITS} bits, got a larger one")
+        raise ValueError(f"the power is too large: it must have at most {MAX_BITS} bits")
     result: float = base**exponent
     return result

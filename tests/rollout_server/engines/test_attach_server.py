@@ -55,6 +55,6 @@ def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> 
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        message = rf"waited 0 s \(timeouts\.push_s\) for {url}/server_info"
+        message = rf"waited 0 s \(timeouts\.push_s\) for the rollout server to answer {url}/server_info"
         with pytest.raises(WaitTimeoutError, match=message):
             attach_server(SGLangAdmin(config, url), config)

@@ -43,6 +43,8 @@ LEARNING: dict[str, tuple[str, str]] = {
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
     "reward_mean": ("reward, mean over the run", "{:.3f}"),
     "truncated": ("truncated IS weights", "{:.2%}"),
+    "masked": ("tokens masked as too old", "{:.2%}"),
+    "dropped": ("groups dropped as too late", "{:.2%}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
 }
 NOTES = (

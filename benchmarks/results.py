@@ -80,6 +80,7 @@ class Run:
     def values(self) -> dict[str, float]:
         """Return the values for the tables of a report by name; nan if the run did not measure a value."""
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
+        dropped = summary["buffer"].get("buffer/dropped_late", 0.0)
         values = {
             "is_variance": self.mean("offpolicy/is_weight_var", statistics.median),
             "kl": self.mean("offpolicy/kl_behaviour_proximal_k3"),
@@ -100,6 +101,8 @@ class Run:
             "accuracy_end": self.evals[-1][2] if self.evals else math.nan,
             "reward_mean": self.mean("reward/mean"),
             "truncated": self.mean("offpolicy/truncated_fraction"),
+            "masked": self.mean("staleness/masked_fraction"),
+            "dropped": dropped / max(1.0, dropped + summary["buffer"].get("buffer/trained", 0.0)),
             "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }
         return values | (dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {})

@@ -39,6 +39,8 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml rollout.engine=hf",
     "async-rl sft configs/agent_cpu.yaml",
     "async-rl train configs/agent_cpu.yaml",
+    "async-rl sft configs/guess_cpu.yaml",
+    "async-rl train configs/guess_cpu.yaml",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-qwen3 model.path=runs/qwen3-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model rollout.engine=vllm",
     "async-rl train configs/quickstart.yaml model.path=runs/qwen3-sft/model placement.rollout.servers=2 "
@@ -72,6 +74,8 @@ ELSEWHERE = {
     "async-rl train agent.yaml": "tests/docs/test_episode_pages.py, with a tiny model",
     "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",
     "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
+    "async-rl sft configs/sweep_agent_cpu.yaml": "benchmarks/results, by hand",
+    "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 0,1,2,4,8 --seeds 3": "benchmarks/results, by hand",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

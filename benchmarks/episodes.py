@@ -40,7 +40,7 @@ from async_rl.types import RolloutGroup
 from benchmarks.generation import roll_out
 from benchmarks.machine import machine_text
 from benchmarks.tables import Table, write_page
-from benchmarks.tool_load import Hang, call_key, look_up_s
+from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import Engine, open_engine
 from rollout_server.tasks.base import Task, open_task
@@ -204,7 +204,7 @@ def report(command: str, config: Config, rounds: Sequence[Round], episodes: int)
     ]  # fmt: skip
     with_hang = any(each.hang_s for each in rounds)
     if with_hang:
-        header += ["worker beside a call that hangs", "of without"]
+        header += ["worker beside a call that hangs", "beside / without"]
         for row, each in zip(rows, rounds, strict=True):
             row += [f"{episodes / each.hang_s:.1f}", f"{each.hang_ratio:.3f}"]
     rollout = config.rollout
@@ -213,8 +213,8 @@ def report(command: str, config: Config, rounds: Sequence[Round], episodes: int)
 Command: `{command}`, {machine_text()}.
 
 {rollout.concurrency} groups of {rollout.group_size} episodes at once on SGLang with an untrained tiny model, tools with
-lognormal times (mean 1 s, cv 1.5). The schedule has the same tools' times, and the engine's times for the same requests
-from a bare client.
+lognormal times (mean {MEAN_S:g} s, cv {CV:g}). The schedule has the same tools' times, and the engine's times for the
+same requests from a bare client.
 
 {Table(header, rows).markdown()}
 Median ratio to the schedule: {statistics.median(each.ratio for each in rounds):.3f}."""

@@ -145,7 +145,8 @@ def run_client_producer(config: Config, address: str) -> None:
 def through_buffer(
     config: Config, steps: int, producer: Callable[[Config, str], None] = run_encoded_producer, decode: bool = False
 ) -> Figures:
-    """Return the figures of `steps` batches sent through a buffer process; with `decode` the consumer decodes them."""
+    """Return groups/s and CPU times of `steps` batches sent through a buffer; with `decode` the consumer decodes them.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     buffer = context.Process(target=run_buffer, args=(config, theirs), daemon=True)
@@ -200,7 +201,7 @@ def run_forwarder(target: str, pipe: Connection, number: int) -> None:
 
 
 def plain(config: Config, steps: int, forwarded: bool = False) -> Figures:
-    """Return the figures of groups sent from a ZMQ PUSH to a PULL socket; if `forwarded`, through a process between."""
+    """Return groups/s and CPU times from a ZMQ PUSH to a PULL socket; if `forwarded`, through a process in between."""
     data = encode_group(make_group(config, SLOT))
     size = config.learner.prompts_per_step
     number, warm_up = (WARMUP_STEPS + steps) * size, WARMUP_STEPS * size

@@ -38,7 +38,7 @@ class Table:
 
 
 def write_page(out: Path, page: str, numbers: Any) -> None:
-    """Print the Markdown `page`, and write it to the file `out`.md and `numbers` to `out`.json."""
+    """Print the Markdown `page`; write it to the file named `out` with .md added, and `numbers` to that with .json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(f"{out.name}.md").write_text(page)
     out.with_name(f"{out.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

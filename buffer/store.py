@@ -313,7 +313,9 @@ class Store:
         return self.state.next_prompt - 1
 
     def _describe_expiring(self) -> str:
-        """Return text on the running groups for which a batch with enough finished groups must wait; "" if none."""
+        """Return text on running groups near their deadline, for which the next batch waits although enough have
+        finished; "" if there are none.
+        """
         if self.rules.late != "wait" or self.rules.exact:
             return ""
         finished = [row.last_batch(self.rules) for row in self.state.finished.values()]

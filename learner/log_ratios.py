@@ -18,7 +18,9 @@ Answers = tuple[tuple[int, int], ...]
 
 
 class LogRatioRecorder:
-    """Collects one rank's log ratios during a step and writes them after it. See async_rl/storage/log_ratios.py.
+    """Collects the log importance ratios of one rank's trained tokens during a step, and has them written after it.
+
+    See async_rl/storage/log_ratios.py for the files.
 
     Args:
         resumed: the state that the run resumes from, whose steps keep their files; None for a new run.

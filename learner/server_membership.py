@@ -44,7 +44,7 @@ class ServerMembership:
         return any(self._urls.values())
 
     def apply(self, servers: dict[str, str]) -> None:
-        """Apply the changes since the last push to `servers`, URLs by name, in place."""
+        """Take servers that died out of `servers`, {name: URL} of those to push to, and add those that came back."""
         with self._lock:
             for name, url in self._urls.items():
                 servers.pop(name, None)

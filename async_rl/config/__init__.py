@@ -172,7 +172,10 @@ class Config:
 
     @property
     def correction_kind(self) -> str:
-        """algorithm.correction.kind; auto: none at staleness.max 0 or if loss or advantage corrects, else token_tis."""
+        """The correction of the run: algorithm.correction.kind, where auto is none or token_tis.
+
+        It is none at staleness.max 0, and if the loss or the advantage already corrects for being off-policy.
+        """
         algorithm = self.algorithm
         if algorithm.correction.kind != "auto":
             return algorithm.correction.kind

@@ -92,7 +92,7 @@ class TaskConfig:
 
 @section("rollout")
 class RolloutConfig:
-    """How answers are generated: by which engine, how many, how long and with which sampling."""
+    """The generation of answers: by which engine, how many, how long and with which sampling."""
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
     """The engine that generates answers. hf computes in the worker's own process, and is for CPUs and tests."""

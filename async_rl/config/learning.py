@@ -111,7 +111,7 @@ class LearnerConfig:
 
 @section("sft")
 class SftConfig:
-    """How `async-rl sft` makes model.path by supervised fine-tuning."""
+    """The supervised fine-tuning by which `async-rl sft` makes model.path before RL."""
 
     base: PathText = "tiny-qwen2"
     """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the

@@ -86,7 +86,7 @@ class LearnerPlacement:
 
 @section("placement.rollout")
 class RolloutPlacement:
-    """How many rollout servers there are, on how many nodes, and with how many GPUs each."""
+    """The number of rollout servers, of their nodes, and of the GPUs of each."""
 
     nodes: NonNegativeInt = 0
     """Nodes reserved for rollout servers. 0: they share the learner's nodes."""
@@ -115,7 +115,7 @@ class RolloutPlacement:
 
 @section("placement")
 class PlacementConfig:
-    """How many nodes, GPUs and cores learner ranks and rollout servers get, and whether they share GPUs."""
+    """The nodes, GPUs and cores that learner ranks and rollout servers get, and whether they share GPUs."""
 
     learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
     rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
@@ -155,7 +155,9 @@ class PlacementConfig:
 
 @section("checkpoint")
 class CheckpointConfig:
-    """When learner and buffer are saved, as one consistent state in run_dir/checkpoints, and which saves are kept."""
+    """The checkpoints: how often learner and buffer are saved in run_dir/checkpoints, as one consistent state, and
+    which checkpoints are kept.
+    """
 
     every_steps: NonNegativeInt = 100
     """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
@@ -216,7 +218,7 @@ class NetworkConfig:
 
 
 class Limit(NamedTuple):
-    """How long one wait may last, and the configuration key of that limit, for the error if the wait lasts longer."""
+    """The time limit of one wait, with the configuration key that sets it, which the error of a longer wait names."""
 
     seconds: float
     key: str

@@ -35,7 +35,7 @@ class StopSignals:
         return self
 
     def install(self) -> dict[signal.Signals, Any]:
-        """Install the handlers, again after ray.init has replaced them; returns the former ones."""
+        """Install the handlers, again after ray.init has replaced them; return {signal: the handler before}."""
         before: dict[signal.Signals, Any] = {}
         with contextlib.suppress(ValueError):  # outside the main thread only the caller can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -133,7 +133,7 @@ class Supervisor:
         """
         timeouts = self._config.timeouts
         num_groups = await self._abandon(name)
-        self._log.logger.note(f"{name}: {num_groups} running groups go to others")
+        self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups go to other servers")
         actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
         self.watchdog.begin(name)
         url = self._urls[name] = await self._call_server(

@@ -15,7 +15,7 @@ _TURN_BYTES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The sizes that a rollout group of this run may have; a message with another size is refused."""
+    """The sizes that a rollout group of this run may have; a message outside these limits is refused."""
 
     group_size: int
     """The number of answers to a question, and the most episodes of several turns."""

@@ -56,7 +56,7 @@ def check_disk(config: Config) -> None:
 
 @contextlib.contextmanager
 def full_disk_named(run_dir: Path) -> Iterator[None]:
-    """Turn the error of a full disk inside the block into one that says what to do; other errors pass as they are.
+    """Turn the error of a full disk in the `with` block into one that says what to do; other errors pass as they are.
 
     Raises:
         AsyncRLError: the block failed because a disk is full.

@@ -88,7 +88,8 @@ class LogRatioWriter:
                 self._save(*item)
             except OSError as error:
                 failed = True
-                print(f"importance ratios are not recorded any more: {error}", file=sys.stderr, flush=True)
+                text = "importance ratios are not recorded any more, and the run goes on"
+                print(f"{text}: {error}", file=sys.stderr, flush=True)
 
     def _save(self, step: int, ratios: StepLogRatios) -> None:
         self._folder.mkdir(exist_ok=True)

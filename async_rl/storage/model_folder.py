@@ -94,7 +94,7 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn a failed write inside the block into a ConfigError that names `folder`, where the user wants the model."""
+    """Turn a failed write in the `with` block into a ConfigError that names `folder`, where the user wants a model."""
     from safetensors import SafetensorError
 
     try:

@@ -30,4 +30,4 @@ class Tracker:
             call()
         except Exception as error:  # nothing that a tracking library raises may end the run
             self._failed = True
-            self._note(f"{self.library}: off from here on: {type(error).__name__}: {error}")
+            self._note(f"{self.library}: off from here on, the run goes on: {type(error).__name__}: {error}")

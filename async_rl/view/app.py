@@ -99,7 +99,7 @@ def bokeh_folder() -> Path:
 
 
 def _error(request: Request, error: Exception) -> Response:
-    """Answer a request that failed with the error's text: JSON if the path has /data/, else a page."""
+    """Return the HTTP answer to a request that raised `error`, with the error's text: JSON for /data/, else a page."""
     is_missing = isinstance(error, UnknownRunError)
     status = error.status_code if isinstance(error, HTTPException) else 404 if is_missing else 400
     text = str(error.detail if isinstance(error, HTTPException) else error)

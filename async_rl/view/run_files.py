@@ -112,7 +112,7 @@ class RunFiles:
 
     @cached_property
     def changed_settings(self) -> list[tuple[str, Any, Any]]:
-        """The settings that differ from their defaults, see the function `changed_settings`."""
+        """(key, value, default) of each setting of the run that differs from its default."""
         return changed_settings(self.config)
 
     def revision(self) -> dict[str, str]:

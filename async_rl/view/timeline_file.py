@@ -114,7 +114,7 @@ class TimelineFile:
             return self._shown_ends_s()
 
     def _learner(self) -> list[Span]:
-        """Return the spans of learner/0, which are those of the first pool with an update."""
+        """Return the spans of learner/0, or of the first pool with an update while the file does not name its pools."""
         named = [pid for pid, pool in self._pools.items() if pool == "learner/0"]
         with_update = [pid for pid, spans in self._spans.items() if any(span.name == UPDATE for span in spans[:50])]
         return self._spans.get((named or with_update or [-1])[0], [])

@@ -44,7 +44,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an engine is at one instant: how many rollouts it is sampling, and how many it can at once."""
+    """The load of an engine at one instant: how many rollouts it is sampling, and how many it can sample at once."""
 
     running: int
     """The number of rollouts in the running batch."""

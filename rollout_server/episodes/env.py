@@ -39,7 +39,7 @@ class Env(Protocol):
         """Return the messages that the model sees first, at least one."""
 
     async def step(self, reply: Message) -> Step:
-        """Answer a reply of the model: a message with `content`, and `tool_calls` if it calls tools."""
+        """Return the answer to a reply of the model, a message with `content` and, if it calls tools, `tool_calls`."""
 
     async def close(self) -> None:
         """Release what the episode holds. It is called once, also after an error, a timeout or a cancelled call."""

@@ -54,7 +54,7 @@ class McpServer:
         """Ends the task `_holding`, which holds the session open."""
 
     def tools(self) -> list[tuple[Schema, CallTool]]:
-        """Return the description of each tool of the server, and the function that calls it.
+        """Return (description, function that calls the tool) for each tool of the server.
 
         The server is asked in a session that then ends.
 

@@ -40,7 +40,7 @@ class Message(TypedDict, total=False):
 
 
 def user(text: str) -> Message:
-    """Return a message of the user."""
+    """Return a message with the role `user` and this text."""
     return {"role": "user", "content": text}
 
 

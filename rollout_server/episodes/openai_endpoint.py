@@ -92,7 +92,7 @@ class OpenAIEndpoint:
         self._ended.append(key)
 
     def _session(self, request: web.Request) -> OpenSession:
-        """Return the session of a request.
+        """Return the open session whose key a request has.
 
         Raises:
             RequestRefusedError: the key is wrong, or the session has ended.
@@ -171,7 +171,7 @@ class OpenAIEndpoint:
         for name in asked.ignored:
             if name not in self._told:
                 self._told.add(name)
-                _log.warning("agents ask for %s: it is ignored, the policy samples as the run is configured", name)
+                _log.warning("agents set %s: it is ignored, and the policy samples as the run is configured", name)
             self.counts[f"ignored/{name}"] += 1
 
 

@@ -151,7 +151,7 @@ class TurnRenderer:
         return tokens
 
     def _cleaned(self, value: Any) -> Any:
-        """Return a message, or a part of one, without the texts of special tokens."""
+        """Return a message, or a part of one, with a space in place of each text of a special token."""
         if isinstance(value, str):
             text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
             # A space takes its place, so that a removal can't join two parts into another special token.

@@ -109,7 +109,7 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_r
     supervisor = run.train()
     thread.join(5)
     assert any("rollout/0 is lost, and started again: rollout/0 on 10.0.0.9 has given no sign" in n for n in run.notes)
-    assert any("rollout/0: 3 running groups go to others" in note for note in run.notes)
+    assert any("rollout/0: the prompts of its 3 running groups go to other servers" in note for note in run.notes)
     assert (run.folder / "rollout-1-evaluates").exists()
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
     assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]

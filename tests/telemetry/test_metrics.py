@@ -206,4 +206,4 @@ def test_a_failure_of_wandb_is_noted_once_and_turns_it_off(tmp_path: Path) -> No
     run.log({"step": 1})
     run.log({"step": 2})
     run.close()
-    assert notes == ["wandb: off from here on: OSError: disk full"]
+    assert notes == ["wandb: off from here on, the run goes on: OSError: disk full"]

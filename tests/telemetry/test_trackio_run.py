@@ -62,4 +62,4 @@ def test_a_failure_of_trackio_is_noted_once_and_turns_it_off() -> None:
     run.log({"step": 1})
     run.log({"step": 2})
     run.close()
-    assert notes == ["trackio: off from here on: OSError: disk full"]
+    assert notes == ["trackio: off from here on, the run goes on: OSError: disk full"]

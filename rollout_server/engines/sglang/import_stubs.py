@@ -94,7 +94,7 @@ class _AbsentModule(ModuleType):
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
-            raise AttributeError(f"a stub module has no {attribute}")
+            raise AttributeError(f"the stub of the module {self.__name__} has no {attribute}")
         name = f"{self.__name__}.{attribute}"
         value = _REAL[name] if name in _REAL else Absent(name)
         setattr(self, attribute, value)

@@ -21,6 +21,8 @@ from tests.tiny_folder import save_tiny_model
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no tables of loaded weights between the tests
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
 
 Result = TypeVar("Result")

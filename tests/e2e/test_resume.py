@@ -90,7 +90,7 @@ def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
     run_dir = tmp_path / "stopped"
     asked = options(tmp_path, "stopped", 10000, "staleness.max=2", "checkpoint.every_steps=0")
     command = start("train", str(smoke_yaml), *asked, "rollout.engine=sglang")
-    wait_until(lambda: len(records(run_dir)) > 2, 180, "two steps")
+    wait_until(lambda: len(records(run_dir)) > 2, 300, "two steps")
     assert len(command.processes()) > 5
     command.interrupt()
     assert_stopped(command, run_dir)

@@ -60,7 +60,7 @@ def with_engine(config: Config, use: Callable[[HFEngine], Awaitable[Result]]) ->
         engine = HFEngine(config, 0)
         await engine.start()
         try:
-            return await asyncio.wait_for(use(engine), 60)
+            return await asyncio.wait_for(use(engine), 180)
         finally:
             await engine.aclose()
 

@@ -23,6 +23,7 @@ from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError,
 from async_rl.messages.codec import encode_group
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
+from buffer.learner_waits import MAX_PHASES, Phase
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
@@ -183,12 +184,16 @@ class WorkerClient:
         reply = await self._call(next(self._ids), "turns", "held turns", holds=holds, wait_s=LONG_POLL_S)
         return bool(reply.result["hold"])
 
-    async def put(self, group: RolloutGroup) -> bool:
+    async def put(self, group: RolloutGroup, phases: Sequence[Phase] = ()) -> bool:
         """Deliver a finished group and return True, or False if the buffer had it already or has dropped it.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
+
+        Args:
+            phases: what the group waited for until now, oldest first; only the last MAX_PHASES are sent.
         """
-        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
+        sent = [list(phase) for phase in phases[-MAX_PHASES:]]
+        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group), phases=sent)
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:

@@ -31,6 +31,7 @@ from async_rl.types import Prompt, RolloutGroup, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
 from rollout_server.episodes.episode import ENDS, MAX_ATTEMPTS, Episode, episode_metrics
+from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
 from rollout_server.episodes.player import EpisodePlayer
 from rollout_server.flat_rewards import FlatRewards
@@ -147,7 +148,7 @@ class Worker:
                         self._group_ended.clear()
                         await self._group_ended.wait()  # generate_s, reward_s and wire_s limit the time of a group
                     slots = await self._client.admit(num_free)
-                    granted_s = time.monotonic()
+                    granted_s = asyncio.get_running_loop().time()
                     # All prompts are made before the first task starts: groups that are granted together reach the
                     # engine together, which makes runs repeatable.
                     prompts = await asyncio.to_thread(list, map(self._task.prompt, [s.prompt_index for s in slots]))
@@ -186,6 +187,8 @@ class Worker:
             holds = must_hold
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
         request = GenerationRequest(
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
@@ -204,11 +207,11 @@ class Worker:
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, prompt_tokens=rows.prompt_tokens, rollouts=rows.rollouts,
-            duration_s=time.monotonic() - granted_s, worker=self._name, baseline_reward=baseline,
+            duration_s=clock() - granted_s, worker=self._name, baseline_reward=baseline,
             keeps_kv=self._config.weight_sync.on_update == "in_place", episodes=rows.episodes,
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
-            await self._client.put(group)
+            await self._client.put(group, group_phases(episodes, granted_s, began_s, clock()))
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
 

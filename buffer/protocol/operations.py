@@ -18,6 +18,7 @@ from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
+from buffer.learner_waits import MAX_PHASES, LearnerWaits, read_phases
 from buffer.protocol.wire import (
     MAX_ANSWERED,
     MAX_CAUSE_CHARS,
@@ -83,6 +84,7 @@ class Operations:
         self._last_turns: dict[str, tuple[int, dict[str, Any]]] = {}  # as _last_grant
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
+        self._waits = LearnerWaits()
         self._answers: list[Answer] = []
         self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
 
@@ -142,7 +144,9 @@ class Operations:
         """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
         for op in ("admit", "aborts", "turns"):
             self._parked.pop((op, worker), None)
-        return self.store.abandon(worker)
+        if lost := self.store.abandon(worker):
+            self._waits.fail()
+        return lost
 
     def counters(self) -> dict[str, float]:
         more = {"buffer/refused": float(self.refused), "buffer/restarts": float(self.restarts)}
@@ -185,12 +189,15 @@ class Operations:
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
                 self._park(LEARNER, "", identity, request, version)
+                if request.op == "take":
+                    self._waits.begin(time.monotonic())
                 return None
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
                 cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
                 if self.store.running_slot(group_id, worker):
                     self.store.fail(group_id, cause, requeue)
+                    self._waits.fail()
             case "trained":
                 self.store.trained(fields.integer("version", 0))
             case "served":
@@ -224,6 +231,7 @@ class Operations:
         Raises WireError if the group is not valid, or not as it was granted.
         """
         worker, payload = self._worker(request.fields), request.payload[0]
+        phases = read_phases(request.fields.items("phases", 0, MAX_PHASES))
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)
         if slot is None:
@@ -236,6 +244,7 @@ class Operations:
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
         self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
+        self._waits.arrive(phases, time.monotonic())
         if self._record_group:
             self._record_group(group)
         return True
@@ -254,13 +263,15 @@ class Operations:
             holding = {worker for (op, worker), turns in self._parked.items() if op == "turns" and turns.amount}
             result = {"ready": True} if self.store.may_push(holding) else {}
         elif taken := self.store.take(parked.amount, now_s):
-            batch = batch_frames(parked.amount, taken, self.counters(), self.limits)
+            counters = self.counters() | self._waits.hand_out(parked.amount, now_s)
+            batch = batch_frames(parked.amount, taken, counters, self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):
             if now_s < parked.until_s:
                 return
             result = {"state": self.describe(now_s)}
+            self._waits.interrupt(now_s)
         del self._parked[LEARNER, ""]
         self._answers.append(Answer(parked.identity, [parked.request.id], result, batch=batch))
 

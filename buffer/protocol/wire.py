@@ -7,7 +7,8 @@ A request is repeated with the same id until its reply arrives; the buffer carri
 one client that have the same answer may be answered together, as those of `put` often are.
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
-    put, fail   A worker delivers a finished group, or gives one up. The answer comes at once.
+    put, fail   A worker delivers a finished group, or gives one up. The answer comes at once. With a group come its
+                phases, {phases: [[name, seconds], ...]}; see buffer/learner_waits.py.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
@@ -47,7 +48,7 @@ MAX_ANSWERED = 256
 
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
-    "put": ("worker",),
+    "put": ("worker", "phases"),
     "fail": ("worker", "group_id", "cause", "requeue"),
     "aborts": ("worker", "acknowledged", "wait_s"),
     "turns": ("worker", "holds", "wait_s"),

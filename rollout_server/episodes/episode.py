@@ -51,6 +51,10 @@ class Episode:
     end: End
     """done: the environment ended it. length, turns: no room, or no turn was left. timeout, failed: see `error`."""
     error: str = ""
+    reply_times: tuple[tuple[float, float], ...]
+    """The begin and end of each reply's sampling by the event loop's clock, in the order in which they ended."""
+    ended_s: float
+    """The end of the episode by the same clock."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the episode, with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`."""
 
@@ -167,11 +171,12 @@ class Attempt:
             end, error = "failed", str(failed)
         finally:
             num_leaked, close_error = await self._close(close)
-        duration_s = asyncio.get_running_loop().time() - began_s
+        ended_s = asyncio.get_running_loop().time()
         return Episode(
             rows=self._rows(end), answer=self._session.last_answer, end=end, error=error or close_error,
+            reply_times=tuple(self._session.reply_times), ended_s=ended_s,
             metrics={
-                **self._metrics(duration_s, num_leaked, end),
+                **self._metrics(ended_s - began_s, num_leaked, end),
                 **{f"env/{name}": value for name, value in self.metrics.items()},
             },
         )  # fmt: skip
@@ -200,7 +205,7 @@ class Attempt:
     def _metrics(self, duration_s: float, num_leaked: int, end: End) -> dict[str, float]:
         session, tools = self._session, self._tool_counts
         values = (
-            session.num_turns, tools.calls, tools.failed, tools.tool_s, session.counts.generate_s, duration_s,
+            session.num_turns, tools.calls, tools.failed, tools.tool_s, session.generate_s, duration_s,
             session.num_sampled_tokens, session.num_observed_tokens, tools.timeouts + (end == "timeout"), 0,
             session.counts.rewritten, num_leaked, self.foreign.num_given_up,
         )  # fmt: skip

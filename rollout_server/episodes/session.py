@@ -75,8 +75,6 @@ class SessionCounts:
     """Requests that joined the reply to an earlier, equal request."""
     refused: int = 0
     """Requests after the end of the session."""
-    generate_s: float = 0.0
-    """The time that the engine took, summed over all replies."""
 
 
 class Session:
@@ -107,12 +105,19 @@ class Session:
         self.is_closed = False
         self.last_answer = ""
         """The content of the last reply."""
+        self.reply_times: list[tuple[float, float]] = []
+        """The begin and end of each reply's sampling by the event loop's clock, also of replies that failed."""
         self.counts = SessionCounts()
 
     @property
     def num_turns(self) -> int:
         """The number of whole replies."""
         return len(self._replies)
+
+    @property
+    def generate_s(self) -> float:
+        """The time that the engine took, summed over all replies."""
+        return sum(end_s - began_s for began_s, end_s in self.reply_times)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -232,7 +237,7 @@ class Session:
             self._num_begun -= 1
             raise
         finally:
-            self.counts.generate_s += asyncio.get_running_loop().time() - began_s
+            self.reply_times.append((began_s, asyncio.get_running_loop().time()))
         if stop:
             sampled = self._reader.cut(sampled, stop)
         node = Node(context, sampled.tokens.tolist(), sampled)

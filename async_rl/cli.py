@@ -167,11 +167,20 @@ def _train(args: argparse.Namespace) -> int:
         if args.view:
             from async_rl.view.command import shown
         beside = [shown] if args.view else []
-        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
+        text = dry_run(config) if args.dry_run else _end_text(run(config, signals, *beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
     return 0
+
+
+def _end_text(summary: Mapping[str, Any]) -> str:
+    """Return the table of a run that ended, and a caution where waiting for late episodes has cost it much."""
+    from async_rl.telemetry.summary_table import format_summary
+    from benchmarks.late_policies import caution
+
+    text = caution(Path(summary["run_dir"]))
+    return format_summary(summary) + (f"\n{text}\n" if text else "")
 
 
 def _sft(args: argparse.Namespace) -> int:
@@ -315,32 +324,6 @@ def _doctor(args: argparse.Namespace) -> int:
 
         checks = chain(checks, examine_nodes(config))
     return 0 if print_table(checks) else EXIT_ERROR
-
-
-_SUMMARY_ROWS = (
-    ("held-out accuracy, start", "accuracy_start", "{:.3f}"),
-    ("held-out accuracy, end", "accuracy_end", "{:.3f}"),
-    ("staleness, mean", "staleness_mean", "{:.2f}"),
-    ("staleness, max", "staleness_max", "{:.0f}"),
-    ("utilisation, learner", "utilisation/learner", "{:.1%}"),
-    ("utilisation, rollout", "utilisation/rollout", "{:.1%}"),
-    ("rollouts/s", "rollouts_per_s", "{:,.1f}"),
-    ("tokens/s", "tokens_per_s", "{:,.0f}"),
-    ("weight push, ms", "push_ms", "{:,.0f}"),
-    ("generation paused by a push, ms", "pause_ms", "{:,.0f}"),
-    ("groups dropped, reward failed", "failed_groups", "{:,.0f}"),
-    ("steps", "steps", "{:,.0f}"),
-    ("seconds after the first step", "seconds", "{:,.1f}"),
-)
-
-
-def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the `summary` of a run as a table in text, with one line for each value that was measured."""
-    measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
-    rows = [(label, form.format(summary[key])) for label, key, form in measured]
-    label_width = max((len(label) for label, _ in rows), default=0)
-    value_width = max((len(value) for _, value in rows), default=0)
-    return "\n" + "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _add_plan(commands: Any) -> None:
     seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
     seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
     seconds.add_argument("--prompts-per-step", type=int)
-    seconds.add_argument("--late", choices=["wait", "drop"], help="staleness.late")
+    seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.late")
     plan.add_argument("--devices", type=int, help="number of devices to split between learner and rollout")
     plan.add_argument("--now", default="1,1", help="learner,rollout devices that the durations are for (%(default)s)")
     plan.add_argument("--params", type=float, help="parameters of the policy, e.g. 70e9, for memory and transfer time")

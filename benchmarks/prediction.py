@@ -12,10 +12,14 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
+from benchmarks.episode_times import measure_episodes
 from benchmarks.results import Row, Run
-from benchmarks.simulate import Result, Workload, simulate
+from benchmarks.simulate import Result, Workload, mean_result, simulate
+from benchmarks.simulated_rollout import GroupTimes
 
 SIMULATED_STEPS = 150
+REPLAYS = 3
+"""How often a run of episodes is simulated, each time with other random times of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class Stages:
     handout_s: float
     """How long the learner takes to receive a batch that is ready."""
     group_s: float
-    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
+    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted. With
+    `groups` it is the time in which an episode would be sampled if its group were alone."""
     group_cv: float
     together: float
     """The mean number of groups in flight while a group runs."""
@@ -42,6 +47,10 @@ class Stages:
     rollout_busy_s: float
     """The time per step in which at least one group is in flight, also while an evaluation runs."""
     failed: float
+    load_s: float = 0.0
+    """With `groups`: the time that each further group that samples adds to `group_s`."""
+    groups: tuple[GroupTimes, ...] = ()
+    """The times of the run's groups; empty if its episodes have one turn, or if it has no journal."""
 
 
 def stages(run: Run) -> Stages:
@@ -51,17 +60,22 @@ def stages(run: Run) -> Stages:
     pushes = [value for step in steps if (value := step.get("time/push_s")) is not None]
     step_s = float(run.summary["seconds"]) / max(1, len(steps))
     busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
-    mean_s = run.mean("rollout/group_s")
+    running = 1 - paused / max(busy + paused, 1e-9)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
-    return Stages(
+    found = Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.mean("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.mean("push/pause_s"),
         handout_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
-        group_s=mean_s * (1 - paused / max(busy + paused, 1e-9)), group_cv=_group_cv(run),
+        group_s=run.mean("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.mean("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
         failed=dropped / max(1.0, dropped + buffer["buffer/trained"]),
+    )
+    if (episodes := measure_episodes(run.folder)) is None:
+        return found
+    return dataclasses.replace(
+        found, group_s=episodes.alone_s * running, load_s=episodes.load_s * running, groups=episodes.groups
     )
 
 
@@ -93,21 +107,25 @@ def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
     """Return one workload for the simulator, made of the measured stages of runs at several bounds.
 
     A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
-    the same number in flight, the engine counts as full (load_s = group_mean_s).
+    the same number in flight, the engine counts as full (load_s = group_mean_s). With episodes of several turns each
+    run has a line of its own, and the workload gets their mean.
 
     Args:
         rules: the sizes and rules of the runs, from `rules_of`.
     """
-    load = np.array([stage.together for stage in found])
-    durations = np.array([stage.group_s for stage in found])
-    load_s = float(np.mean(durations / load))
-    if len(found) > 1 and load.std() > 0.1 * load.mean():
-        load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
-    alone_s = float(np.mean(durations - load_s * (load - 1)))
+    if all(stage.groups for stage in found):
+        alone_s, load_s = _mean(found, "group_s"), _mean(found, "load_s")
+    else:
+        load = np.array([stage.together for stage in found])
+        durations = np.array([stage.group_s for stage in found])
+        load_s = float(np.mean(durations / load))
+        if len(found) > 1 and load.std() > 0.1 * load.mean():
+            load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
+        alone_s = float(np.mean(durations - load_s * (load - 1)))
 
     workload = dataclasses.replace(
         rules, group_mean_s=float(np.maximum(alone_s, 1e-6)), load_s=load_s, group_cv=_mean(found, "group_cv"),
-        failed=_mean(found, "failed"),
+        groups=tuple(group for stage in found for group in stage.groups), failed=_mean(found, "failed"),
     )
     return with_learner_of(workload, found)
 
@@ -157,56 +175,67 @@ def first_series(rows: Sequence[Row]) -> list[Row]:
 
 
 def compare(rows: Sequence[Row]) -> list[Measured]:
-    """Return for each staleness bound of the first series the measured values beside their prediction.
-
-    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.
-    """
+    """Return for each staleness bound of the first series the measured values beside their prediction."""
     of_series = first_series(rows)
     if not of_series:
         return []
     found = {row.staleness: [stages(run) for run in row.runs] for row in of_series}
-    together = _workload(of_series, [stage for stages in found.values() for stage in stages])
+    everywhere = [stage for stages in found.values() for stage in stages]
     measured = []
     for row in of_series:
         own = found[row.staleness]
-        predicted = None
-        if together is not None:
-            steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
-            predicted = simulate(with_learner_of(together, own), row.staleness, steps)
         measured.append(
             Measured(
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
                 bound=float(np.mean([work_conserving_bound(stage, row.staleness) for stage in own])),
-                in_flight=_mean(own, "in_flight"), predicted=predicted,
+                in_flight=_mean(own, "in_flight"), predicted=_predict(row, own, everywhere),
             )
         )
     return measured
 
 
-def _workload(rows: Sequence[Row], found: Sequence[Stages]) -> Workload | None:
+def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
+    """Return the simulated values of a row's runs; None if they can't be simulated.
+
+    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds. With
+    episodes of several turns it replays each run's own groups: these take longer where both pools share a machine and
+    are busy at once, which is no effect of the load.
+
+    Args:
+        own: the stages of the row's runs.
+        everywhere: the stages of the runs at all bounds.
+    """
     try:
-        workload = workload_of(found, rules_of(rows[0].runs[0]))
+        rules = rules_of(row.runs[0])
     except ConfigError:
         return None
-    return None if math.isnan(workload.group_mean_s) else workload
+    steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
+    if all(stage.groups for stage in own):
+        replays = [workload_of([stage], rules) for stage in own]
+        return mean_result([simulate(w, row.staleness, steps, seed) for w in replays for seed in range(REPLAYS)])
+    workload = workload_of(everywhere, rules)
+    if math.isnan(workload.group_mean_s):
+        return None
+    return simulate(with_learner_of(workload, own), row.staleness, steps)
 
 
 def rules_of(run: Run) -> Workload:
     """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the config has staleness.late mask or eval.pin_version, which the simulator does not cover.
+        ConfigError: the config has eval.pin_version, which the simulator does not cover.
     """
     config = _config(run)
-    for section, key, value in (("staleness", "late", "mask"), ("eval", "pin_version", True)):
-        if config[section][key] == value:
-            raise ConfigError(f"no prediction for {run.folder}: {section}.{key}={value} is not simulated")
+    if config["eval"]["pin_version"]:
+        raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
+    has_turns = any(config["task"].get(key) for key in ("env", "agent", "tools"))
+    drain = push["on_update"] == "drain"
     return Workload(
         concurrency=_concurrency(config), prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
-        every_steps=push["every_steps"], drain=push["on_update"] == "drain",
+        every_steps=push["every_steps"], drain=drain, holds_turns=drain and has_turns,
     )
 
 

@@ -53,6 +53,8 @@ class LearnerWaits:
     def __init__(self) -> None:
         self._began_s: float | None = None
         """The time since when the learner waits; None: it does not."""
+        self._late_since_s: float | None = None
+        """The time since when only late groups are missing from the next batch."""
         self._waits: list[tuple[float, float]] = []
         """(begin, end) of each wait for the next batch: a learner asks again and again, and may do other things
         between."""
@@ -72,6 +74,11 @@ class LearnerWaits:
             self._waits.append((self._began_s, now_s))
             self._began_s = None
 
+    def miss_late(self, now_s: float) -> None:
+        """Note that from now on only groups are waited for that expire: without them there are enough for a batch."""
+        if self._late_since_s is None:
+            self._late_since_s = now_s
+
     def arrive(self, phases: list[Phase], now_s: float) -> None:
         """Note that a group arrived, and the phases after which it did."""
         self._phases, self._ended_s = phases, now_s
@@ -81,9 +88,10 @@ class LearnerWaits:
         self._ended_s = None
 
     def hand_out(self, version: int, now_s: float) -> dict[str, float]:
-        """Return the seconds that the learner waited for batch `version`, as metrics `buffer/waited_for/<name>`.
+        """Return the seconds that the learner waited for batch `version`, as metrics.
 
-        The same batch again gives the same metrics.
+        They are `buffer/waited_for/<name>`, which add up to the wait, and `buffer/waited_for_late_s`, the part of it in
+        which only groups were missing that expire. The same batch again gives the same metrics.
         """
         if version == self._handed_out[0]:
             self._began_s = None
@@ -93,8 +101,12 @@ class LearnerWaits:
         for begin_s, end_s in self._waits:
             for name, part_s in self._attributed(begin_s, end_s):
                 seconds[name] += part_s
+        since_s = now_s if self._late_since_s is None else self._late_since_s
+        late_s = sum(max(0.0, end_s - max(begin_s, since_s)) for begin_s, end_s in self._waits)
         self._waits.clear()
+        self._late_since_s = None
         metrics = {f"buffer/waited_for/{name}": value for name, value in seconds.items()}
+        metrics["buffer/waited_for_late_s"] = late_s
         self._handed_out = (version, metrics)
         return metrics
 

@@ -157,6 +157,12 @@ class Store:
                 self._drop_late([*self.state.running.values(), *self.state.finished.values()], version + 1, now_s)
         return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
+    @property
+    def misses_late(self) -> bool:
+        """Whether there are enough groups for a batch, so that a learner that waits does so for groups that expire."""
+        enough = len(self.state.finished) + len(self.state.used) >= self.rules.prompts_per_step
+        return enough and not self.rules.exact
+
     def trained(self, version: int) -> None:
         """Record that the held batch was trained on and yielded `version`, whose tokens are accepted from now on.
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from async_rl import pipeline
-from async_rl.cli import format_summary, main
+from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
@@ -233,15 +233,3 @@ def test_prepare_converts_the_original_gsm8k_file(tmp_path: Path, capsys: pytest
     assert main(["prepare", "gsm8k", str(source), str(target)]) == 0
     assert capsys.readouterr().out == f"1 rows written to {target}\n"
     assert target.is_file()
-
-
-def test_the_summary_is_a_table_of_what_was_measured() -> None:
-    text = format_summary(
-        {"accuracy_end": 0.8124, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6}
-    )
-    assert text.splitlines() == [
-        "",
-        "held-out accuracy, end   0.812",
-        "staleness, max               2",
-        "tokens/s                12,346",
-    ]

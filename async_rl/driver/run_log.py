@@ -213,6 +213,7 @@ class RunLog:
             return self._totals[key] / self._measured[key] if self._measured[key] else None
 
         summary: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
             "steps": self.version,
             "resumes": self._resumes,
             "seconds": seconds,

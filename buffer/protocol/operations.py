@@ -268,6 +268,8 @@ class Operations:
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):
+            if parked.request.op == "take" and self.store.misses_late:
+                self._waits.miss_late(now_s)
             if now_s < parked.until_s:
                 return
             result = {"state": self.describe(now_s)}

@@ -171,7 +171,7 @@ def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("staleness.late=mask",), r"staleness\.late=mask is not simulated"),
+        (("eval.pin_version=true", "eval.every_steps=5"), r"eval\.pin_version=True is not simulated"),
         (("staleness.mode=exact", "weight_sync.on_update=drain"), r"all runs .* staleness\.mode=exact"),
     ],
 )

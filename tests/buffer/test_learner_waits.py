@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from async_rl.types import Batch
 from buffer.client import LearnerClient, WorkerClient
 from buffer.learner_waits import FAILED, PHASES, LearnerWaits, Phase
-from tests.buffer.factories import make_config, make_group, serving
+from buffer.store import Store
+from tests.buffer.factories import make_config, make_group, make_outcome, plain_rules, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 PLAYED = [Phase("queued", 1.0), Phase("generate", 2.0), Phase("tools", 4.0), Phase("generate", 1.0)]
@@ -22,7 +23,9 @@ SECONDS = st.floats(0, 100)
 def waited_for(waits: LearnerWaits, version: int, now_s: float) -> dict[str, float]:
     """The names with more than 0 s."""
     metrics = waits.hand_out(version, now_s)
+    late_s = metrics.pop("buffer/waited_for_late_s")
     assert list(metrics) == [f"buffer/waited_for/{name}" for name in (*PHASES, FAILED)]
+    assert 0 <= late_s <= sum(metrics.values()) + 1e-9
     return {key.rpartition("/")[2]: seconds for key, seconds in metrics.items() if seconds}
 
 
@@ -71,6 +74,21 @@ def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:
     assert waited_for(waits, 0, 110.0) == pytest.approx({"generate": 2.0, "tools": 1.0})
 
 
+def test_the_part_of_a_wait_in_which_only_late_groups_are_missing_is_told() -> None:
+    """The learner waits from 100 to 103 and from 105 to 110; from 102 on there are enough other groups."""
+    waits = LearnerWaits()
+    waits.begin(100.0)
+    waits.miss_late(102.0)
+    waits.interrupt(103.0)
+    waits.begin(105.0)
+    waits.miss_late(106.0)
+    waits.arrive(PLAYED, 110.0)
+    assert waits.hand_out(0, 110.0)["buffer/waited_for_late_s"] == 6.0
+    waits.begin(111.0)
+    waits.arrive(PLAYED, 112.0)
+    assert waits.hand_out(1, 112.0)["buffer/waited_for_late_s"] == 0.0
+
+
 def test_a_batch_that_is_asked_for_again_has_the_same_waits() -> None:
     waits = LearnerWaits()
     waits.begin(108.0)
@@ -102,8 +120,30 @@ def test_the_parts_add_up_to_the_wait(
     if has_failed:
         waits.fail()
     parts = waits.hand_out(0, now_s)
+    assert parts.pop("buffer/waited_for_late_s") == 0
     assert sum(parts.values()) == pytest.approx(waited_s, abs=1e-6)
     assert min(parts.values()) >= 0
+
+
+def test_only_with_enough_other_groups_does_a_learner_wait_for_late_ones() -> None:
+    """Bound 1, batches of 2: groups 0 to 3 start at version 0. At version 1 two of them must be in the last batch."""
+    rules = plain_rules(1, 2)
+    store = Store(rules)
+    store.served(0)
+    first, second, third, fourth = (slot.group_id for slot in store.admit("rollout/0", 9, 0.0))
+    for group_id in (first, second):
+        assert not store.misses_late
+        store.finish(group_id, b"", make_outcome())
+    assert store.take(0)
+    store.trained(1)
+    store.served(1)
+    later = [slot.group_id for slot in store.admit("rollout/0", 9, 0.0)]
+    for group_id in later:
+        store.finish(group_id, b"", make_outcome(1))
+    assert store.take(1) is None and store.misses_late
+    store.finish(third, b"", make_outcome())
+    store.finish(fourth, b"", make_outcome())
+    assert [row.group_id for row in store.take(1) or ()] == [third, fourth]
 
 
 def test_the_metrics_come_with_the_batch() -> None:

@@ -197,7 +197,7 @@ def test_every_config_key_in_the_documents_exists() -> None:
 
 
 COMPOSED = (
-    "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/",
+    "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/", "buffer/waited_for/",
     "eval/accuracy/", "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
 )  # fmt: skip
 """Metric keys that the code puts together from parts."""

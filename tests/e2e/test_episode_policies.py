@@ -104,6 +104,7 @@ def check_waits(run: Run) -> None:
     for step, waited in zip(run.steps, waits, strict=True):
         assert set(waited) == {"queued", "generate", "tools", "rewards", "failed"}
         assert 0 <= sum(waited.values()) <= step["time/wait_data_s"] + 0.05
+        assert 0 <= step["buffer/waited_for_late_s"] <= sum(waited.values()) + 1e-6
     all_s = {name: sum(waited[name] for waited in waits) for name in waits[0]}
     assert all_s["generate"] > 0 and all_s["tools"] > 0 and all_s["failed"] == 0
     assert sum(all_s.values()) > 0.5 * sum(step["time/wait_data_s"] for step in run.steps)

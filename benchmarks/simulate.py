@@ -14,7 +14,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -110,8 +110,9 @@ class Result:
 
 def mean_result(results: Sequence[Result]) -> Result:
     """Return the means of all values, but of max_staleness the maximum."""
-    means = {field.name: statistics.fmean(getattr(r, field.name) for r in results) for field in fields(Result)}
-    return Result(**{**means, "max_staleness": max(r.max_staleness for r in results)})
+    names = [field.name for field in fields(Result)]
+    means: dict[str, Any] = {name: statistics.fmean(getattr(result, name) for result in results) for name in names}
+    return Result(**{**means, "max_staleness": max(result.max_staleness for result in results)})
 
 
 def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:

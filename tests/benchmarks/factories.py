@@ -79,7 +79,7 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     cell.folder.mkdir(parents=True)
     lines = [{"step": 0, "eval/accuracy": 0.3}]
     for step in range(1, steps + 1):
-        accuracy = 0.3 + 0.01 * step * (1 - 0.04 * bound**2) + rng.normal(0, 0.004)
+        accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)
         record = {
             "step": step, "time/since_first_step_s": (step - 1) * result.step_s, "staleness/max": float(bound),
             "staleness/mean": result.mean_staleness, f"staleness/rollouts_{bound}": 128.0, "reward/mean": accuracy,

@@ -56,7 +56,7 @@ CACHE_KEYS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of an episode, and what follows it."""
+    """One turn of an episode as it was played: the request's tokens, the length of the reply, the tool's time."""
 
     tokens: list[int]
     """The conversation so far."""
@@ -77,12 +77,12 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """How many episodes the worker plays in a time in which the schedule plays one."""
+        """The worker's speed over that of the fastest schedule: 1 at best."""
         return self.schedule_s / self.worker_s
 
     @property
     def hang_ratio(self) -> float:
-        """How many episodes it plays beside a call that hangs, in a time in which it plays one without that."""
+        """The worker's speed beside a call that hangs over its speed without one; 0 if that was not measured."""
         return self.worker_s / self.hang_s if self.hang_s else 0.0
 
 
@@ -103,7 +103,7 @@ def played_turns(group: RolloutGroup, tokenizer: Any, ends: Sequence[int], tool_
 
 
 def end_times(durations: Sequence[float], slots: int) -> list[float]:
-    """Return when each of some groups ends, sorted, if they begin in this order, each as soon as a slot is free."""
+    """Return the sorted end times of groups with these durations, each begun, in this order, once a slot is free."""
     free_s = [0.0] * slots
     return sorted(_end(free_s, duration) for duration in durations)
 
@@ -127,7 +127,7 @@ async def bare_load(config: Config, url: str, groups: Sequence[list[list[Turn]]]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def send(turns: Sequence[Turn], key: str) -> float:
-            """Send a request for some replies, and return what the engine took."""
+            """Send a request for the replies of `turns`, and return the seconds until they came."""
             sampling = {"temperature": config.rollout.temperature, "ignore_eos": True}
             body = {
                 "input_ids": [turn.tokens for turn in turns], "return_logprob": True, "extra_key": key,
@@ -161,7 +161,9 @@ async def bare_load(config: Config, url: str, groups: Sequence[list[list[Turn]]]
 
 
 async def measure_round(config: Config, engine: Engine, task: Task, batches: int, with_hang: bool) -> Round:
-    """Have the worker play `batches` batches of groups, then the bare client the same, then the worker with a hang."""
+    """Return the times of `batches` batches of groups, played by the worker, then by the bare client, and `with_hang`
+    by the worker again, while one call of a tool hangs.
+    """
     last = (batches - 1) * config.learner.prompts_per_step - 1
     rolled = await roll_out(config, engine, task, batches)
     groups = sorted((group for batch in rolled.batches for group in batch.groups), key=lambda group: group.group_id)

@@ -43,18 +43,18 @@ async def look_up(key: int) -> str:
 
 
 def look_up_s(key: int) -> float:
-    """Return how long `look_up` takes."""
+    """Return the seconds that `look_up(key)` takes: lognormal over the keys, and the same for the same key."""
     sigma = math.sqrt(math.log(1 + CV * CV))
     return random.Random(key).lognormvariate(math.log(MEAN_S) - sigma**2 / 2, sigma)
 
 
 async def read_reply(text: str, tools: Sequence[Schema]) -> Parsed:
-    """Read a reply as a call of `look_up`, or as an answer."""
+    """Return a random reply read as a call of `look_up` or, one in REPLIES_PER_ANSWER, as an answer without a call."""
     key = call_key(text)
     return Parsed(text) if key is None else Parsed("", (("look_up", json.dumps({"key": key})),))
 
 
 def call_key(text: str) -> int | None:
-    """Return the argument of the call that a reply is; None if it is an answer."""
+    """Return the argument of the call as which a reply is read; None if it is read as an answer."""
     key = crc32(text.encode())
     return key if key % REPLIES_PER_ANSWER else None

@@ -87,7 +87,7 @@ class Rolled:
 
 
 async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> Rolled:
-    """Run worker and buffer until a consumer, which trains nothing, has taken `batches` batches; return these batches."""
+    """Run worker and buffer until a consumer, which trains nothing, has taken `batches` batches; return those."""
     await asyncio.to_thread(SGLangAdmin(config, engine.url).flush_when_idle)  # earlier groups had the same numbers
     config = dataclasses.replace(config, staleness=StalenessConfig(max=batches - 1))  # gives slots for all
     config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal=False))  # no run directory

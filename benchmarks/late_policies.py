@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.errors import AsyncRLError
-from benchmarks.prediction import REPLAYS, SIMULATED_STEPS, first_series, rules_of, stages, workload_of
+from benchmarks.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from benchmarks.results import Row, Run, read_runs
 from benchmarks.simulate import Policy, Result, Workload, mean_result, simulate
 from benchmarks.tables import Table
@@ -24,15 +24,10 @@ WORTH_TELLING = 5e-4
 """If a smaller share of the groups is dropped, nothing is said of their lengths."""
 
 
-def compare_policies(
-    workloads: Sequence[Workload], bound: int, steps: int, replays: int = REPLAYS
-) -> dict[str, Result]:
+def compare_policies(workloads: Sequence[Workload], bound: int, steps: int) -> dict[str, Result]:
     """Simulate runs of `steps` steps with each policy for late groups, and return the mean results by policy."""
     return {
-        late: mean_result([
-            simulate(dataclasses.replace(workload, late=late), bound, steps, seed)
-            for workload in workloads for seed in range(replays)
-        ])
+        late: mean_result([simulate(dataclasses.replace(each, late=late), bound, steps) for each in workloads])
         for late in POLICIES
     }
 
@@ -62,7 +57,7 @@ def policies_of_rows(rows: Sequence[Row]) -> Table | None:
     for row in first_series(rows):
         workloads = [workload for run in row.runs if (workload := _episodes_of(run))]
         if row.staleness and workloads:
-            found[row.staleness] = compare_policies(workloads, row.staleness, _steps(row.runs[0]), replays=1)
+            found[row.staleness] = compare_policies(workloads, row.staleness, _steps(row.runs[0]))
     return policy_table(found)
 
 

@@ -218,7 +218,7 @@ def _rollout_text(w: Workload) -> str:
 def _policies_text(plan: Plan) -> str:
     """Return the table of the policies for late groups; at bound 0 none is ever late."""
     found = {
-        bound: compare_policies([plan.workload], bound, SPLIT_STEPS, replays=1) for bound in plan.bounds if bound
+        bound: compare_policies([plan.workload], bound, SPLIT_STEPS) for bound in plan.bounds if bound
     }
     table = policy_table(found)
     return "" if table is None else f"{table.title}:\n\n{table.markdown()}"

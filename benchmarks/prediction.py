@@ -18,8 +18,6 @@ from benchmarks.simulate import Result, Workload, mean_result, simulate
 from benchmarks.simulated_rollout import GroupTimes
 
 SIMULATED_STEPS = 150
-REPLAYS = 3
-"""How often a run of episodes is simulated, each time with other random times of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,8 @@ class Stages:
     """With `groups`: the time that each further group that samples adds to `group_s`."""
     groups: tuple[GroupTimes, ...] = ()
     """The times of the run's groups; empty if its episodes have one turn, or if it has no journal."""
+    train_times: tuple[float, ...] = ()
+    """With `groups`: the times of training of all batches but the first."""
 
 
 def stages(run: Run) -> Stages:
@@ -75,7 +75,8 @@ def stages(run: Run) -> Stages:
     if (episodes := measure_episodes(run.folder)) is None:
         return found
     return dataclasses.replace(
-        found, group_s=episodes.alone_s * running, load_s=episodes.load_s * running, groups=episodes.groups
+        found, group_s=episodes.alone_s * running, load_s=episodes.load_s * running, groups=episodes.groups,
+        train_times=tuple(train),
     )
 
 
@@ -125,7 +126,8 @@ def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
 
     workload = dataclasses.replace(
         rules, group_mean_s=float(np.maximum(alone_s, 1e-6)), load_s=load_s, group_cv=_mean(found, "group_cv"),
-        groups=tuple(group for stage in found for group in stage.groups), failed=_mean(found, "failed"),
+        groups=tuple(group for stage in found for group in stage.groups),
+        train_times=tuple(seconds for stage in found for seconds in stage.train_times), failed=_mean(found, "failed"),
     )
     return with_learner_of(workload, found)
 
@@ -213,7 +215,7 @@ def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> R
     steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
     if all(stage.groups for stage in own):
         replays = [workload_of([stage], rules) for stage in own]
-        return mean_result([simulate(w, row.staleness, steps, seed) for w in replays for seed in range(REPLAYS)])
+        return mean_result([simulate(replay, row.staleness, steps) for replay in replays])
     workload = workload_of(everywhere, rules)
     if math.isnan(workload.group_mean_s):
         return None

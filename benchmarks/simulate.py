@@ -39,6 +39,9 @@ class Workload:
     prompts_per_step: int = 64
     train_s: float = 10.0
     train_cv: float = 0.0
+    train_times: tuple[float, ...] = ()
+    """The measured times of training of the batches from number 1 on, which are replayed, scaled to the mean `train_s`.
+    Empty: times of training are lognormal."""
     sync_s: float = 0.5
     pause_s: float | None = None
     """How long generation pauses in a push, at most sync_s; None: all of sync_s."""
@@ -170,7 +173,7 @@ class _Simulation:
             self._abort()
             pool.advance(workload.handout_s)
             self._measure(batch, version)
-            train_s = workload.train_s * self._factor(workload.train_cv)
+            train_s = self._training_s(version)
             self._train_s += train_s
             pool.advance(train_s)
             store.trained(version + 1)
@@ -230,6 +233,17 @@ class _Simulation:
         duration_s = self._workload.group_mean_s * self._factor(self._workload.group_cv)
         return GroupTimes((EpisodeTimes(1, duration_s, 0.0),))
 
+    def _training_s(self, version: int) -> float:
+        times = self._workload.train_times
+        if times:
+            return self._workload.train_s * times[(version - 1) % len(times)] / statistics.fmean(times)
+        return self._workload.train_s * self._factor(self._workload.train_cv)
+
+    def _factor(self, cv: float) -> float:
+        """Return a random lognormal factor with mean 1 and coefficient of variation `cv`."""
+        sigma = float(np.sqrt(np.log1p(cv**2)))
+        return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
+
     def _measure(self, batch: list[Row], version: int) -> None:
         """Add the staleness, the masked share and the sizes of the groups of a batch to the totals."""
         oldest = version - self._max_staleness  # the oldest version whose tokens are trained
@@ -248,11 +262,6 @@ class _Simulation:
             times = self._groups.pop(row.group_id).times
             if row.drop_reason == "late":
                 self._sizes["late"].append((times.generate_s, times.duration_s))
-
-    def _factor(self, cv: float) -> float:
-        """Return a random lognormal factor with mean 1 and coefficient of variation `cv`."""
-        sigma = float(np.sqrt(np.log1p(cv**2)))
-        return float(self._rng.lognormal(-(sigma**2) / 2, sigma)) if cv else 1.0
 
 
 def _scaled(workload: Workload) -> list[GroupTimes]:

@@ -174,7 +174,7 @@ class RolloutPool:
         self._load += 1 / len(episode.group.times.episodes)
 
     def _end_turn(self) -> None:
-        """End the turn whose sampling ends first, and send its episode to its tools."""
+        """End the turn whose sampling ends first; its episode then waits for its tools, or goes on if it has none."""
         self.work_s, _, episode = heapq.heappop(self._sampling)
         self._load -= 1 / len(episode.group.times.episodes)
         episode.turns_left -= 1

@@ -53,7 +53,7 @@ class ServerMembership:
             self._urls = {name: url for name, url in self._urls.items() if url}
 
     def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
-        """End the `join` of each server that a push to `servers` reached, and with an error that of each one `lost`."""
+        """End the wait in `join` of each server that a push to `servers` reached; for those `lost`, with an error."""
         with self._lock:
             for name in lost:
                 self._fail(name)

@@ -179,10 +179,13 @@ class Learner:
         return metrics
 
     def _publish(self, batch: Batch | None, is_last: bool) -> list[LearnerReport]:
-        """Make every server serve the current version, then open admission for it. Returns the reports for the driver.
+        """Push the current version to every server, then open admission for it if it is new.
+
+        Returns the reports for the driver: which servers were lost, and that an evaluation is due.
 
         Args:
-            batch: the step's batch. None: an extra push for a server that came back; others may have the version.
+            batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
+            is_last: it is the push after the last step, so admission stays shut.
         """
         is_new = self.version > self._served_version
         if is_new and self.config.eval.pin_version:

@@ -51,7 +51,7 @@ def _rounded(values: Float16Array) -> list[float]:
 
 
 def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, Any]:
-    """Return one answer's entry in the list of the group's answers: reward, length, versions, preview and so on."""
+    """Return the entry of answer `number` in the list of all the group's answers: reward, length, preview and so on."""
     rollout = group.rollouts[number]
     text = texts.decode(rollout.tokens[:PREVIEW_CHARS].tolist())
     return {

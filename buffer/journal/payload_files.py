@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    """Appends payloads to numbered files in a folder, and deletes a file once none of its payloads is kept any more.
+    """Appends payloads to numbered files in a folder, and deletes a file, but the newest, once it keeps no payload.
 
     `kept` has the places of the payloads that an earlier buffer wrote and that are still kept; files without any are
     deleted at once. Every method raises OSError if the folder or a file can't be read or written.

@@ -56,7 +56,7 @@ class McpServer:
     def tools(self) -> list[tuple[Schema, CallTool]]:
         """Return (description, function that calls the tool) for each tool of the server.
 
-        The server is asked in a session that then ends.
+        The server is asked for its tools in a session that then ends; all calls of tools share a later one.
 
         Raises:
             ConfigError: the package `mcp` is missing, or the server can't be used.

@@ -216,7 +216,8 @@ class ServerParser:
     timeout_s: float = 30.0
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return the text and calls that the server reads in the reply `text`; an error if it left out a call.
+        """Return the text and calls that the server reads in the reply `text`; an error if it left out all calls.
+
         Raises:
             AsyncRLError: the server does not know the parser, or does not answer.
         """

@@ -1,4 +1,4 @@
-"""Typed Python functions as tools: their description for the model, and calls of them whose errors the model reads."""
+"""Makes tools of typed Python functions, classes and MCP servers, and calls them; the model reads their errors."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ TASKS = {
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:
-    """Return the task that `task.path` or `task.name` names: one of `TASKS`, or a subclass of Task as `module:name`."""
+    """Return the run's task: of the class `module:name` in `task.name`, or else of the one in `TASKS` that fits."""
     name = config.task.name
     place = name if ":" in name else TASKS["files" if config.task.path else name.partition("/")[0]]
     found = import_object(place, "task.name")

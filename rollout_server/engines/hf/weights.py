@@ -92,7 +92,7 @@ class WeightEndpoints:
         """Pause sampling. `in_place` keeps the KV of the running answers, `retract` and `abort` both drop it."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
-            raise ValueError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+            raise ValueError(f"the mode of a pause must be 'in_place', 'retract' or 'abort', got {mode!r}")
         await self._engine.pause(keep_kv=mode == "in_place")
 
     async def _resume(self, body: dict[str, Any]) -> None:

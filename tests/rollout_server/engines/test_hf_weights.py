@@ -131,7 +131,7 @@ def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -
         return [(status, reply["message"]) for status, reply in replies]
 
     outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(config_for(folder), refused)
-    assert outside[0] == 400 and "outside of /begin_weight_update" in outside[1]
+    assert outside[0] == 400 and "must be sent after /begin_weight_update" in outside[1]
     assert mode[0] == 400 and "'stop'" in mode[1]
     assert begin[0] == 200 and one_tensor[0] == 200
     assert shape[0] == 400 and "torch.float32 [96], got torch.float32 [95]" in shape[1]

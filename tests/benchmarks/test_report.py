@@ -300,3 +300,13 @@ def test_corrections_with_one_seed_have_no_p_value() -> None:
 def test_dropped_groups_stand_beside_trained_ones(sweep: Path, printed: str) -> None:
     assert "| staleness 1 | trained | 60 | 0.5 | 1 |" in printed
     assert "| staleness 1 | dropped: late | 90 | 0.5 | 2.62 |" in printed
+
+
+def test_the_shares_of_late_groups_and_of_masked_tokens_are_reported(sweep: Path, printed: str) -> None:
+    assert "groups dropped as too late" in printed and "tokens masked as too old" not in printed
+    run = read_runs(sweep)[0]
+    trained = run.summary["buffer"]["buffer/trained"]
+    assert run.values()["dropped"] == pytest.approx(4 / (trained + 4))
+    masked = [0.9, 0.1, 0.3]  # the first step is left out
+    steps = [{**step, "staleness/masked_fraction": share} for step, share in zip(run.steps, masked, strict=False)]
+    assert dataclasses.replace(run, steps=steps).values()["masked"] == pytest.approx(0.2)

@@ -20,7 +20,10 @@ MAX_GROUPS = 2000
 """If a run has more groups, those that are simulated are spread evenly over it."""
 LEAST_S = 1e-6
 LEAST_SPREAD = 0.01
-"""If the loads of the groups differ less, by standard deviation over mean, no line is fitted to them."""
+"""If the loads of the groups differ less, by standard deviation over mean, the engine counts as one with room."""
+LOAD_SHARES = np.linspace(0.0, 1.0, 101).tolist()
+"""What each further group may add to the time of sampling, as a share of that of a group alone: 0 if the engine has
+room, 1 if it is full."""
 _QUERY = """
 SELECT group_id, granted_s, groups.duration_s, turns, generate_s, episodes.duration_s,
     (SELECT SUM(response_tokens) FROM rollouts WHERE rollouts.group_id = episodes.group_id AND
@@ -57,19 +60,9 @@ def measure_episodes(run_dir: Path) -> MeasuredEpisodes | None:
     _, firsts, sizes = np.unique(group_ids, return_index=True, return_counts=True)
     duration_s = np.maximum(duration_s, LEAST_S)
     sampled_s = np.clip(sampled_s, LEAST_S, duration_s)
-    load = _loads(granted_s, duration_s, sampled_s / duration_s / np.repeat(sizes, sizes))
-
-    # The longer a reply, the longer it takes: the line is fitted to the time of a token.
-    of_group = np.add.reduceat(np.stack([sampled_s, load * sampled_s, tokens]), firsts, axis=1)
-    group_load, token_s = of_group[1] / of_group[0], of_group[0] / of_group[2]
-    mean_load = float(np.average(load, weights=sampled_s))
-    full = float(token_s @ of_group[2] / of_group[2].sum()) / mean_load  # the steepest line: 0 at no load
-    slope = 0.0
-    if group_load.std() > LEAST_SPREAD * mean_load:
-        slope = float(np.clip(np.polyfit(group_load, token_s, 1, w=np.sqrt(of_group[2]))[0], 0.0, full))
-    alone = (full - slope) * mean_load + slope
-    alone_s = sampled_s * alone / ((full - slope) * mean_load + slope * np.maximum(1.0, load))
-
+    speed = _Speeds(granted_s, duration_s, sampled_s / duration_s / np.repeat(sizes, sizes))
+    load_share = _load_share(speed, sampled_s, tokens, firsts)
+    alone_s = sampled_s * speed(load_share)
     rest_s = group_s[firsts] - np.maximum.reduceat(duration_s, firsts)
     times = list(map(EpisodeTimes, turns.astype(int).tolist(), alone_s.tolist(), (duration_s - sampled_s).tolist()))
     groups = [
@@ -77,23 +70,46 @@ def measure_episodes(run_dir: Path) -> MeasuredEpisodes | None:
         for first, size, rest in zip(firsts.tolist(), sizes.tolist(), rest_s.tolist(), strict=True)
     ]
     every = math.ceil(len(groups) / MAX_GROUPS)
-    return MeasuredEpisodes(tuple(groups[::every]), float(alone_s.mean()), float(alone_s.mean()) * slope / alone)
+    return MeasuredEpisodes(tuple(groups[::every]), float(alone_s.mean()), float(alone_s.mean()) * load_share)
 
 
-def _loads(granted_s: Numbers, duration_s: Numbers, shares: Numbers) -> Numbers:
-    """Return for each episode the mean over its time of the sum of `shares` of the episodes that run.
+class _Speeds:
+    """How fast episodes were sampled under the load there was, against groups that are alone.
+
+    The mean is over the speeds at all times of an episode, not over the loads: an episode that samples most of its time
+    beside many others, and then alone, is sampled mostly while it is alone.
 
     Args:
         shares: the part of a group that the episode's sampling is, averaged over its time.
     """
-    times = np.concatenate([granted_s, granted_s + duration_s])
-    order = np.argsort(times, kind="stable")
-    times = times[order]
-    running = np.cumsum(np.concatenate([shares, -shares])[order])
-    integral = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
-    ends, begins = np.interp(granted_s + duration_s, times, integral), np.interp(granted_s, times, integral)
-    loads: Numbers = (ends - begins) / duration_s
-    return loads
+
+    def __init__(self, granted_s: Numbers, duration_s: Numbers, shares: Numbers) -> None:
+        self._begins, self._ends = granted_s, granted_s + duration_s
+        times = np.concatenate([self._begins, self._ends])
+        order = np.argsort(times, kind="stable")
+        self._times = times[order]
+        self._load = np.maximum(1.0, np.cumsum(np.concatenate([shares, -shares])[order]))
+
+    def __call__(self, load_share: float) -> Numbers:
+        """Return each episode's mean speed: 1 at no load; each further group adds `load_share` to the time taken."""
+        speeds = 1 / (1 + load_share * (self._load - 1))
+        integral = np.concatenate([[0.0], np.cumsum(speeds[:-1] * np.diff(self._times))])
+        passed = np.interp(self._ends, self._times, integral) - np.interp(self._begins, self._times, integral)
+        return np.asarray(passed / (self._ends - self._begins))
+
+
+def _load_share(speed: _Speeds, sampled_s: Numbers, tokens: Numbers, firsts: npt.NDArray[np.int64]) -> float:
+    """Return the one of LOAD_SHARES with which the time of a token, without the load, differs least between groups."""
+    speeds = speed(1.0)
+    if speeds.std() <= LEAST_SPREAD * speeds.mean():
+        return 0.0
+
+    def unequal(load_share: float) -> float:
+        group_s, group_tokens = np.add.reduceat(np.stack([sampled_s * speed(load_share), tokens]), firsts, axis=1)
+        relative = group_s / group_tokens * group_tokens.sum() / group_s.sum()
+        return float(np.average((relative - 1) ** 2, weights=group_tokens))
+
+    return min(LOAD_SHARES, key=unequal)
 
 
 def _read(file: Path) -> list[tuple[float, ...]]:

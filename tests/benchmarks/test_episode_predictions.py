@@ -57,6 +57,16 @@ def test_the_load_of_overlapping_groups_is_found_in_the_journal(tmp_path: Path) 
         assert group.rest_s == pytest.approx(rest_s)
 
 
+def test_an_episode_that_is_alone_at_its_end_has_sampled_most_then(tmp_path: Path) -> None:
+    """Four groups share a full engine until three short ones end, after 4 s; the long one goes on for 3 s, alone."""
+    short, long = [(1, 4.0, 4.0, 10)], [(1, 7.0, 7.0, 40)]
+    write_journal(tmp_path, [(0, 0.0, 4.0, short), (1, 0.0, 4.0, short), (2, 0.0, 4.0, short), (3, 0.0, 7.0, long)])
+    found = measure_episodes(tmp_path)
+    assert found is not None
+    assert [group.duration_s for group in found.groups] == pytest.approx([1.0, 1.0, 1.0, 4.0])
+    assert (found.alone_s, found.load_s) == pytest.approx((1.75, 1.75))
+
+
 def test_an_engine_with_room_takes_as_long_under_load(tmp_path: Path) -> None:
     """Two episodes sample 1 and 3 s in 1 and 3 turns; the other 2 s of the second are for tools. Groups overlap."""
     episodes = [(1, 1.0, 1.0, 10), (3, 3.0, 5.0, 30)]

@@ -83,8 +83,13 @@ def run_pipeline(
 
         running: set[asyncio.Task[None]] = set()
         while not stop.is_set():
-            for slot in await client.admit(10):
-                running.add(asyncio.create_task(one_group(slot)))
+            admission = asyncio.create_task(client.admit(10))
+            while not (admission.done() or stop.is_set()):
+                await asyncio.wait({admission}, timeout=0.05)
+            if not admission.done():  # the buffer answers only at the end of its long poll
+                admission.cancel()
+                break
+            running.update(asyncio.create_task(one_group(slot)) for slot in admission.result())
             done = {task for task in running if task.done()}
             running -= done
             await asyncio.gather(*done)

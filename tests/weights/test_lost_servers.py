@@ -137,8 +137,9 @@ def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> None:
-    receivers = [ReceiverProcess(num_tensors=8, config=CONFIG) for _ in range(2)]
-    publisher = BroadcastPublisher(CONFIG, [r.url for r in receivers], 0, CPU, backend="gloo")
+    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=200.0, join_s=20.0))  # the loss is noticed, not waited out
+    receivers = [ReceiverProcess(num_tensors=8, config=config) for _ in range(2)]
+    publisher = BroadcastPublisher(config, [r.url for r in receivers], 0, CPU, backend="gloo")
     tensors = {name: torch.full((512, 512), float(number)) for number, name in enumerate(receivers[0].names)}
 
     def killing() -> Iterator[tuple[str, Tensor]]:
@@ -149,15 +150,13 @@ def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> No
 
     try:
         publisher.push(tensors.items(), 1)
-        start_s = time.monotonic()
         assert publisher.push(killing(), 2).lost == ("rollout/1",)
         report = publisher.push(tensors.items(), 2)
-        assert time.monotonic() - start_s < 30
         assert report.lost == ()
         assert report.num_bytes == 8 * 2**20
         assert receivers[0].version() == 2
         assert receivers[0].checksum() == sum(t.double().sum().item() for t in tensors.values())
-        receivers.append(ReceiverProcess(num_tensors=8, config=CONFIG))  # it joins late
+        receivers.append(ReceiverProcess(num_tensors=8, config=config))  # it joins late
         publisher.servers["rollout/1"] = receivers[2].url
         publisher.push(tensors.items(), 3)
         assert [receivers[0].version(), receivers[2].version()] == [3, 3]

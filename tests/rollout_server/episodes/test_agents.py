@@ -121,14 +121,13 @@ def test_an_agent_that_never_asks_the_policy_fails() -> None:
 def test_an_agent_that_falls_silent_runs_out_of_time() -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> float:
         await two_turns(question, base_url, api_key)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)  # longer than any test may take
         return 1.0
 
-    began_s = time.monotonic()
     limits = EpisodeLimits(tool_s=5, turn_s=0.5, episode_s=10, on_timeout="partial")
     episode = played(agent, "5", "4", limits=limits)
     assert (episode.end, episode.reward, episode.metrics["timeouts"]) == ("timeout", 0.0, 1)
-    assert episode.rows[0].finish_reason == "timeout" and time.monotonic() - began_s < 5
+    assert episode.rows[0].finish_reason == "timeout"
 
 
 def test_a_slow_engine_is_not_the_agents_silence() -> None:

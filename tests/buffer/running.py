@@ -54,6 +54,17 @@ def make_answers(slot: Slot, rng: np.random.Generator, newest: int, group_size: 
     return make_group(slot, rollouts=tuple(make_rollout(2, versions=versions) for _ in range(group_size)))
 
 
+async def admit_until(stop: threading.Event, client: WorkerClient) -> list[Slot]:
+    """The slots of one request; none if `stop` is set before the end of the buffer's long poll."""
+    admission = asyncio.create_task(client.admit(10))
+    while not (admission.done() or stop.is_set()):
+        await asyncio.wait({admission}, timeout=0.05)
+    if admission.done():
+        return admission.result()
+    admission.cancel()
+    return []
+
+
 def run_pipeline(
     server: BufferServer | str, config: Config, steps: int, workers: int, step_s: float = 0.005,
     make: GroupMaker | None = None,
@@ -83,13 +94,8 @@ def run_pipeline(
 
         running: set[asyncio.Task[None]] = set()
         while not stop.is_set():
-            admission = asyncio.create_task(client.admit(10))
-            while not (admission.done() or stop.is_set()):
-                await asyncio.wait({admission}, timeout=0.05)
-            if not admission.done():  # the buffer answers only at the end of its long poll
-                admission.cancel()
-                break
-            running.update(asyncio.create_task(one_group(slot)) for slot in admission.result())
+            for slot in await admit_until(stop, client):
+                running.add(asyncio.create_task(one_group(slot)))
             done = {task for task in running if task.done()}
             running -= done
             await asyncio.gather(*done)

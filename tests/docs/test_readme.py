@@ -76,6 +76,8 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_cpu.yaml --staleness 0,1,2,3,5,8,10 --seeds 3": "benchmarks/results, by hand",
     "async-rl sft configs/sweep_agent_cpu.yaml": "benchmarks/results, by hand",
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 0,1,2,4,8 --seeds 3": "benchmarks/results, by hand",
+    "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 8 --axis staleness.late=wait,drop,mask --seeds 3 "
+    "--name sweep-agent-late": "benchmarks/results, by hand",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

@@ -22,8 +22,8 @@ LEAST_S = 1e-6
 LEAST_SPREAD = 0.01
 """If the loads of the groups differ less, by standard deviation over mean, the engine counts as one with room."""
 LOAD_SHARES = np.linspace(0.0, 1.0, 101).tolist()
-"""What each further group may add to the time of sampling, as a share of that of a group alone: 0 if the engine has
-room, 1 if it is full."""
+"""These values are tried for the time that each further group adds to sampling, as a share of the time that a group
+takes alone: 0 if the engine has room, 1 if it is full."""
 _QUERY = """
 SELECT group_id, granted_s, groups.duration_s, turns, generate_s, episodes.duration_s,
     (SELECT SUM(response_tokens) FROM rollouts WHERE rollouts.group_id = episodes.group_id AND
@@ -74,7 +74,7 @@ def measure_episodes(run_dir: Path) -> MeasuredEpisodes | None:
 
 
 class _Speeds:
-    """How fast episodes were sampled under the load there was, against groups that are alone.
+    """Computes how fast episodes were sampled under the load there was, against groups that are alone.
 
     The mean is over the speeds at all times of an episode, not over the loads: an episode that samples most of its time
     beside many others, and then alone, is sampled mostly while it is alone.

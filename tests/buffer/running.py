@@ -55,7 +55,7 @@ def make_answers(slot: Slot, rng: np.random.Generator, newest: int, group_size: 
 
 
 async def admit_until(stop: threading.Event, client: WorkerClient) -> list[Slot]:
-    """The slots of one request; none if `stop` is set before the end of the buffer's long poll."""
+    """Return the slots that one request brings; none if `stop` is set before the buffer ends its long poll."""
     admission = asyncio.create_task(client.admit(10))
     while not (admission.done() or stop.is_set()):
         await asyncio.wait({admission}, timeout=0.05)

@@ -90,7 +90,7 @@ def test_an_agent_is_cancelled_in_its_process(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_blocks_does_not_hold_its_process(tmp_path: Path) -> None:
-    (episode,) = played("block", tmp_path, limits=EpisodeLimits(tool_s=5, turn_s=20, episode_s=3))
+    (episode,) = played("block", tmp_path, limits=EpisodeLimits(tool_s=5, turn_s=600, episode_s=3))
     assert episode.end == "timeout"
 
 

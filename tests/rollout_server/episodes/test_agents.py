@@ -124,7 +124,7 @@ def test_an_agent_that_falls_silent_runs_out_of_time() -> None:
         await asyncio.sleep(600)  # longer than any test may take
         return 1.0
 
-    limits = EpisodeLimits(tool_s=5, turn_s=0.5, episode_s=10, on_timeout="partial")
+    limits = EpisodeLimits(tool_s=5, turn_s=0.5, episode_s=600, on_timeout="partial")
     episode = played(agent, "5", "4", limits=limits)
     assert (episode.end, episode.reward, episode.metrics["timeouts"]) == ("timeout", 0.0, 1)
     assert episode.rows[0].finish_reason == "timeout"

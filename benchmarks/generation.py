@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
@@ -174,6 +175,8 @@ async def measure(
         await engine.start()
         task = open_task(config, load_tokenizer(config.model.path))
         await plain_load(config, engine, task, groups)  # warm-up
+        gc.collect()
+        gc.freeze()  # as the rollout process of a run does
         for number in range(rounds):
             found: dict[str, float] = {}
             found["plain"], found["plain_tokens"] = await plain_load(config, engine, task, groups)

@@ -33,7 +33,7 @@ from rollout_server.engines.base import Completion, Engine, GenerationRequest
 from rollout_server.episodes.episode import ENDS, MAX_ATTEMPTS, Episode, episode_metrics
 from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
-from rollout_server.episodes.player import EpisodePlayer
+from rollout_server.episodes.player import open_player
 from rollout_server.flat_rewards import FlatRewards
 from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
@@ -68,7 +68,7 @@ class Worker:
         self._task = task
         self._reward = reward
         log_file = config.run_dir / "logs" / f"agent-{index}.log"
-        self._player = EpisodePlayer(config, tokenizer, self._generate, engine.url, log_file)
+        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
         self._gate = TurnGate(self._name, config.timeouts.generate_s + config.timeouts.push_s)

@@ -1,16 +1,14 @@
-"""Plays the episodes of rollout groups: with an environment, with an agent, or as questions and answers."""
+"""Plays the episodes of rollout groups: with an environment, with an agent, with tools, or as questions and answers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,15 +25,42 @@ from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.load import load_agent, load_task_env
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.rendering import GivenStart, TurnRenderer
+from rollout_server.episodes.question_env import QuestionEnv
+from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ParseCalls, ReplyReader, open_parser
 from rollout_server.episodes.session import Generate, Session, SessionLimits
-from rollout_server.episodes.single_turn import QuestionEnv
+from rollout_server.episodes.single_turn import QuestionPlayer
 from rollout_server.episodes.tools import load_tools
 
 
+class Player(Protocol):
+    """Plays all episodes of one worker, many at once."""
+
+    async def play(self, request: GenerationRequest) -> list[Episode]:
+        """Play `request.n` episodes of a group, and return them in order. Those that failed have no rows.
+
+        Raises:
+            AsyncRLError: the engine failed.
+        """
+
+    def drain_counts(self) -> dict[str, int]:
+        """Return how often `requests`, `retries`, ... happened at the agents' endpoint since the last call."""
+
+    async def aclose(self) -> None:
+        """End what the episodes needed: the endpoint of agents and the agent's process."""
+
+
+def open_player(
+    config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path
+) -> Player:
+    """Return the player of the configured task; see EpisodePlayer for the arguments and the errors."""
+    if not config.task.has_turns:
+        return QuestionPlayer(tokenizer, generate)
+    return EpisodePlayer(config, tokenizer, generate, server_url, log_file)
+
+
 class EpisodePlayer:
-    """Plays all episodes of one worker, many at once.
+    """Plays episodes of several turns: with an environment, with an agent, or as questions with tools.
 
     Args:
         generate: has the engine answer a request.
@@ -54,17 +79,14 @@ class EpisodePlayer:
         self._config = config
         self._generate = generate
         limits = EpisodeLimits(
-            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, on_timeout=task.on_timeout,
-            # The answer to a question has the limit timeouts.generate_s, which ends the run.
-            episode_s=timeouts.episode_s if task.has_turns else math.inf,
-        )  # fmt: skip
-        ends = end_tokens(config.model.path) if task.has_turns else []
-        self._renderer = TurnRenderer(tokenizer, ends) if task.has_turns else None
+            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout=task.on_timeout
+        )
+        ends = end_tokens(config.model.path)
+        self._renderer = TurnRenderer(tokenizer, ends)
         self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
-        # Questions call no code of others, and those that are granted together must reach the engine together.
-        self._envs = EnvRunner(limits, task.max_concurrent_calls if task.has_turns else sys.maxsize)
+        self._envs = EnvRunner(limits, task.max_concurrent_calls)
         self._tools = load_tools(task.tools)
-        if self._tools and "tool" not in (self._renderer or GivenStart([])).roles:
+        if self._tools and "tool" not in self._renderer.roles:
             raise ConfigError(
                 f"task.tools must be empty for the model {config.model.path}: its chat template, if there is one, "
                 "can't show the results of tools to the model. Use a model whose template knows tools"
@@ -122,10 +144,9 @@ class EpisodePlayer:
         rollout = self._config.rollout
         limits = SessionLimits(
             max_tokens=self._config.longest_tokens, max_reply_tokens=request.max_tokens,
-            max_turns=rollout.max_turns if self._config.task.has_turns else 1,
+            max_turns=rollout.max_turns,
         )  # fmt: skip
-        renderer = self._renderer or GivenStart(request.prompt.tokens.tolist())
-        return Session(generate, renderer, self._reader, limits)
+        return Session(generate, self._renderer, self._reader, limits)
 
     def drain_counts(self) -> dict[str, int]:
         """Return how often `requests`, `retries`, ... happened at the agents' endpoint since the last call."""
@@ -142,13 +163,11 @@ class EpisodePlayer:
 
 
 def _open_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
-    """Return the parser of the model's tool calls, or None: the run has no turns, or needs no parser and none is known.
+    """Return the parser of the model's tool calls, or None: the run needs no parser and none is known.
 
     Raises:
         ConfigError: task.tools or rollout.tool_parser is set, and no parser of that name or for the template is known.
     """
-    if not config.task.has_turns:
-        return None
     url = server_url if config.rollout.engine_entry.parses_tool_calls else ""
     template, headers = tokenizer.chat_template or "", authorization(config.network)
     try:

@@ -198,30 +198,6 @@ class TurnRenderer:
         return [tokens[0] for tokens in takewhile(same, zip(*starts, strict=False))]
 
 
-class GivenStart:
-    """Renders conversations of one reply, which begin with given tokens: those of a question's prompt.
-
-    A question is not rendered anew, so a run without turns works with every chat template and every prompt.
-    """
-
-    roles: frozenset[str] = frozenset()
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-
-    def fits(self, messages: Sequence[Message], max_tokens: int) -> bool:
-        """Return True: the task has left out prompts that are too long."""
-        return True
-
-    def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the given tokens."""
-        return self._tokens
-
-    def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Raise ValueError, because nothing can follow a reply."""
-        raise ValueError("no message can follow the answer to a question, which ends its episode")
-
-
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message as chat templates want it: the arguments of tool calls are objects, not JSON text."""
     calls = [

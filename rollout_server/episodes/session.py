@@ -20,7 +20,7 @@ from typing import Literal
 
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
-from rollout_server.episodes.rendering import GivenStart, TurnRenderer
+from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.rows import Node, Row, make_rows
 
@@ -86,7 +86,7 @@ class Session:
     """
 
     def __init__(
-        self, generate: Generate, renderer: TurnRenderer | GivenStart, reader: ReplyReader, limits: SessionLimits
+        self, generate: Generate, renderer: TurnRenderer, reader: ReplyReader, limits: SessionLimits
     ) -> None:
         self._generate = generate
         self._renderer = renderer

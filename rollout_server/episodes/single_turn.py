@@ -1,30 +1,55 @@
-"""Question answering as an episode: one answer, or with tools one answer after any number of calls."""
+"""Answers questions: the shortest episodes, of one reply, without an environment, an agent or tools.
+
+No code of others takes part in them, and nothing follows their one reply. So all answers to a question are one request
+to the engine, and need no session: a session for each would take CPU from the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from typing import Any
 
-from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message
-from rollout_server.episodes.tools import Tool
-from rollout_server.question import Question
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.engine_sampler import GenerateAnswers
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.rows import Node, make_rows
 
 
-class QuestionEnv:
-    """The shortest environment: asks a question, and is done with the first reply that calls no tool.
+class QuestionPlayer:
+    """Plays the episodes of one worker whose task has no turns.
 
-    It gives no reward. The reward function of the run scores the answers of a whole group, see `Episode.answer`.
+    Args:
+        generate: has the engine answer a request.
     """
 
-    def __init__(self, question: Question, tools: Sequence[Tool] = ()) -> None:
-        self.tools = tools
-        self._question = question
+    def __init__(self, tokenizer: Any, generate: GenerateAnswers) -> None:
+        self._tokenizer = tokenizer
+        self._generate = generate
 
-    async def start(self) -> list[Message]:
-        return [Message(role=said["role"], content=said["content"]) for said in self._question.messages]
+    async def play(self, request: GenerationRequest) -> list[Episode]:
+        """Return `request.n` episodes in order, each with one answer and without a reward.
 
-    async def step(self, reply: Message) -> Step:
-        return Step(done=True)
+        Raises:
+            AsyncRLError: the engine failed.
+        """
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        completions = await self._generate(request)
+        ended_s = clock()
+        question = Node(None, request.prompt.tokens.tolist())
+        replies = [Node(question, completion.tokens.tolist(), completion) for completion in completions]
+        answers = self._tokenizer.batch_decode([reply.tokens for reply in replies], skip_special_tokens=True)
+        return [
+            Episode(
+                rows=tuple(make_rows([reply])), answer=answer, end="done",
+                reply_times=((began_s, ended_s),), ended_s=ended_s,
+            )
+            for reply, answer in zip(replies, answers, strict=True)
+        ]  # fmt: skip
 
-    async def close(self) -> None:
-        pass
+    def drain_counts(self) -> dict[str, int]:
+        """Return no counts: there is no endpoint for agents."""
+        return {}
+
+    async def aclose(self) -> None:
+        """Do nothing: there is nothing to end."""

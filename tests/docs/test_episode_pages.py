@@ -19,10 +19,10 @@ from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.load import load_agent, load_env
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.episodes.single_turn import QuestionEnv
 from rollout_server.episodes.tools import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k

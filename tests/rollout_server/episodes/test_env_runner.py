@@ -16,8 +16,8 @@ from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.session import SessionLimits
-from rollout_server.episodes.single_turn import QuestionEnv
 from rollout_server.episodes.tools import Tool
 from rollout_server.question import Question
 from tests.rollout_server.episodes.fake_engine import scripted, session_of

@@ -24,10 +24,10 @@ from rollout_server.episodes.env import Step
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.episodes.single_turn import QuestionEnv
 from rollout_server.question import Question
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine

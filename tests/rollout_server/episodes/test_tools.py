@@ -11,10 +11,10 @@ from async_rl.errors import ConfigError
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, ToolCall
+from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.session import Session
-from rollout_server.episodes.single_turn import QuestionEnv
 from rollout_server.episodes.time_limits import ForeignCode
 from rollout_server.episodes.tools import MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
 from rollout_server.question import Question

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from async_rl.types import Prompt
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.episodes.group_rows import question_rows
+from rollout_server.episodes.single_turn import QuestionPlayer
+from tests.rollout_server.episodes.fake_engine import completion
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+def test_the_answers_to_a_question_are_one_request_and_are_trained_as_they_were_sampled() -> None:
+    """Also an answer that ran into its limit, and one whose tokens other weights than the first's sampled."""
+    prompt = TOKENIZER("1+2=").input_ids
+    three, cut = [*TOKENIZER("3").input_ids, END], TOKENIZER("27").input_ids
+    updated = Completion(
+        tokens=np.array(three, np.int32), logprobs=np.array([-0.1, -0.2], np.float32),
+        versions=np.array([4, 5], np.int32), finish_reason="stop",
+    )  # fmt: skip
+    asked: list[GenerationRequest] = []
+
+    async def generate(request: GenerationRequest) -> list[Completion]:
+        asked.append(request)
+        return [updated, completion(cut, 4, ended=False)]
+
+    request = GenerationRequest(
+        group_id=7, prompt=Prompt(index=3, tokens=np.array(prompt, np.int32), text="1+2=", source="", reference=None),
+        start_version=4, seed=1, n=2, max_tokens=2, temperature=1.0,
+    )  # fmt: skip
+    episodes = asyncio.run(QuestionPlayer(TOKENIZER, generate).play(request))
+    assert asked == [request]
+    assert [episode.answer for episode in episodes] == ["3", "27"]
+    rows = question_rows([episode.with_reward(1.5) for episode in episodes], request.prompt.tokens)
+    first, second = rows.rollouts
+    assert first.tokens.tolist() == three and second.tokens.tolist() == cut
+    assert first.versions.tolist() == [4, 5] and second.versions.tolist() == [4, 4]
+    np.testing.assert_array_equal(first.logprobs, updated.logprobs)
+    assert first.mask.all() and second.mask.all()
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+    assert first.reward == second.reward == 1.5

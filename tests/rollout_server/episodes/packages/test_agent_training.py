@@ -11,6 +11,7 @@ import yaml
 
 from async_rl.config.loading import load_config
 from tests.e2e.assembled import Run, run_assembled
+from tests.rollout_server.engines.vllm_cases import needs_vllm
 from tests.rollout_server.episodes.packages.environment import new_environment
 from tests.tiny_folder import save_tiny_model
 
@@ -18,9 +19,9 @@ HERE = Path(__file__).parent
 STEPS = 20
 
 
-def trained(folder: Path, agent: str, python: str) -> Run:
-    """Train an untrained tiny model with an agent, on the hf engine."""
-    save_tiny_model("tiny-qwen2", folder / "model", seed=0)
+def trained(folder: Path, agent: str, python: str, engine: str) -> Run:
+    """Train an untrained tiny model with an agent."""
+    save_tiny_model("tiny-qwen3", folder / "model", seed=0)
     rows = [
         {"data_source": "numbers", "prompt": [{"role": "user", "content": f"a number of {n}?"}],
          "reward_model": {"style": "rule", "ground_truth": ""}}
@@ -34,14 +35,15 @@ def trained(folder: Path, agent: str, python: str) -> Run:
             "path": str(folder / "numbers.jsonl"), "agent": agent, "agent_python": python, "max_prompt_tokens": 40,
         },
         "rollout": {
-            "engine": "hf", "group_size": 6, "max_response_tokens": 4, "max_episode_tokens": 80, "max_turns": 4,
+            "engine": engine, "group_size": 6, "max_response_tokens": 4, "max_episode_tokens": 80, "max_turns": 4,
         },
         "learner": {"prompts_per_step": 4, "lr": 5e-3, "max_tokens_per_microbatch": 4096},
         "staleness": {"max": 1},
-        "weight_sync": {"transport": "disk"},  # learner and engine are in one process
         "eval": {"size": 0},
         "logging": {"wandb": "disabled"},
     }  # fmt: skip
+    if engine == "hf":
+        tree["weight_sync"] = {"transport": "disk"}  # learner and engine are in one process
     (folder / "agent.yaml").write_text(yaml.safe_dump(tree))
     config = load_config(folder / "agent.yaml")
     (config.run_dir / "logs").mkdir(parents=True)
@@ -50,17 +52,19 @@ def trained(folder: Path, agent: str, python: str) -> Run:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("framework", ["sdk", "pydantic_ai"])
+@pytest.mark.parametrize(("framework", "engine"), [("sdk", "hf"), ("sdk", "vllm"), ("pydantic_ai", "hf")])
 def test_an_unmodified_agent_learns_in_twenty_steps(
-    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    framework: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if engine == "vllm":
+        needs_vllm()
     agent, python = f"tests.rollout_server.episodes.packages.{framework}_agent:solve", ""
     if framework == "pydantic_ai":
         monkeypatch.setenv("PYTHONPATH", str(HERE))
         agent = f"{framework}_agent:solve"
         requirements = ("pydantic-ai-slim[openai]==2.68.0",)
         python = str(new_environment(tmp_path / "venv", requirements, sees_ours=False))
-    run = trained(tmp_path, agent, python)
+    run = trained(tmp_path, agent, python, engine)
     rewards = [step["reward/mean"] for step in run.steps]
     assert len(rewards) == STEPS
     assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4]) + 0.15, rewards

@@ -78,6 +78,8 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 0,1,2,4,8 --seeds 3": "benchmarks/results, by hand",
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 8 --axis staleness.late=wait,drop,mask --seeds 3 "
     "--name sweep-agent-late": "benchmarks/results, by hand",
+    "python -m benchmarks.engines configs/quickstart.yaml --rounds 3 --seconds 20 learner.prompts_per_step=16":
+        "benchmarks/results, by hand",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

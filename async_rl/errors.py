@@ -23,7 +23,10 @@ class ProcessDiedError(AsyncRLError):
 
 
 class ProcessKilledError(ProcessDiedError):
-    """A process has ended or hangs, so that the driver may start it anew; Ray itself has not failed."""
+    """A process died after it had started, or the buffer hangs. The driver can start another buffer from the journal.
+
+    A process that fails while it starts, or that Ray can't call, is a plain ProcessDiedError.
+    """
 
 
 class StalenessError(AsyncRLError):

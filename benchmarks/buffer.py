@@ -74,7 +74,7 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
 
 
 class EncodedGroups:
-    """Makes encoded groups for slots fast: encodes one per start version, and writes the slots' ids into its bytes."""
+    """Makes encoded groups for slots fast: encodes one for each start version, then only replaces the ids in it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -93,7 +93,10 @@ class EncodedGroups:
 
 
 def run_buffer(config: Config, pipe: Connection) -> None:
-    """Run as a process of its own: send the buffer's address through the pipe; serve until the pipe has a message."""
+    """Serve a buffer: send its address through the pipe, and end when the pipe has a message.
+
+    It runs in a process of its own.
+    """
     server = BufferServer(config)
     pipe.send(server.address)
     stop = threading.Event()
@@ -106,7 +109,10 @@ def run_buffer(config: Config, pipe: Connection) -> None:
 
 
 def run_encoded_producer(config: Config, address: str) -> None:
-    """Run as a process of its own: send a group for each granted slot, without waiting for acknowledgements."""
+    """Send an already encoded group for each granted slot, without acknowledgements, until the process is ended.
+
+    It runs in a process of its own.
+    """
     groups = EncodedGroups(config)
     ids = iter(range(1, 2**40))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -129,7 +135,10 @@ def run_encoded_producer(config: Config, address: str) -> None:
 
 
 def run_client_producer(config: Config, address: str) -> None:
-    """Run as a process of its own: put groups into the buffer with a WorkerClient, which encodes each one."""
+    """Make and send a group for each granted slot with a WorkerClient, which encodes it, until the process is ended.
+
+    It runs in a process of its own.
+    """
 
     async def run() -> None:
         client = WorkerClient(address, WORKER, config.timeouts)

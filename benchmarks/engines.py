@@ -2,9 +2,10 @@
 
     python -m benchmarks.engines configs/quickstart.yaml --engines vllm,sglang,hf,trl --tokens 6,64,256 --rounds 3
 
-All train the same random model on the same prompts, with as many answers a step and of the same length. They take
-turns, each for --seconds a round; starting is not counted. TRL needs `pip install -r benchmarks/requirements.txt`.
-A repeated command goes on where the last one ended (--max-cells), until all rounds are measured.
+All train the same random model on the same prompts, with the same number of answers a step and the same length of
+answers. They take turns, each for --seconds a round, without the time of the start. TRL needs
+`pip install -r benchmarks/requirements.txt`. A command that ended early, e.g. by --max-cells, goes on when it is
+repeated, until all rounds are measured.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def utilisation(found: dict[str, Any], parameters: int, ceiling_flops: float) ->
 
 
 def _clock(device: torch.device) -> float:
-    """Return the time in seconds: on a CPU that of this process alone, on a GPU wall-clock once its work is done."""
+    """Return a clock's reading in seconds: CPU time of this process or, for a GPU, wall-clock after its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()

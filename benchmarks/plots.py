@@ -148,7 +148,10 @@ def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 
 
 def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
-    """Return a figure of the batches' smoothed mean reward: mean and standard error over seeds; None without rows."""
+    """Return a figure of the mean reward of each batch, smoothed, with standard errors over seeds; None without rows.
+
+    `x` is the column of the horizontal axis in `Run.points`: 0 for steps, 1 for seconds.
+    """
 
     def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
         curves = []

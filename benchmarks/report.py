@@ -132,7 +132,10 @@ def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title:
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:
-    """Return a table of utilisation and staleness by bound, measured and predicted; None if `measured` is empty."""
+    """Return a table with a line for each staleness bound: utilisation and staleness, measured and predicted.
+
+    The last columns have the work-conserving bound of both utilisations. The result is None if `measured` is empty.
+    """
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
         "predicted", "in flight, measured", "predicted", "both pools, measured", "work-conserving bound",
@@ -157,7 +160,10 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
 
 
 def waits(rows: Sequence[Row]) -> Table | None:
-    """Return a table of the shares of time in which the learner waited for a batch, by name; None if not measured."""
+    """Return a table of the shares of time that the learner waited for a batch, by the cause of the wait.
+
+    It has a line for each setting in bounded mode whose learner waited, and is None without such settings.
+    """
     lines = []
     for row in rows:
         seconds = dict.fromkeys(WAITS, 0.0)

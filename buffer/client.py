@@ -175,8 +175,9 @@ class WorkerClient:
         return groups
 
     async def turns(self, holds: bool) -> bool:
-        """Wait until the buffer wants turns of episodes held back, or no longer so, and return that; `holds` after
-        LONG_POLL_S.
+        """Wait until the buffer's wish to hold back further turns differs from `holds`, and return that wish.
+
+        After LONG_POLL_S without a change it returns `holds`.
 
         Args:
             holds: whether this worker holds back all turns now, and samples no reply.
@@ -185,7 +186,7 @@ class WorkerClient:
         return bool(reply.result["hold"])
 
     async def put(self, group: RolloutGroup, phases: Sequence[Phase] = ()) -> bool:
-        """Deliver a finished group and return True, or False if the buffer had it already or has dropped it.
+        """Deliver a finished group; return False if the buffer had it already or has dropped it, else True.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
 
@@ -205,7 +206,10 @@ class WorkerClient:
         )
 
     async def close(self) -> None:
-        """End the connection. Calls that still wait get no answer: cancel them."""
+        """End the connection.
+
+        Calls that still wait get no answer: cancel them, or they raise AsyncRLError after their wait.
+        """
         if self._receiver:
             self._receiver.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -159,7 +159,7 @@ class Store:
 
     @property
     def misses_late(self) -> bool:
-        """Whether there are enough groups for a batch, so that a learner that waits does so for groups that expire."""
+        """Whether enough groups for a batch are there, so that a waiting learner waits only for groups that expire."""
         enough = len(self.state.finished) + len(self.state.used) >= self.rules.prompts_per_step
         return enough and not self.rules.exact
 

@@ -1,4 +1,7 @@
-"""The learner's own checks of every batch: no token is too old, and no group is used too often, even after a resume."""
+"""The learner's own checks of every batch: no trained token is too old, and no group is used too often.
+
+They also hold after a resume, because the uses of each group are part of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,12 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
 class TrainedGroupLedger:
     """Counts how often each group was trained on, as ranges of ids, to refuse one that was used too often.
 
-    With half of a million groups dropped at random, which algorithm.filter_zero_variance may do, there are 250 000
-    ranges, 4.5 MB in a checkpoint. `max_uses` is buffer.max_uses, `ranges` the result of an earlier `ranges()`.
+    Ranges keep a checkpoint small: of a million groups, half of them dropped at random, there are 250 000 ranges,
+    4.5 MB in a checkpoint.
+
+    Args:
+        max_uses: buffer.max_uses.
+        ranges: the result of `ranges()` in the checkpoint of a resumed run.
     """
 
     def __init__(self, max_uses: int, ranges: Sequence[Sequence[Sequence[int]]] = ()) -> None:

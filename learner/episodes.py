@@ -11,7 +11,7 @@ from async_rl.types import RolloutGroup
 
 
 def rows_by_episode(group: RolloutGroup) -> list[range]:
-    """Return for each episode of the group the range of its rows' indices in `group.rollouts`."""
+    """Return for each episode of the group, in order, the range of the indices of its rows in `group.rollouts`."""
     ends = itertools.accumulate(group.episode_rows)
     return [range(end - count, end) for end, count in zip(ends, group.episode_rows, strict=True)]
 

@@ -8,7 +8,8 @@
         step                      optimizer.py
     metrics         algorithms/diagnostics.py
 
-A loss is a sum over trained tokens, divided by what the minibatch holds on all ranks, so any split gives one gradient.
+A loss is a sum over trained tokens, divided by a number that belongs to the minibatch of all ranks. So the gradient
+does not depend on how a minibatch is split into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -211,9 +212,10 @@ class Updater:
         return totals, all_logprobs
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
-        """Return KL(behaviour || proximal) of the batch (k3, nats a token). Collective.
+        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective.
 
-        `logprobs` are the first forward pass's: the proximal ones, of the whole batch, if step start computed none.
+        `logprobs` are the learner logprobs of the first forward pass with gradient. They are the proximal logprobs if
+        none were computed at the start of the step; the batch then is one minibatch.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else logprobs
@@ -222,9 +224,10 @@ class Updater:
     def _mean_kl(
         self, minibatches: Sequence[MiniBatch], p: Sequence[Tensor | None], q: Sequence[Tensor | None]
     ) -> float:
-        """Return KL(p || q) of all ranks (k3, nats a token), from the logprobs [N] of each micro-batch. Collective.
+        """Return the mean of KL(p || q) over the trained tokens of all ranks, in nats a token. Collective.
 
-        It is NaN if a trained token's is; NaN is above no limit, and the optimizer skips the step.
+        It is the k3 estimate. `p` and `q` hold the logprobs [N] of each micro-batch under the two policies. A NaN of a
+        trained token makes the result NaN, which exceeds no limit; the optimizer then skips the step.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -248,9 +251,9 @@ class Updater:
 
 
 def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:
-    """Return metrics of the optimizer steps of `network` in one batch: means, in which skipped steps do not count.
+    """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
 
-    These are counted in `skipped_steps`.
+    They are the last learning rate, the number of skipped steps, and the mean loss and gradient norm of the others.
     """
     if not steps:
         return []

@@ -136,7 +136,7 @@ class Worker:
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Get slots from the buffer and make a group for each, rollout.concurrency at once. One error ends them all."""
+        """Get slots from the buffer and make a group for each, rollout.concurrency at a time; an error ends all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
@@ -176,7 +176,7 @@ class Worker:
                     self._counts["aborted"] += 1
 
     async def _hold_turns(self) -> None:
-        """Keep asking the buffer whether to hold back further turns of episodes; shut and open the gate accordingly."""
+        """Keep asking the buffer whether to hold back further turns of episodes: shut the gate if so, else open it."""
         holds = False
         while True:
             must_hold = await self._client.turns(holds)
@@ -271,7 +271,7 @@ class Worker:
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Return the engine's answers to a request. It is sent when turns are not held back (an evaluation: at once).
+        """Return the engine's answers to a request, which waits while turns are held back, except in an evaluation.
 
         Raises:
             WaitTimeoutError: the engine has not answered within timeouts.generate_s.
@@ -330,7 +330,7 @@ class Worker:
             await self._client.fail(slot.group_id, str(error), requeue=False)
 
     async def _report(self) -> WorkerReport:
-        """Return the report of the time since the last one: counts, console lines, timeline spans and load samples."""
+        """Return a report of the time since the last one: counts, console lines, timeline spans and load samples."""
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()

@@ -1,4 +1,4 @@
-"""Statistics of one rollout worker: its timeline, its status, and the durations of its groups by load."""
+"""Statistics of one rollout worker: its timeline, its status, and how long its groups take at which load."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class WorkerStats:
     def drain_groups(self) -> list[Metric]:
         """Return metrics of the groups that have ended since the last call, or [] if none has.
 
-        They are the means of the duration, of its square and of the groups in flight, for predicting the utilisation.
+        They are the means of the duration in seconds, of its square and of the groups in flight meanwhile, from which
+        the simulator predicts utilisation.
         """
         finished, self._finished = self._finished, []
         if not finished:

@@ -132,7 +132,7 @@ class Config:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The name of each rollout server's engine."""
+        """The names of the engines of the rollout servers, one for each server, in the order of the servers."""
         return self.placement.rollout.engines or (self.rollout.engine,) * self.placement.rollout.servers
 
     @property

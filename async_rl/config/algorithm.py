@@ -88,7 +88,7 @@ class CorrectionConfig:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether `kind` names weights that multiply the loss; not so for auto and none."""
+        """Whether `kind` names a correction that multiplies the loss by weights; False for auto and none."""
         return self.entry is not None and self.entry.is_applied
 
 

@@ -172,7 +172,7 @@ class RunLog:
         self.logger.log(report.version, values, report.completions)
 
     def _add_last_step(self, usage: Usage) -> Usage:
-        """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`; returns it.
+        """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`, and return that.
 
         `_usage` gets a step only when the next one is logged, because ranks report its last spans with the next step.
         """
@@ -206,7 +206,11 @@ class RunLog:
             plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """Return the content of summary.json, with means over all steps but the first; None: it was not measured."""
+        """Return the content of summary.json, by key.
+
+        Means, rates and utilisation leave out the first step that this process logged, which includes the warm-up. A
+        staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
+        """
         seconds = self.step_ends_s[-1] - self.step_ends_s[0] if self.step_ends_s else 0.0
 
         def mean(key: str) -> float | None:

@@ -50,7 +50,7 @@ FINISH_REASONS = ("stop", "length", "timeout")
 def encode_group(group: RolloutGroup) -> bytes:
     """Return a rollout group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
 
-    WireError: an array has the wrong shape, dtype or length, or turns are given that can't be sent.
+    WireError: an array has the wrong shape, dtype or length, or the turns of a rollout do not match its rewards.
     """
     rollouts = group.rollouts
     logprobs = _column("logprobs", rollouts, FLOAT32)

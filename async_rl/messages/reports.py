@@ -31,7 +31,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersLost:
-    """A weight push has dropped rollout servers: they get no more weights, even if alive; the driver restarts them."""
+    """A weight push has dropped the rollout servers that did not answer; the driver restarts them.
+
+    A dropped server gets no more weights, even if it is still alive.
+    """
 
     servers: tuple[tuple[str, str], ...]
     """(name, URL) of each dropped server."""

@@ -87,7 +87,7 @@ def _may_write_model_folders(config: Config) -> bool:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Return for how many checkpoints, besides those that a resume finds, the disk needs space at one time."""
+    """Return the largest number of checkpoints on the disk at one time, without those that a resume finds there."""
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
     keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
     if every == 0:

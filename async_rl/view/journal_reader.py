@@ -1,4 +1,4 @@
-"""Reads a run's journal for the page: read-only, in short queries with a time limit, and never in the buffer's way."""
+"""Reads a run's journal for the page: read-only, in short queries with a time limit that never block the buffer."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ MEANS = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync
 
 
 def predict(run: RunFiles) -> Measured | None:
-    """Return measured beside predicted utilisation of a run, which may be going on.
+    """Return the measured utilisation and staleness of a run so far, beside those that the simulator predicts for it.
 
-    None: it has under five steps, or a metric is missing. `predicted` is None if the simulator can't do such a run.
+    It is None if the run has fewer than LEAST_STEPS steps or no fixed staleness bound, or lacks a metric. The field
+    `predicted` is None if the simulator does not cover the run's rules.
     """
     metrics = run.metrics.refresh()
     columns = {key: metrics.values(key) for key in KEYS}

@@ -1,4 +1,4 @@
-"""The data of a run's pages, as JSON: series of metrics, lanes (a pool's states over time), answers, and changes."""
+"""The data of a run's pages, as JSON: series of metrics, the states of each pool over time, answers, and changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_HISTOGRAM_STEPS = 200
 
 
 class NotKeptError(AsyncRLError):
-    """The page asks for an answer whose tokens the run directory does not hold (any more), or that does not exist."""
+    """The page asked for an answer that does not exist, or whose tokens are not in the run directory (any more)."""
 
 
 def _json(value: Any) -> Response:
@@ -33,7 +33,7 @@ def _json(value: Any) -> Response:
 
 
 def series(request: Request) -> Response:
-    """Return the values after the step `after` of the metrics that the query names by `key`, and all metrics' keys."""
+    """Return the values, after step `after`, of the metrics that the query names by `key`, and the keys of all."""
     metrics = run_of(request).files.metrics.refresh()
     keys = request.query_params.getlist("key")[:MAX_KEYS]
     after = _number(request, "after", -1.0)
@@ -46,7 +46,7 @@ def series(request: Request) -> Response:
 
 
 def window(request: Request) -> Response:
-    """Return each pool's states over steps `from` to `to` of the query, of which the first MAX_STEPS_SHOWN count."""
+    """Return each pool's states over time, from step `from` to `to` of the query, at most MAX_STEPS_SHOWN steps."""
     run = run_of(request).files
     first, last = int(_number(request, "from", 1)), int(_number(request, "to", 10))
     if not 1 <= first <= last:
@@ -63,7 +63,7 @@ def window(request: Request) -> Response:
 
 
 def first_step_of_timeline(run: RunFiles) -> int:
-    """Return the number of the first step in timeline.json, which each resume begins anew."""
+    """Return the number of the first step in timeline.json, a file that each resume starts from empty."""
     since_s = run.metrics.refresh().values("time/since_first_step_s")
     return int(max((step for step, value in since_s.items() if value == 0.0), default=1))
 
@@ -98,7 +98,11 @@ def histogram(request: Request) -> Response:
 
 
 def answer(request: Request) -> Response:
-    """Return the tokens of one answer, see answer_columns; NotKeptError if the run directory has them no more."""
+    """Return the tokens of one answer, in the columns of `answer_columns`.
+
+    Raises:
+        NotKeptError: the answer does not exist, or the run directory does not hold its tokens (any more).
+    """
     run = run_of(request)
     group_id, number = request.path_params["group_id"], request.path_params["number"]
     row, payload = run.files.journal.group(group_id), run.files.journal.payload(group_id)

@@ -105,10 +105,13 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """On rank 0, within `push`: `open_update`, send the weights, `close_update`; returns the bytes sent."""
+        """Call `open_update`, send the weights, call `close_update`, and return the number of bytes sent.
+
+        `push` calls this on rank 0.
+        """
 
     def admin(self, name: str) -> ServerAdmin:
-        """Return the ServerAdmin, of its engine, with which the server `name` is paused, updated and resumed."""
+        """Return the ServerAdmin, of the engine's class, that pauses, updates and resumes the server `name`."""
         key = (name, self.servers[name])
         if key not in self._admins:
             config = self.config.of_server(int(name.removeprefix("rollout/")))
@@ -194,7 +197,7 @@ class WeightPublisher(ABC):
             return list(threads.map(call, admins))
 
     def _find_lost(self) -> tuple[str, ...]:
-        """Return the names of servers that stop answering within LOST_WITHIN_S, as soon as there are some, else ()."""
+        """Wait until a server does not answer, and return the names of all that do not; () after LOST_WITHIN_S."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while True:
             alive = self._call_all(lambda admin: admin.is_ready())
@@ -204,7 +207,7 @@ class WeightPublisher(ABC):
             time.sleep(0.2)
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
-        """Release what the transport holds here and at the servers."""
+        """Release what the transport holds in this process and at the servers, such as process groups or folders."""
 
     def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.

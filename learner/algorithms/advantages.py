@@ -21,7 +21,7 @@ def grpo(rewards: Tensor, eps: float = 1e-6, ddof: int = 1) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
-    """A_i = x_i - mean(x): without the division that favours groups of little spread. [G] -> [G].
+    """A_i = x_i - mean(x): GRPO without dividing by std(x), which favours groups of little spread. [G] -> [G].
 
     Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783.
     """

@@ -46,7 +46,10 @@ class MetricAccumulator:
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_by_staleness(self, staleness: Tensor, trained: Tensor, **values: Tensor) -> None:
-        """Add the values [N] of trained tokens to sums [11] by staleness: 0, 1, ..., 9, and 10 or more."""
+        """Add each value [N], an entry for each token, to the sums [BUCKETS] under its name, one for each staleness.
+
+        Only tokens in the mask `trained` [N] count. The last sum is of all tokens of staleness BUCKETS - 1 or more.
+        """
         names = sorted(values)
         buckets = staleness.clamp(max=BUCKETS - 1)
         columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
@@ -55,7 +58,7 @@ class MetricAccumulator:
         self.add(**dict(zip(names, sums.unbind(-1), strict=True)))
 
     def reduce(self) -> Totals:
-        """Return the totals over all ranks, by name. Collective. Scalars come as arrays without axes."""
+        """Return the sums and maxima over all ranks, by name; a scalar is an array of shape (). Collective."""
         totals: Totals = {}
         for values, operation in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             if values:

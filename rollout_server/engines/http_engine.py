@@ -44,12 +44,13 @@ class HttpEngine(ABC):
         self._cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
-        """Start the server; return when it serves version 0.
+        """Start the server, or attach to the one at rollout.server_url; return when it serves version 0.
 
         Raises:
             ConfigError: the server can't be used with this configuration.
             ProcessDiedError: the server ended. The message has the last lines of its log.
             WaitTimeoutError: the server did not answer in time.
+            WeightSyncError: the server at rollout.server_url can't be used.
         """
         model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
@@ -80,7 +81,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Request the missing rest of `answers` and append it. Then each has ended, or a weight push has aborted it."""
+        """Request the missing rest of `answers` and append it. If a push aborts it, some stay unfinished."""
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
@@ -138,7 +139,7 @@ class HttpEngine(ABC):
 
 
 def cache_key(request: GenerationRequest) -> str:
-    """Return the prefix-cache key of a request, which reads only KV that requests with the same key have left.
+    """Return the prefix-cache key of a request. A request reads only KV that requests with the same key have left.
 
     The key is the group's, so an episode's next turn finds the KV of its history. It has no policy version, because
     nobody knows at the time of a request which weights will compute it: it may wait at the server until a push is done.

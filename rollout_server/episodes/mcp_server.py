@@ -56,7 +56,8 @@ class McpServer:
     def tools(self) -> list[tuple[Schema, CallTool]]:
         """Return (description, function that calls the tool) for each tool of the server.
 
-        The server is asked for its tools in a session that then ends; all calls of tools share a later one.
+        This opens a session, asks for the list of tools, and ends the session. All calls of tools share another one,
+        which begins with the first call. It blocks until the server has answered.
 
         Raises:
             ConfigError: the package `mcp` is missing, or the server can't be used.
@@ -141,7 +142,7 @@ class McpServer:
         return text
 
     async def _open(self) -> Any:
-        """Return a session, opened in a task that holds it open until `_end` is set."""
+        """Open a session in a task of its own, which holds it open until `_end` is set, and return the session."""
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         end = self._end = asyncio.Event()
 

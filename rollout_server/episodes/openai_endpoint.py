@@ -1,4 +1,4 @@
-"""An HTTP endpoint like OpenAI's, whose chat completions are replies of sessions: it trains agents by their base_url.
+"""An HTTP endpoint like OpenAI's, whose chat completions are replies of sessions; agents get it as their base_url.
 
     POST /s/{key}/v1/chat/completions    tools, streaming, usage
     GET  /s/{key}/v1/models
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session that an agent can reach by HTTP, and what its requests have met so far."""
+    """A session that an agent can reach by HTTP: its address and key, its running requests, and their first errors."""
 
     session: Session
     base_url: str

@@ -111,7 +111,7 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        """The number of whole replies."""
+        """The number of replies that were sampled to their end: the turns that the episode has taken."""
         return len(self._replies)
 
     @property
@@ -158,7 +158,8 @@ class Session:
             raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
         if tools and not self._reader.reads_calls:
             raise ValueError(
-                "tools can't be called: the format of this model's calls is not known. Set rollout.tool_parser"
+                "tools can't be called: the format of this model's calls is not known. Set rollout.tool_parser to the "
+                "name of the format"
             )
         digests = prefix_digests(messages, tools)
         key = (digests[-1], max_tokens, tuple(stop))
@@ -185,7 +186,7 @@ class Session:
         self._replies[turn].reward += reward
 
     def rows(self) -> list[Row]:
-        """Return the trainable rows of all whole replies, in the order of their last replies."""
+        """Return the trainable rows of all completed replies; a row's last reply decides its place in the list."""
         return make_rows(self._replies)
 
     async def close(self) -> None:
@@ -207,7 +208,10 @@ class Session:
         return self._continuation(messages, digests) or Node(None, self._renderer.start(messages, tools))
 
     def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
-        """Return a node with the messages after the last known reply; None if there is none or they can't follow it."""
+        """Return a node with the messages that follow the last known reply.
+
+        It is None if no reply in the conversation is known, or if the messages can't be rendered after it.
+        """
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
             if reply is None:

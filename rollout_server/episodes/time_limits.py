@@ -37,7 +37,9 @@ class ForeignCode:
         """Calls that did not end when they were cancelled."""
 
     async def call(self, function: Callable[[], Awaitable[Result]], limit_s: float, what: str) -> Result:
-        """Await the function in a task and return its result. At the limit cancel it, and wait no more than CANCEL_S.
+        """Await the function in a task and return its result. At the limit cancel it, and wait at most CANCEL_S more.
+
+        If the caller is cancelled, so is the task; see `end_cancelled_calls`.
 
         Raises:
             OverdueError: the call took longer than `limit_s`.
@@ -59,13 +61,19 @@ class ForeignCode:
         raise OverdueError(f"{what} took longer than {limit_s:g} s")
 
     async def end_cancelled_calls(self) -> None:
-        """Wait, at most CANCEL_S, until the calls have ended whose callers were cancelled."""
+        """Cancel the calls whose callers were cancelled, and wait at most CANCEL_S until they have ended.
+
+        Those that still run then go on by themselves and count in `num_given_up`.
+        """
         if self._cancelled:
             await self._end(list(self._cancelled))
             self._cancelled.clear()
 
     async def end_created_tasks(self) -> int:
-        """Cancel the tasks that the foreign code created and that still run, and return their number."""
+        """Cancel the tasks that the foreign code created and that still run, and return their number.
+
+        It waits at most CANCEL_S until they have ended; those that have not count in `num_given_up`.
+        """
         left = [task for task in self._created if not task.done()]
         if left:
             await self._end(left)

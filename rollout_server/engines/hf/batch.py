@@ -65,7 +65,7 @@ class WindowLayer(CacheLayerMixin):
         return -1
 
     def keep(self, rows: Tensor, width: int) -> None:
-        """Reduce the cache to the given rows, in which one may occur several times, and their last `width` columns."""
+        """Keep only the last `width` columns of the given rows, in their order; a row may be given several times."""
         self.keys = self.keys[:, :, self.end - width : self.end].index_select(0, rows)
         self.values = self.values[:, :, self.end - width : self.end].index_select(0, rows)
         self.end = width

@@ -139,7 +139,10 @@ class WeightEndpoints:
             self._receiver.end_push()
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer /generate with the logprobs of the tokens in `input_ids`, as SGLang does. Nothing is sampled."""
+        """Answer /generate with the logprob of each token in `input_ids` after the first, in SGLang's format.
+
+        Nothing is sampled; the other fields of the request are ignored.
+        """
         tokens = body["input_ids"]
         logprobs = await self._engine.prompt_logprobs(tokens)
         entries = [[logprob, token, None] for logprob, token in zip([None, *logprobs], tokens, strict=True)]
@@ -150,7 +153,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors` as its weights: a copy would keep the running answers waiting."""
+    """Make the model use the memory of `tensors` as its weights. Running answers would have to wait for a copy."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():

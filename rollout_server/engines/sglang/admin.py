@@ -56,7 +56,7 @@ class SGLangAdmin:
         return str(self.ask("GET", "/model_info").get("weight_version"))
 
     def freeze_garbage_collection(self) -> None:
-        """Make the server's garbage collector skip all objects that exist now; to check them takes it 0.3 s."""
+        """Make the server's garbage collector skip all objects that exist now, because checking them takes 0.3 s."""
         self.ask("POST", "/freeze_gc")
 
     def pause(self, on_update: str) -> None:
@@ -72,7 +72,11 @@ class SGLangAdmin:
             self.flush_when_idle()
 
     def flush_when_idle(self) -> None:
-        """Empty the prefix cache as soon as no request uses it, for which the server waits at most FLUSH_S."""
+        """Make the server empty its prefix cache once no request is running.
+
+        Raises:
+            WeightSyncError: a request was still running after FLUSH_S.
+        """
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:

@@ -49,4 +49,7 @@ def check_environment(config: Config) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"rollout.python {python} can't be run: {error}. `make vllm` makes one that can") from None
     if done.returncode:
-        raise ConfigError(f"rollout.python {python} finds no package vllm. `make vllm` makes .venv-vllm, which has it")
+        raise ConfigError(
+            f"rollout.python {python} finds no package vllm. `make vllm` makes .venv-vllm, which has it, and "
+            "with an empty rollout.python that one is used"
+        )

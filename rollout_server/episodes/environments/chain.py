@@ -2,8 +2,8 @@
 
     k ──► ?k ──► w ──► ?w ──► 7 ──► =7
 
-Its tails are heavy, whoever plays: the number of links has a Pareto distribution, the time of a look-up a lognormal
-one. So it shows what long-tailed episodes cost at each staleness bound.
+Its episodes are long-tailed by design: the number of links has a Pareto distribution, the time of a look-up a
+lognormal one. So it shows what long-tailed episodes cost at each staleness bound.
 """
 
 from __future__ import annotations

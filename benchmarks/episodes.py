@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import heapq
 import itertools
 import statistics
@@ -187,6 +188,8 @@ async def measure(config: Config, batches: int, rounds: int, with_hang: bool, lo
         await engine.start()
         task = open_task(config, load_tokenizer(config.model.path))
         await roll_out(config, engine, task, 2)  # warm-up
+        gc.collect()
+        gc.freeze()  # as the rollout process of a run does
         for number in range(rounds):
             measured.append(await measure_round(config, engine, task, batches, with_hang))
             print(f"round {number + 1}/{rounds}: {measured[-1]}", flush=True)

@@ -1,7 +1,7 @@
 """Samples the replies of a group's sessions from the engine of the run.
 
 The replies to one and the same conversation are one request with several answers: with equal first messages the first
-turn of a group is a single request, as in a run without episodes. Every other reply is a request of its own.
+turn of a group is a single request, as the answers to a question are. Every other reply is a request of its own.
 """
 
 from __future__ import annotations

@@ -49,14 +49,15 @@ class Episode:
     answer: str
     """The content of the model's last reply."""
     end: End
-    """done: the environment ended it. length, turns: no room, or no turn was left. timeout, failed: see `error`."""
+    """done: the environment ended it, or it answers a question. length, turns: no room, or no turn was left. timeout,
+    failed: see `error`."""
     error: str = ""
     reply_times: tuple[tuple[float, float], ...]
     """The begin and end of each reply's sampling by the event loop's clock, in the order in which they ended."""
     ended_s: float
     """The end of the episode by the same clock."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the episode, with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`."""
+    """Metrics with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`. A question has none."""
 
     @property
     def reward(self) -> float:
@@ -75,7 +76,8 @@ EPISODE_METRICS = (
     "turns", "tool_calls", "failed_tool_calls", "tool_s", "generate_s", "duration_s", "sampled_tokens",
     "observed_tokens", "timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls",
 )  # fmt: skip
-"""The metrics that every episode has. `timeouts` counts overdue calls and an overdue episode, `failed` attempts."""
+"""The metrics that every episode with turns has. `timeouts` counts overdue calls and an overdue episode, `failed`
+attempts."""
 
 _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", "dropped_rows")
 """The metrics that count something rare: the log has their sum over a step, and the mean of the others."""

@@ -16,7 +16,7 @@ class QuestionEnv:
     It gives no reward. The reward function of the run scores the answers of a whole group, see `Episode.answer`.
     """
 
-    def __init__(self, question: Question, tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, question: Question, tools: Sequence[Tool]) -> None:
         self.tools = tools
         self._question = question
 

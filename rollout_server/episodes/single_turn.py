@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from async_rl.errors import AsyncRLError
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.engine_sampler import GenerateAnswers
 from rollout_server.episodes.episode import Episode
@@ -30,12 +31,17 @@ class QuestionPlayer:
         """Return `request.n` episodes in order, each with one answer and without a reward.
 
         Raises:
-            AsyncRLError: the engine failed.
+            AsyncRLError: the engine failed, or did not give `request.n` answers.
+            ValueError: the prompt is empty or has a token that the model does not have.
         """
         clock = asyncio.get_running_loop().time
         began_s = clock()
         completions = await self._generate(request)
         ended_s = clock()
+        if len(completions) != request.n:
+            raise AsyncRLError(
+                f"the engine must answer group {request.group_id} with {request.n} completions, got {len(completions)}"
+            )
         question = Node(None, request.prompt.tokens.tolist())
         replies = [Node(question, completion.tokens.tolist(), completion) for completion in completions]
         answers = self._tokenizer.batch_decode([reply.tokens for reply in replies], skip_special_tokens=True)

@@ -48,6 +48,8 @@ class RewardThreads:
             RewardError: a call raised, did not return a finite number, or took longer than the timeout.
             WaitTimeoutError: results are missing after `limit_s`, because calls still wait for a thread.
         """
+        if not functions:  # no episode of the group can be scored
+            return []
         limit_s, num_before = self.limit_s(len(functions)), self._queue.qsize()
         end_s = time.monotonic() + limit_s
         calls = [_Call(function) for function in functions]

@@ -10,8 +10,12 @@ from dataclasses import replace
 import pytest
 
 from async_rl.config import Config, TimeoutsConfig
+from async_rl.errors import RewardError
 from async_rl.telemetry.status import Status
 from async_rl.types import Prompt
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.single_turn import QuestionPlayer
 from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -37,6 +41,19 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     batches, reports, server, _ = rolled_out(config, EchoEngine(), reward)
     assert len(batches) == 1
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
+
+
+def test_groups_in_which_nothing_can_be_scored_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class TimesOut(QuestionPlayer):
+        async def play(self, request: GenerationRequest) -> list[Episode]:
+            late = Episode(rows=(), answer="", end="timeout", error="it took too long", reply_times=(), ended_s=0.0)
+            return [late] * request.n
+
+    monkeypatch.setattr("rollout_server.worker.open_player", lambda *arguments: TimesOut(*arguments[1:3]))
+    with pytest.raises(RewardError, match=r"groups in a row failed .* 0 of a group's 3 .* it took too long"):
+        rolled_out(config_of(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
 
 
 def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(

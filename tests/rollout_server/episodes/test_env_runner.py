@@ -81,8 +81,8 @@ def text_of(episode: Episode) -> list[str]:
     return [TOKENIZER.decode(row.tokens) for row in episode.rows]
 
 
-def test_a_question_is_an_episode_of_one_turn() -> None:
-    episode = played(QuestionEnv(QUESTION), replies=["4"])
+def test_an_answer_without_a_tool_call_ends_the_episode_of_a_question() -> None:
+    episode = played(QuestionEnv(QUESTION, []), replies=["4"])
     assert text_of(episode) == ["2+2?<sep>4<eos>"] and episode.answer == "4"
     assert (episode.end, episode.reward, episode.error) == ("done", 0.0, "")
     assert episode.with_reward(1.0).reward == 1.0

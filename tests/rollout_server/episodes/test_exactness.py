@@ -24,11 +24,10 @@ from rollout_server.episodes.env import Step
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.question import Question
+from rollout_server.episodes.single_turn import QuestionPlayer
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
@@ -194,9 +193,7 @@ def test_logprobs_of_all_turns_are_those_of_the_sglang_version(
 def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     end = tokenizer.eos_token_id
-    question = Question(messages=({"role": "user", "content": "reverse abc"},), answer="cba")
-    renderer, reader = TurnRenderer(tokenizer, [end]), ReplyReader(tokenizer, [end], None)
-    tokens = renderer.start([user("reverse abc")])
+    tokens = TurnRenderer(tokenizer, [end]).start([user("reverse abc")])
     request = group_request(4, tuple(tokens))
 
     async def play(engine: HFEngine) -> None:
@@ -209,16 +206,8 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
             return await generate(request)
 
         engine.generate = counted  # type: ignore[method-assign]
-        sampler = GroupSampler(engine.generate, dataclasses.replace(request, group_id=6))
-        runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=30), 64)
-
-        async def episode(sample: int) -> Episode:
-            sample_one = sampler.of_sample(sample)
-            return await runner.run(
-                lambda: QuestionEnv(question), lambda: Session(sample_one, renderer, reader, LIMITS)
-            )
-
-        episodes = await asyncio.gather(*map(episode, range(4)))
+        player = QuestionPlayer(tokenizer, engine.generate)
+        episodes = await player.play(dataclasses.replace(request, group_id=6))
         assert len(calls) == 1
         for answer, played in zip(direct, episodes, strict=True):
             (row,) = played.rows

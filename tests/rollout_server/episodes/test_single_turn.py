@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
+from async_rl.errors import AsyncRLError
 from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion, GenerationRequest
@@ -15,9 +17,16 @@ TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-def test_the_answers_to_a_question_are_one_request_and_are_trained_as_they_were_sampled() -> None:
+def question(text: str, n: int) -> GenerationRequest:
+    tokens = np.array(TOKENIZER(text).input_ids, np.int32)
+    return GenerationRequest(
+        group_id=7, prompt=Prompt(index=3, tokens=tokens, text=text, reference=None), start_version=4, seed=1, n=n,
+        max_tokens=2, temperature=1.0,
+    )  # fmt: skip
+
+
+def test_the_answers_to_a_question_are_one_request_and_trained_as_sampled() -> None:
     """Also an answer that ran into its limit, and one whose tokens other weights than the first's sampled."""
-    prompt = TOKENIZER("1+2=").input_ids
     three, cut = [*TOKENIZER("3").input_ids, END], TOKENIZER("27").input_ids
     updated = Completion(
         tokens=np.array(three, np.int32), logprobs=np.array([-0.1, -0.2], np.float32),
@@ -29,10 +38,7 @@ def test_the_answers_to_a_question_are_one_request_and_are_trained_as_they_were_
         asked.append(request)
         return [updated, completion(cut, 4, ended=False)]
 
-    request = GenerationRequest(
-        group_id=7, prompt=Prompt(index=3, tokens=np.array(prompt, np.int32), text="1+2=", source="", reference=None),
-        start_version=4, seed=1, n=2, max_tokens=2, temperature=1.0,
-    )  # fmt: skip
+    request = question("1+2=", 2)
     episodes = asyncio.run(QuestionPlayer(TOKENIZER, generate).play(request))
     assert asked == [request]
     assert [episode.answer for episode in episodes] == ["3", "27"]
@@ -44,3 +50,11 @@ def test_the_answers_to_a_question_are_one_request_and_are_trained_as_they_were_
     assert first.mask.all() and second.mask.all()
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert first.reward == second.reward == 1.5
+
+
+def test_an_engine_that_gives_fewer_answers_than_asked_is_refused() -> None:
+    async def generate(request: GenerationRequest) -> list[Completion]:
+        return [completion([END])]
+
+    with pytest.raises(AsyncRLError, match="must answer group 7 with 2 completions, got 1"):
+        asyncio.run(QuestionPlayer(TOKENIZER, generate).play(question("1+2=", 2)))

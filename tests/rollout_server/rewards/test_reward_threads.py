@@ -33,6 +33,10 @@ def test_rewards_come_back_in_order_as_floats() -> None:
     assert run([lambda: 1, lambda: 0.5, lambda: True]) == [1.0, 0.5, 1.0]
 
 
+def test_a_group_without_an_answer_that_can_be_scored_gets_no_rewards() -> None:
+    assert asyncio.run(RewardThreads(5, 1).run([])) == []
+
+
 def test_a_raising_call_is_named_by_its_error() -> None:
     with pytest.raises(RewardError, match="ZeroDivisionError: division by zero"):
         run([lambda: 1.0, lambda: 1 / 0])

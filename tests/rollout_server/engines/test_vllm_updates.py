@@ -43,16 +43,20 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     config = pushing(server, tmp_path, on_update, transport)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     monkeypatch.setattr(server.engine, "_end_tokens", [])  # some models would end all answers before the second push
-    request = request_for(6, n=16, max_tokens=450, temperature=TEMPERATURE)
+    request = request_for(6, n=16, max_tokens=900, temperature=TEMPERATURE)
     first = push(config, url)
 
     async def generate_over_two_updates() -> list[Completion]:
-        running = asyncio.create_task(server.engine.generate(request))
+        group = asyncio.create_task(server.engine.generate(request))
         for _ in range(2):
-            for _ in range(3 if on_update == "abort" else 1):  # the group runs then, after an abort anew
+            async with asyncio.timeout(30):  # until the group runs, after an abort anew
+                while not group.done() and ((load := await server.engine.load()) is None or load.running < request.n):
+                    await asyncio.sleep(0.02)
+            assert not group.done(), f"it ended before it was updated twice: {group}"
+            for _ in range(3 if on_update == "abort" else 1):
                 await server.engine.generate(request_for(7))
             await asyncio.to_thread(push, config, url)
-        return await running
+        return await group
 
     answers = server.run(generate_over_two_updates())
     models = {version: MODELS[version] for version in range(first, first + 3)}

@@ -22,7 +22,7 @@ from tests.rollout_server.engines.hf_cases import request_for, sharp_model
 from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
 from tests.rollout_server.engines.tags import check_tags
 from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
-from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, push, pushing
+from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, connected, new_version, push, pushing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -45,20 +45,23 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     monkeypatch.setattr(server.engine, "_end_tokens", [])  # some models would end all answers before the second push
     request = request_for(6, n=16, max_tokens=900, temperature=TEMPERATURE)
     first = push(config, url)
+    # Both updates are made and the connection is open before the answers begin, which are soon at their end.
+    publisher, updates = connected(config, url), [new_version(), new_version()]
 
     async def generate_over_two_updates() -> list[Completion]:
         group = asyncio.create_task(server.engine.generate(request))
-        for _ in range(2):
+        for version in updates:
             async with asyncio.timeout(30):  # until the group runs, after an abort anew
                 while not group.done() and ((load := await server.engine.load()) is None or load.running < request.n):
                     await asyncio.sleep(0.02)
             assert not group.done(), f"it ended before it was updated twice: {group}"
             for _ in range(3 if on_update == "abort" else 1):
                 await server.engine.generate(request_for(7))
-            await asyncio.to_thread(push, config, url)
+            await asyncio.to_thread(publisher.push, MODELS[version].named_parameters(), version)
         return await group
 
     answers = server.run(generate_over_two_updates())
+    publisher.close()
     models = {version: MODELS[version] for version in range(first, first + 3)}
     spanning = [a for a in answers if len(set(a.versions.tolist())) == 3]
     assert len(spanning) >= 2

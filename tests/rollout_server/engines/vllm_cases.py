@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, WeightSyncConfig
 from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
-from async_rl.weights.base import Tolerance
+from async_rl.weights.base import Tolerance, WeightPublisher
 from rollout_server.engines.vllm.vllm_process import server_python
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import sharp_model
@@ -52,12 +52,23 @@ def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str
     )
 
 
-def push(config: Config, url: str) -> int:
-    """Make the server serve a new version, very different from all others, and return its number."""
+def new_version() -> int:
+    """Make the weights of a new version, very different from all others, and return its number."""
     version = next(VERSIONS)
-    model = MODELS[version] = sharp_model("tiny-qwen3", 100 + version).eval()
+    MODELS[version] = sharp_model("tiny-qwen3", 100 + version).eval()
+    return version
+
+
+def connected(config: Config, url: str) -> WeightPublisher:
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
+    return publisher
+
+
+def push(config: Config, url: str) -> int:
+    """Make the server serve a new version, and return its number."""
+    version, publisher = new_version(), connected(config, url)
+    model = MODELS[version]
     publisher.push(model.named_parameters(), version)
     tokens = list(range(5, 30))
     with torch.no_grad():

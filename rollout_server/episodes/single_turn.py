@@ -40,7 +40,8 @@ class QuestionPlayer:
         ended_s = clock()
         if len(completions) != request.n:
             raise AsyncRLError(
-                f"the engine must answer group {request.group_id} with {request.n} completions, got {len(completions)}"
+                f"the engine must answer group {request.group_id} with {request.n} completions, got "
+                f"{len(completions)}: correct the `generate` of the engine that rollout.engine names"
             )
         question = Node(None, request.prompt.tokens.tolist())
         replies = [Node(question, completion.tokens.tolist(), completion) for completion in completions]

@@ -43,9 +43,7 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
 
 
-def test_groups_in_which_nothing_can_be_scored_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class TimesOut(QuestionPlayer):
         async def play(self, request: GenerationRequest) -> list[Episode]:
             late = Episode(rows=(), answer="", end="timeout", error="it took too long", reply_times=(), ended_s=0.0)

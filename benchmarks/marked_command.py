@@ -20,6 +20,8 @@ MARK = "ASYNC_RL_MARK"
 """The environment variable with a unique value that every process of a command inherits."""
 ASYNC_RL = (sys.executable, "-m", "async_rl.cli")
 END_TIMEOUT_S = 10.0
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Ray's own helpers. If the driver is killed, they try for 60 s to tell this to a Ray that has ended too."""
 
 
 class MarkedCommand:
@@ -64,7 +66,16 @@ class MarkedCommand:
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Return the living processes of the command, without zombies."""
+        """Return the living processes of the command, without zombies and without RAY_AGENTS."""
+        found = []
+        for process in self._marked():
+            with suppress(psutil.Error):
+                if process.cmdline()[:1] not in [[agent] for agent in RAY_AGENTS]:
+                    found.append(process)
+        return found
+
+    def _marked(self) -> list[psutil.Process]:
+        """Return the living processes whose environment has the mark, without zombies."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -82,12 +93,12 @@ class MarkedCommand:
     def kill(self, grace_s: float = 0.0) -> None:
         """End every process of the command by SIGKILL; if `grace_s` is given, after SIGTERM and so many seconds."""
         if grace_s:
-            processes = self.processes()
+            processes = self._marked()
             for process in processes:
                 with suppress(psutil.Error):
                     process.terminate()
             psutil.wait_procs(processes, grace_s)
-        for process in self.processes():
+        for process in self._marked():
             with suppress(psutil.Error):
                 process.kill()
         self.process.wait(END_TIMEOUT_S)

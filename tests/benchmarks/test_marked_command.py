@@ -1,0 +1,39 @@
+"""A marked command finds and ends the processes that it has started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.marked_command import RAY_AGENTS, MarkedCommand, wait_until
+
+pytestmark = pytest.mark.e2e
+
+STARTS_TWO = """
+import subprocess, sys
+for title in (sys.argv[1], "ray::BufferActor.serve"):
+    waits = [title, "-c", "import time; time.sleep(600)"]
+    print(subprocess.Popen(waits, executable=sys.executable, start_new_session=True).pid)
+"""
+
+
+@pytest.mark.parametrize("agent", RAY_AGENTS)
+def test_an_agent_of_ray_does_not_count_as_left_behind_but_is_ended(agent: str, tmp_path: Path) -> None:
+    """The stand-ins have the command lines of Ray's processes and outlive the command that has started them."""
+    command = MarkedCommand([agent], tmp_path / "log", (sys.executable, "-c", STARTS_TWO))
+    try:
+        assert command.wait(30) == 0
+        agent_pid, actor_pid = map(int, command.text().split())
+        wait_until(lambda: psutil.Process(agent_pid).cmdline()[0] == agent, 30, "the agent's stand-in to start")
+        wait_until(lambda: len(command.processes()) > 0, 30, "the actor's stand-in to start")
+        assert [process.pid for process in command.processes()] == [actor_pid]
+    finally:
+        command.kill()
+    wait_until(lambda: not any(map(runs, (agent_pid, actor_pid))), 30, "both to be ended")
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -79,7 +79,7 @@ def test_a_silent_buffer_is_killed_and_another_takes_its_place(
     run.train(revive)
     assert len(deaths) == 1
     assert re.match(rf"buffer on 10\.0\.0\.9 has given no sign of life for {told}", str(deaths[0]))
-    deadline_s = time.monotonic() + 10  # Ray's grace: 5 s
+    deadline_s = time.monotonic() + 60  # Ray gives it 5 s before it kills it
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.processes)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: [not item.get_closest_marker(mark) for mark in ("e2e", "processes")])
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all modules, which stay: full collections would look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,7 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.nightly)])
 def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

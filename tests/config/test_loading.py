@@ -194,7 +194,7 @@ def test_every_shipped_config_loads_and_survives_a_dump(tmp_path: Path, file: Pa
     assert load(tmp_path, dump_config(config)) == config
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(
     name=st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1).filter(
         lambda s: "/" not in s and s not in (".", "..")

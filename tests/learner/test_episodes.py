@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -166,6 +166,7 @@ def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed:
         np.testing.assert_allclose(split, whole, atol=1e-6)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 999), st.sampled_from([gae, vtrace]))
 def test_splitting_keeps_a_critics_advantages_where_nothing_is_discounted(seed: int, function: Any) -> None:
     config = config_of(Path("none"), advantage="gae", gamma=1.0, lam=1.0)

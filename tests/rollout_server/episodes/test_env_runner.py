@@ -119,7 +119,7 @@ async def hang() -> None:
 
 async def hang_on() -> None:
     """Ignores that it is cancelled, for a while."""
-    end_s = time.monotonic() + 3
+    end_s = time.monotonic() + 1.5
     while time.monotonic() < end_s:
         try:
             await asyncio.sleep(0.2)

@@ -228,7 +228,7 @@ class WorkerClient:
             for _ in range(ATTEMPTS):
                 if self._socket.closed:
                     raise AsyncRLError(f"{self._worker}: the connection was closed before the answer to {op} {subject}")
-                async with asyncio.timeout(self._wire_s):  # wait_for of Python 3.11 may lose a cancellation
+                async with asyncio.timeout(self._wire_s):
                     await self._socket.send_multipart(message, copy=False)
                 await asyncio.wait((future,), timeout=wait_s + self._wire_s / ATTEMPTS)
                 if future.done():

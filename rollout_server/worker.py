@@ -105,7 +105,7 @@ class Worker:
         try:
             while not self._is_stopped:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(REPORT_INTERVAL_S):  # wait_for of Python 3.11 can lose a cancellation
+                    async with asyncio.timeout(REPORT_INTERVAL_S):
                         await self._report_now.wait()
                 self._report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():

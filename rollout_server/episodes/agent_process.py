@@ -84,10 +84,10 @@ class AgentProcess:
             assert process.stdin is not None
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), END_S)
+                await _wait_for_end(process)
             except TimeoutError:
                 process.kill()
-                await asyncio.wait_for(process.wait(), END_S)
+                await _wait_for_end(process)
         if self._reading is not None:
             self._reading.cancel()
 
@@ -110,14 +110,15 @@ class AgentProcess:
             )  # fmt: skip
         assert process.stdout is not None
         try:
-            ready = await asyncio.wait_for(process.stdout.readline(), self._start_s)
+            async with asyncio.timeout(self._start_s):
+                ready = await process.stdout.readline()
         except TimeoutError:
             process.kill()
             raise WaitTimeoutError(
                 f"the agent {self._name} waited {self._start_s:g} s for its process to import it; log: {self._log_file}"
             ) from None
         if not ready:
-            await asyncio.wait_for(process.wait(), END_S)
+            await _wait_for_end(process)
             raise ProcessDiedError(
                 f"the process of the agent {self._name} can't start. The end of its log {self._log_file}:\n"
                 f"{_tail(self._log_file)}"
@@ -142,6 +143,12 @@ class AgentProcess:
         for asked, future in self._calls.values():
             if asked is process and not future.done():
                 future.set_exception(ConnectionError(f"the process of the agent {self._name} died"))
+
+
+async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
+    """Wait until a process has ended. Raises TimeoutError after END_S."""
+    async with asyncio.timeout(END_S):
+        await process.wait()
 
 
 def _has_ended(starting: asyncio.Task[asyncio.subprocess.Process]) -> bool:

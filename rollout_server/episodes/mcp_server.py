@@ -156,7 +156,8 @@ class McpServer:
                     opened.set_exception(_first(error))
 
         self._holding = asyncio.create_task(hold(), name=f"session with {self._name}")
-        return await asyncio.wait_for(opened, START_S)
+        async with asyncio.timeout(START_S):
+            return await opened
 
     async def _close(self) -> None:
         self._session = None
@@ -169,7 +170,9 @@ class McpServer:
 async def _answers(opening: asyncio.Task[Any]) -> bool:
     """Return whether a session is open and its server answers."""
     try:
-        await asyncio.wait_for((await asyncio.shield(opening)).send_ping(), PING_S)
+        session = await asyncio.shield(opening)
+        async with asyncio.timeout(PING_S):
+            await session.send_ping()
     except Exception:
         return False
     return True

@@ -147,7 +147,8 @@ class HFEngine:
             self._jobs.append((job, future))
             self._changed.notify()
         try:
-            return await asyncio.wait_for(self._result_of(future), limit.seconds)
+            async with asyncio.timeout(limit.seconds):
+                return await self._result_of(future)
         except TimeoutError:
             raise WaitTimeoutError(f"a request about weights waited {limit} for {self._name} to carry it out") from None
 

@@ -69,7 +69,8 @@ class Connection:
             RuntimeError: the server says that the task failed.
         """
         try:
-            await asyncio.wait_for(self._ask(b"health", {}), HEALTH_S)
+            async with asyncio.timeout(HEALTH_S):
+                await self._ask(b"health", {})
         except TimeoutError:
             raise ConnectionError(
                 f"the verifiers server {self._address} did not answer in {HEALTH_S:g} s: is it running?"

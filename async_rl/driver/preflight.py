@@ -146,13 +146,13 @@ def _check_task(task: Task, has_questions: bool) -> list[str]:
 
 def _check_episodes(config: Config) -> None:
     """Check the environment, agent or tools, and that the model's chat template can be extended turn by turn."""
-    from rollout_server.episodes.player import EpisodePlayer
+    from rollout_server.episodes.player import MultiTurnPlayer
 
     def generate(request: object) -> NoReturn:
         raise AssertionError("a check generates nothing")
 
     server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
-    EpisodePlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
+    MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
 
 
 def _check_reward(config: Config, task: Task) -> None:

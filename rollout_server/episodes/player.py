@@ -29,7 +29,7 @@ from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ParseCalls, ReplyReader, open_parser
 from rollout_server.episodes.session import Generate, Session, SessionLimits
-from rollout_server.episodes.single_turn import QuestionPlayer
+from rollout_server.episodes.single_turn import SingleTurnPlayer
 from rollout_server.episodes.tools import load_tools
 
 
@@ -53,13 +53,13 @@ class Player(Protocol):
 def open_player(
     config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path
 ) -> Player:
-    """Return the player of the configured task; see EpisodePlayer for the arguments and the errors."""
+    """Return the player of the configured task; see MultiTurnPlayer for the arguments and the errors."""
     if not config.task.has_turns:
-        return QuestionPlayer(tokenizer, generate)
-    return EpisodePlayer(config, tokenizer, generate, server_url, log_file)
+        return SingleTurnPlayer(tokenizer, generate)
+    return MultiTurnPlayer(config, tokenizer, generate, server_url, log_file)
 
 
-class EpisodePlayer:
+class MultiTurnPlayer:
     """Plays episodes of several turns: with an environment, with an agent, or as questions with tools.
 
     Args:

@@ -16,7 +16,7 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.rows import Node, make_rows
 
 
-class QuestionPlayer:
+class SingleTurnPlayer:
     """Plays the episodes of one worker whose task has no turns.
 
     Args:

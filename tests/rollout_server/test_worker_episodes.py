@@ -15,7 +15,7 @@ from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig,
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import RolloutGroup
 from buffer.client import LearnerClient
-from rollout_server.episodes.player import EpisodePlayer
+from rollout_server.episodes.player import MultiTurnPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.episode_cases import TalkingEngine, follow
@@ -128,7 +128,7 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
 def test_an_agents_python_that_is_not_there_is_refused(config: Config) -> None:
     task = replace(config.task, env="", agent=f"{CASES}:solve", agent_python="/nowhere/python", name="reasoning_gym/x")
     with pytest.raises(ConfigError, match=r"agent_python must be a Python program, got /nowhere/python"):
-        EpisodePlayer(replace(config, task=task), TOKENIZER, no_reward, "", Path("log"))
+        MultiTurnPlayer(replace(config, task=task), TOKENIZER, no_reward, "", Path("log"))
 
 
 def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: Config) -> None:

@@ -15,7 +15,7 @@ from async_rl.telemetry.status import Status
 from async_rl.types import Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.single_turn import QuestionPlayer
+from rollout_server.episodes.single_turn import SingleTurnPlayer
 from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -44,7 +44,7 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
 
 
 def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TimesOut(QuestionPlayer):
+    class TimesOut(SingleTurnPlayer):
         async def play(self, request: GenerationRequest) -> list[Episode]:
             late = Episode(rows=(), answer="", end="timeout", error="it took too long", reply_times=(), ended_s=0.0)
             return [late] * request.n

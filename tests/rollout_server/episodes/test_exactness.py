@@ -27,7 +27,7 @@ from rollout_server.episodes.messages import Message, user
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.episodes.single_turn import QuestionPlayer
+from rollout_server.episodes.single_turn import SingleTurnPlayer
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
@@ -206,7 +206,7 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
             return await generate(request)
 
         engine.generate = counted  # type: ignore[method-assign]
-        player = QuestionPlayer(tokenizer, engine.generate)
+        player = SingleTurnPlayer(tokenizer, engine.generate)
         episodes = await player.play(dataclasses.replace(request, group_id=6))
         assert len(calls) == 1
         for answer, played in zip(direct, episodes, strict=True):

@@ -10,7 +10,7 @@ from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.episodes.group_rows import question_rows
-from rollout_server.episodes.single_turn import QuestionPlayer
+from rollout_server.episodes.single_turn import SingleTurnPlayer
 from tests.rollout_server.episodes.fake_engine import completion
 
 TOKENIZER = character_tokenizer()
@@ -39,7 +39,7 @@ def test_the_answers_to_a_question_are_one_request_and_trained_as_sampled() -> N
         return [updated, completion(cut, 4, ended=False)]
 
     request = question("1+2=", 2)
-    episodes = asyncio.run(QuestionPlayer(TOKENIZER, generate).play(request))
+    episodes = asyncio.run(SingleTurnPlayer(TOKENIZER, generate).play(request))
     assert asked == [request]
     assert [episode.answer for episode in episodes] == ["3", "27"]
     rows = question_rows([episode.with_reward(1.5) for episode in episodes], request.prompt.tokens)
@@ -57,4 +57,4 @@ def test_an_engine_that_gives_fewer_answers_than_asked_is_refused() -> None:
         return [completion([END])]
 
     with pytest.raises(AsyncRLError, match="must answer group 7 with 2 completions, got 1"):
-        asyncio.run(QuestionPlayer(TOKENIZER, generate).play(question("1+2=", 2)))
+        asyncio.run(SingleTurnPlayer(TOKENIZER, generate).play(question("1+2=", 2)))

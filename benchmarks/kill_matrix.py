@@ -139,7 +139,7 @@ def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> floa
 
 
 def _wait_for_end(command: MarkedCommand) -> tuple[int, float, int]:
-    """Wait for the run's end; return (exit code, seconds until no process was left, number of processes left)."""
+    """Wait for the run's end; return (exit code, seconds from now until no process is left, number still left)."""
     start_s = time.monotonic()
     code = command.wait(END_TIMEOUT_S)
     orphans = len(command.orphans())

@@ -33,7 +33,7 @@ def compare_policies(workloads: Sequence[Workload], bound: int, steps: int) -> d
 
 
 def policy_table(found: dict[int, dict[str, Result]]) -> Table | None:
-    """Return a table of simulated results by bound and policy; None if there are none."""
+    """Return the Table of simulated results {bound: {policy for late groups: result}}; None if there are none."""
     header = (
         "staleness.max", "staleness.late", "steps per minute", "learner", "groups dropped", "their length / mean",
         "their duration / mean", "tokens masked",

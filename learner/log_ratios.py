@@ -23,7 +23,7 @@ class LogRatioRecorder:
     See async_rl/storage/log_ratios.py for the files.
 
     Args:
-        resumed: the state that the run resumes from, whose steps keep their files; None for a new run.
+        resumed: the state that a run resumes from; its earlier steps' files are taken over. None for a new run.
     """
 
     def __init__(self, config: Config, rank: int, resumed: TrainingState | None) -> None:

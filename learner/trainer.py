@@ -144,9 +144,10 @@ class Learner:
         return events
 
     def _take(self) -> Batch | NoBatch:
-        """Wait for the next batch and return it, the same on every rank, or why there is none.
+        """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
-        A server that came back ends the wait: it needs a push first, as the batch may be waiting for its groups.
+        `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
+        for its groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
         """
         handout = None
         with self._timeline.span("wait_data", "batch"):
@@ -181,7 +182,8 @@ class Learner:
     def _publish(self, batch: Batch | None, is_last: bool) -> list[LearnerReport]:
         """Push the current version to every server, then open admission for it if it is new.
 
-        Returns the reports for the driver: which servers were lost, and that an evaluation is due.
+        A new version first waits for an evaluation that holds pushes, then with on_update drain until the buffer lets
+        it be pushed. Returns the reports for the driver: the servers that were lost, and an evaluation that is due.
 
         Args:
             batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.

@@ -182,6 +182,6 @@ def compact(names: list[str]) -> str:
 
 
 def _named(host: Host) -> str:
-    """Return the host's custom Ray resources as text for a message, without those of Ray itself; "" if it has none."""
+    """Return ", resources a, b", the names of the host's custom Ray resources, to end a message; "" if it has none."""
     own = sorted(r for r in host.resources if r not in ("CPU", "GPU", "memory", "object_store_memory") and ":" not in r)
     return f", resources {', '.join(own)}" if own else ""

@@ -98,7 +98,7 @@ class Watchdog:
         return found
 
     def _overdue(self) -> list[tuple[str, AsyncRLError]]:
-        """Return (name, error) of each process that waits longer than its own limit by more than timeouts.silent_s."""
+        """Return (name, WaitTimeoutError) of each process waiting silent_s beyond its limit, and forget its status."""
         found: list[tuple[str, AsyncRLError]] = []
         for name, status in list(self._statuses.items()):
             waited_s = status.waited_s + time.monotonic() - self._heard_s[name]

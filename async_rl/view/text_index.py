@@ -33,7 +33,7 @@ JOIN_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search: groups, a snippet of the text of each by its id, and a note to the user."""
+    """The result of a search: the ids of the groups found, the snippet of each by its id, and a note to the user."""
 
     group_ids: list[int]
     """The groups with the text, the newest first, at most MAX_HITS."""
@@ -82,7 +82,7 @@ class TextIndex:
         self._folder.cleanup()
 
     def search(self, text: str) -> Found:
-        """Find `text`, whatever its case, in the prompts and answers indexed so far; the note of `Found` tells gaps."""
+        """Find `text`, whatever its case, in the prompts and answers indexed so far; `Found.note` says what is not."""
         if self.missing:
             return Found([], {}, self.missing)
         if len(text) < LEAST_CHARS:

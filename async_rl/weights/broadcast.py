@@ -121,7 +121,7 @@ class Receiver:
         self._received = []
 
     def end_push(self) -> None:
-        """End a push, once the weights received since `begin_push` are in use. The memory of the old ones is reused."""
+        """End a push once its weights are in use. The memory of the old ones is reused on a CPU and freed on a GPU."""
         self._spare = [data for data in self._in_use if not data.is_cuda]  # the memory of a GPU is freed instead
         self._in_use, self._received = self._received, []
 

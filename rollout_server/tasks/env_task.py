@@ -16,9 +16,8 @@ from rollout_server.tasks.base import Task
 class EnvTask(Task):
     """The task of a run without questions: it has task.size training episodes 0, 1, ... and eval.size held-out ones.
 
-    These are numbered -1, -2, ...
-    A prompt has no tokens, because only the environment knows what the model sees first. Its question has the number
-    as `answer`.
+    The held-out ones are numbered -1, -2, ... A prompt has no tokens, because only the environment knows what the
+    model sees first. Its question has the number as `answer`.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -37,7 +36,8 @@ class EnvTask(Task):
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
         raise ConfigError(
-            f"the environment {self._config.env} has no reference answers, so sft can't learn from it. Set sft.oracle"
+            f"the environment {self._config.env} has no reference answers, so sft can't learn from it. "
+            "Set sft.oracle to the package.module:function that writes the replies to learn"
         )
 
     def _question(self, number: int) -> Question:

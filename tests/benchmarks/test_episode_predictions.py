@@ -63,8 +63,19 @@ def test_an_episode_that_is_alone_at_its_end_has_sampled_most_then(tmp_path: Pat
     write_journal(tmp_path, [(0, 0.0, 4.0, short), (1, 0.0, 4.0, short), (2, 0.0, 4.0, short), (3, 0.0, 7.0, long)])
     found = measure_episodes(tmp_path)
     assert found is not None
-    assert [group.duration_s for group in found.groups] == pytest.approx([1.0, 1.0, 1.0, 4.0])
-    assert (found.alone_s, found.load_s) == pytest.approx((1.75, 1.75))
+    assert [group.duration_s for group in found.groups] == pytest.approx([1.0, 1.0, 1.0, 4.0], rel=1e-3)
+    assert (found.alone_s, found.load_s) == pytest.approx((1.75, 1.75), rel=1e-3)
+
+
+def test_turns_that_begin_together_take_most_of_the_time_of_sampling(tmp_path: Path) -> None:
+    """Four groups share a full engine in their first turn, for 4 s. Each takes 1 s for its second one, alone, after
+    tools of other times. A fifth group is alone in its only turn.
+    """
+    together = [(number, 0.0, 15.0 - 3 * number, [(2, 5.0, 15.0 - 3 * number, 20)]) for number in range(4)]
+    write_journal(tmp_path, [*together, (4, 50.0, 1.0, [(1, 1.0, 1.0, 10)])])
+    found = measure_episodes(tmp_path)
+    assert found is not None
+    assert [group.generate_s for group in found.groups] == pytest.approx([2.0, 2.0, 2.0, 2.0, 1.0], rel=0.02)
 
 
 def test_an_engine_with_room_takes_as_long_under_load(tmp_path: Path) -> None:

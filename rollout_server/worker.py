@@ -55,7 +55,7 @@ _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 class Worker:
     """Asks the buffer for slots, answers each slot's prompt with one engine, scores the answers, sends the group back.
 
-    Create it inside the event loop in which it runs.
+    It may be created in any thread; all its coroutines run in one event loop.
     """
 
     def __init__(
@@ -274,21 +274,21 @@ class Worker:
         """Return the engine's answers to a request, which waits while turns are held back, except in an evaluation.
 
         Raises:
-            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
+            WaitTimeoutError: the engine has not answered within timeouts.generate_s, or the turns were held too long.
         """
         timeout_s, is_evaluation = self._config.timeouts.generate_s, _BASELINE_IDS < request.group_id < 0
-        try:
-            async with nullcontext() if is_evaluation else self._gate.reply():
+        async with nullcontext() if is_evaluation else self._gate.reply():
+            try:
                 with self._stats.waiting("generates", "its engine", timeout_s):
                     async with asyncio.timeout(timeout_s) as limit:
                         return await self._engine.generate(request)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WaitTimeoutError(
-                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
-            ) from None
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise WaitTimeoutError(
+                    f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
+                    f"{self._config.rollout.engine} engine to answer group {request.group_id}"
+                ) from None
 
     def _playing(self) -> AbstractContextManager[None]:
         """Let `status` show a group of episodes of several turns as being played."""

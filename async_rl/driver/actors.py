@@ -28,7 +28,6 @@ from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
-    from rollout_server.rewards.base import Reward
     from rollout_server.worker import Worker
 
 
@@ -105,16 +104,14 @@ class RolloutActor:
 
     async def connect(self, buffer_address: str) -> None:
         """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
-        worker_class, reward = await asyncio.to_thread(self._load_worker)
-        self._worker = worker_class(
-            self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address
-        )
+        self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
-    def _load_worker(self) -> tuple[type[Worker], Reward]:
+    def _open_worker(self, buffer_address: str) -> Worker:
         from rollout_server.rewards.base import open_reward
         from rollout_server.worker import Worker
 
-        return Worker, open_reward(self._config, self._task)
+        reward = open_reward(self._config, self._task)
+        return Worker(self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         # What is loaded by now lives as long as the process. Otherwise full collections visit all of it again and

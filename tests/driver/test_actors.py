@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def config_of(folder: Path) -> Config:
 @pytest.mark.parametrize("loaded", [
     "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
     "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
+    "rollout_server.worker.open_player",
 ])
 def test_a_server_answers_while_it_loads_from_a_slow_disk(
     loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,12 +39,15 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
             raise AssertionError("the event loop stood still while the actor loaded")
         raise InterruptedError("enough")
 
-    for name in ("storage.model_folder.load_tokenizer", "tasks.base.open_task", "engines.base.open_engine"):
-        package = "async_rl" if name.startswith("storage") else "rollout_server"
-        monkeypatch.setattr(f"{package}.{name}", lambda *_: None)
+    for name in (
+        "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
+        "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
+    ):
+        monkeypatch.setattr(name, lambda *_: None)
     monkeypatch.setattr(loaded, load)
     actor = RolloutActor.__new__(RolloutActor)
     actor._config, actor._index, actor._task, actor._started_s = config_of(tmp_path), 0, None, 0.0  # type: ignore[assignment]
+    actor._engine, actor._tokenizer = SimpleNamespace(url=""), None  # type: ignore[assignment]
 
     async def answer() -> None:
         await asyncio.to_thread(is_loading.wait, 20)
@@ -50,7 +55,8 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         has_answered.set()
 
     async def run() -> None:
-        begun = actor.connect("tcp://none") if loaded.endswith("open_reward") else actor.start()
+        is_connecting = loaded.endswith(("open_reward", "open_player"))
+        begun = actor.connect("tcp://none") if is_connecting else actor.start()
         results = await asyncio.gather(begun, answer(), return_exceptions=True)
         assert [type(result) for result in results] == [InterruptedError, type(None)]
 

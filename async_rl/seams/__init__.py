@@ -1,4 +1,4 @@
-"""The seams of the pipeline: every part that a user can replace, and what each implementation declares about itself.
+"""The seams with a table of what is built in, and what each implementation declares about itself.
 
     configuration key           table            an entry declares                            its code
     algorithm.advantage         ADVANTAGES       what it compares, whether it has a critic    rewards -> advantages
@@ -6,6 +6,8 @@
     algorithm.correction.kind   CORRECTIONS      whether it reads advantages                  log ratios -> weights
     rollout.engine              ENGINES          how it takes new weights                     an `Engine`
     weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `WeightPublisher`
+
+The other seams are in rollout_server: tasks, rewards, environments, agents and tools.
 
 A value in the configuration is either a name in the table or `module:name`, which must be an entry of the same class
 in a module that can be imported. The rest of the code asks entries for what they declare and never compares names.

@@ -18,9 +18,6 @@ from async_rl.weights.buckets import Bucket, BucketPublisher
 class CudaIpcPublisher(BucketPublisher):
     """The learner's half of the transport: sends buckets by sharing their memory with servers on the same device."""
 
-    def connect(self) -> None:
-        pass  # each bucket itself says where its memory is
-
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
         try:
             return super().send(named_tensors, version)

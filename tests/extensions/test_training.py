@@ -12,7 +12,7 @@ from async_rl.pipeline import run
 
 OUTSIDE = [
     "rollout.engine=tests.extensions.engine:COUNTING", "weight_sync.transport=tests.extensions.transport:NEW_FOLDERS",
-    "task.name=tests.extensions.task:Additions", "task.params={largest: 30}",
+    "task.name=tests.extensions.task:Additions",
     "task.reward=tests.extensions.reward:answer_length", "algorithm.loss=tests.extensions.loss:POLICY_GRADIENT",
     "algorithm.advantage=tests.extensions.advantage:WIN_RATE",
     "algorithm.correction.kind=tests.extensions.correction:ROOT",

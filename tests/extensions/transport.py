@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
@@ -15,18 +16,13 @@ from async_rl.weights.safetensors_io import write_weights
 class NewFolderPublisher(WeightPublisher):
     """Writes every version into a folder of its own and removes it after the push."""
 
-    def connect(self) -> None:
-        pass
-
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        folder = (self.config.run_dir / f"weights-{version}").resolve()
-        folder.mkdir(parents=True)
-        num_bytes = write_weights(named_tensors, folder, self.dtype, self.bucket_bytes)
-        self.open_update()
-        self.call_servers(lambda admin: admin.load_folder(folder, version), f"push of version {version}")
-        self.close_update()
-        shutil.rmtree(folder)
-        return num_bytes
+        with TemporaryDirectory() as folder:
+            num_bytes = write_weights(named_tensors, Path(folder), self.dtype, self.bucket_bytes)
+            self.open_update()
+            self.call_servers(lambda admin: admin.load_folder(Path(folder), version), f"push of version {version}")
+            self.close_update()
+            return num_bytes
 
 
 NEW_FOLDERS = TransportEntry(open=NewFolderPublisher, delivers="folder", devices=("cpu", "cuda"), writes_files=True)

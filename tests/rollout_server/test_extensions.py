@@ -15,7 +15,7 @@ from rollout_server.tasks.base import Task, open_task
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, rolled_out
 from tests.tiny_folder import save_tiny_model
 
-TASK = {"name": "tests.extensions.task:Additions", "params": {"largest": 9}, "max_prompt_tokens": 40}
+TASK = {"name": "tests.extensions.task:Additions", "max_prompt_tokens": 40}
 REWARD = {"reward": "tests.extensions.reward:answer_length"}
 
 

@@ -207,17 +207,17 @@ def _close_buffer(
             log.logger.note(f"{name} did not end by itself: {str(error).splitlines()[0]}")
             processes.kill(name)
     try:
-        return _final_account(config, processes)
+        return _final_counters(config, processes)
     except ProcessKilledError as error:
         asyncio.run(revive_buffer(error))
-        return _final_account(config, processes)
+        return _final_counters(config, processes)
 
 
-def _final_account(config: Config, processes: ActorGroup) -> dict[str, float]:
+def _final_counters(config: Config, processes: ActorGroup) -> dict[str, float]:
     buffer, limit = processes.actors["buffer"], config.timeouts.limit("shutdown_s")
     processes.gather({"buffer": buffer.stop.remote()}, limit, "the end")
-    account = processes.gather({"buffer": buffer.close.remote()}, limit, "the final account")
-    return dict(account["buffer"])
+    counters = processes.gather({"buffer": buffer.close.remote()}, limit, "the final counters")
+    return dict(counters["buffer"])
 
 
 def dry_run(config: Config) -> str:

@@ -63,7 +63,7 @@ class Updater:
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
         self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
-        """Those of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
+        """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference = None
         if self.objective.needs_reference:
@@ -97,13 +97,13 @@ class Updater:
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))
 
-        tally = MetricAccumulator()
+        sums = MetricAccumulator()
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         is_skipped = is_stopped = False
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
-            losses, logprobs = self.forward_backward(minibatch, tally, trains_policy, is_first_epoch=epoch == 0)
+            losses, logprobs = self.forward_backward(minibatch, sums, trains_policy, is_first_epoch=epoch == 0)
             if recorder:
                 recorder.add(minibatch, logprobs, self.objective.proximal)
             if algorithm.skip_batch_kl and not any(steps.values()):
@@ -122,9 +122,9 @@ class Updater:
                 break
         for name, optimizer in self.optimizers.items():
             optimizer.drop()  # gradients that no step has used
-            tally.add(**{f"{name}_weights": optimizer.largest_weight()})
+            sums.add(**{f"{name}_weights": optimizer.largest_weight()})
 
-        totals = tally.reduce()
+        totals = sums.reduce()
         self._check_weights(totals)
         metrics += [*batch_metrics(batch), *token_metrics(totals)]
         metrics += self.objective.finish(totals, batch)
@@ -184,7 +184,7 @@ class Updater:
         return objective.prepare([replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches])
 
     def forward_backward(
-        self, minibatch: MiniBatch, tally: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
+        self, minibatch: MiniBatch, sums: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run forward, loss and backward for every micro-batch, adding up the gradients of a minibatch. Collective.
 
@@ -197,7 +197,7 @@ class Updater:
                 logprobs, entropy = self.policy(micro.inputs)
             values = None if self.critic is None else self.critic(micro.inputs)
             policy_sum, critic_sum = self.objective.losses(
-                minibatch, micro, logprobs, entropy, values, tally, is_first_epoch
+                minibatch, micro, logprobs, entropy, values, sums, is_first_epoch
             )
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
             if critic_sum is not None:

@@ -287,13 +287,13 @@ class Learner:
         """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
         start_s = time.time()
         with self._timeline.span("checkpoint", "copy"):
-            cut = TrainingState(
+            state = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
                 trained_groups=self._trained_groups.ranges(),
                 buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
-            self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), cut)
+            self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), state)
         self._saved_version = self.version
         return [
             Metric("checkpoint/pause_s", time.time() - start_s),

@@ -18,10 +18,10 @@ import yaml
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
-from tests.tiny_folder import save_tiny_model
 
+# Without bars and tables of loaded weights between the tests. Transformers reads this once, at its import.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no tables of loaded weights between the tests
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
@@ -32,7 +32,7 @@ STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
 """Programs that a unit test may run: they end at once."""
 PROCESS_FIXTURES = {"ray_here", "sglang_server", "shown_run", "start", "two_ranks", "vllm_server"}
-"""Who uses one of these is marked `processes` without saying so."""
+"""A test that uses one of these is marked `processes` without saying so."""
 MAX_WORKERS = 8
 """Each may hold a run with its servers, about 3 GiB."""
 _unit_test: str | None = None
@@ -159,6 +159,8 @@ def sglang_server(running_sglang: EngineInThread) -> EngineInThread:
 @pytest.fixture(scope="session")
 def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on an untrained tiny model, small enough for a few seconds of work."""
+    from tests.tiny_folder import save_tiny_model
+
     folder = tmp_path_factory.mktemp("smoke")
     save_tiny_model("tiny-qwen2", folder / "model", seed=0)
     tree = {

@@ -114,8 +114,8 @@ class RolloutActor:
         return Worker(self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
-        # What is loaded by now lives as long as the process. Otherwise full collections visit all of it again and
-        # again, 0.3 s each, in which the worker sends the engine nothing.
+        # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
+        # 0.3 s each, in which the worker sends the engine nothing.
         gc.collect()
         gc.freeze()
         async for report in self._worker.run():

@@ -70,11 +70,11 @@ class MetricAccumulator:
         return totals
 
 
-def tally_offpolicy(
-    tally: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
+def add_offpolicy(
+    sums: MetricAccumulator, response: ResponseTokens, log_rho: Tensor, weights: Tensor, truncated: Tensor,
     dropped: Tensor, shows_mismatch: bool,
 ) -> None:
-    """Add to `tally` how far the data is from the policy at step start, and how the correction changed the weights.
+    """Add to `sums` how far the data is from the policy at step start, and how the correction changed the weights.
 
     Args:
         log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
@@ -85,7 +85,7 @@ def tally_offpolicy(
     rho = bounded_exp(log_rho).double()
     weights = torch.where(dropped, 0.0, weights.double())
     comparable = response.comparable & trained & shows_mismatch
-    tally.add_by_staleness(
+    sums.add_by_staleness(
         response.staleness, trained,
         tokens=torch.ones_like(rho), rho=rho, rho_squared=rho.square(),
         weight=weights, weight_squared=weights.square(),
@@ -93,29 +93,29 @@ def tally_offpolicy(
         k1=-log_rho, k3=kl_k3(torch.zeros_like(log_rho), log_rho),
         comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
     )
-    tally.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
+    sums.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
         0, response.staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
     ))
     count = len(response.lengths)
     products = bounded_exp(sum_by_answer(log_rho, response.answers, count)).double()
     exist = sum_by_answer(trained.double(), response.answers, count) > 0
     old_kv = response.old_kv & trained & shows_mismatch
-    tally.add(
+    sums.add(
         answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum(),
         old_kv=old_kv.sum(), old_kv_mismatch=torch.where(old_kv, log_rho.abs(), 0.0).double().sum(),
     )
 
 
-def tally_policy(
-    tally: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
+def add_policy(
+    sums: MetricAccumulator, response: ResponseTokens, logprobs: Tensor, proximal: Tensor, entropy: Tensor,
     advantages: Tensor, clipped: Tensor,
 ) -> None:
-    """Add to `tally` entropy, how far the learner moved since step start, and clipping by the advantage's sign.
+    """Add to `sums` entropy, how far the learner moved since step start, and clipping by the advantage's sign.
 
     All tensors are [N], one entry for each response token of the micro-batch; only trained tokens count.
     """
     positive, negative = advantages > 0, advantages < 0
-    tally.add_by_staleness(
+    sums.add_by_staleness(
         response.staleness, response.trained,
         policy_tokens=torch.ones_like(entropy), entropy=entropy,
         moved_k1=kl_k1(proximal, logprobs), moved_k3=kl_k3(proximal, logprobs),
@@ -124,7 +124,7 @@ def tally_policy(
 
 
 def token_metrics(totals: Totals) -> list[Metric]:
-    """Return the metrics of `tally_offpolicy` and `tally_policy`, over all tokens and by staleness.
+    """Return the metrics of `add_offpolicy` and `add_policy`, over all tokens and by staleness.
 
     Importance weights are those of tokens, rho = proximal / behaviour, uncorrected. ESS/N = (sum w)^2 / (N sum w^2)
     of rho shows the tail that truncation hides; `ess_truncated` is that of the weights as applied, 0 for tokens that a
@@ -178,18 +178,18 @@ def _token_values(t: dict[str, float], rho_max: float) -> dict[str, float]:
     }
 
 
-def tally_critic(tally: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
-    """Add to `tally` the sums over trained tokens of returns, returns - values, and their squares. Tensors are [N]."""
+def add_critic(sums: MetricAccumulator, values: Tensor, returns: Tensor, trained: Tensor) -> None:
+    """Add to `sums` the sums over trained tokens of returns, returns - values, and their squares. Tensors are [N]."""
     returns = torch.where(trained, returns, 0.0).double()
     residual = torch.where(trained, returns - values, 0.0).double()
-    tally.add(
+    sums.add(
         critic_tokens=trained.sum(), returns=returns.sum(), returns_squared=returns.square().sum(),
         residual=residual.sum(), residual_squared=residual.square().sum(),
     )
 
 
 def explained_variance(totals: Totals) -> float:
-    """Return the critic's 1 - Var(returns - values) / Var(returns), from the sums of tally_critic over all ranks.
+    """Return the critic's 1 - Var(returns - values) / Var(returns), from the sums of add_critic over all ranks.
 
     It is 0 if all returns are equal.
     """

@@ -28,7 +28,7 @@ from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, RolloutGroup
 from learner.algorithms.advantages import whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
-from learner.algorithms.diagnostics import MetricAccumulator, Totals, tally_critic, tally_offpolicy, tally_policy
+from learner.algorithms.diagnostics import MetricAccumulator, Totals, add_critic, add_offpolicy, add_policy
 from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
 from learner.episodes import rows_by_episode, tokens_by_episode
@@ -118,11 +118,11 @@ class Objective:
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
         values: Tensor | None,  # [N] of the critic, with gradient; None: there is no critic
-        tally: MetricAccumulator, is_first_epoch: bool,
+        sums: MetricAccumulator, is_first_epoch: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
-        Statistics are added to `tally`, those of off-policyness in the first epoch only. Proximal logprobs and old
+        Statistics are added to `sums`, those of off-policyness in the first epoch only. Proximal logprobs and old
         values that were not computed at step start are those of this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
@@ -139,7 +139,7 @@ class Objective:
         critic = None
         if values is not None:
             assert old_values is not None and returns is not None
-            tally_critic(tally, old_values, returns, trained)
+            add_critic(sums, old_values, returns, trained)
             losses = value_loss(values, old_values, returns, self.config.critic.value_clip)
             critic = torch.where(trained, losses, 0.0).sum()
         output = self._loss(LossInputs(
@@ -148,7 +148,7 @@ class Objective:
             advantages=advantages, trained=trained, answers=response.answers, count=len(response.lengths),
             clip=algorithm.clip,
         ))
-        tally_policy(tally, response, logprobs, proximal, entropy, advantages, output.clipped)
+        add_policy(sums, response, logprobs, proximal, entropy, advantages, output.clipped)
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
         dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit) | dropped_tokens(
@@ -157,8 +157,8 @@ class Objective:
         if is_first_epoch:
             # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
             shows_mismatch = algorithm.proximal != "interpolate"
-            tally_offpolicy(tally, response, log_rho, weights, truncated, dropped, shows_mismatch)
-            self._tally_extras(tally, micro, proximal, log_rho)
+            add_offpolicy(sums, response, log_rho, weights, truncated, dropped, shows_mismatch)
+            self._add_extras(sums, micro, proximal, log_rho)
         estimate = KL_LOSSES[algorithm.kl.kind]
         kl_loss = 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _computed(micro.reference))
         loss = weights * (output.loss + kl_loss)
@@ -236,13 +236,13 @@ class Objective:
             return torch.ones_like(log_rho), truncated
         return raw.clamp(correction.floor, correction.cap), truncated
 
-    def _tally_extras(self, tally: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
+    def _add_extras(self, sums: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
         trained = micro.response.trained
         if self.needs_reference:
-            tally.add(reference_k3=torch.where(trained, kl_k3(proximal, _computed(micro.reference)), 0.0).sum())
+            sums.add(reference_k3=torch.where(trained, kl_k3(proximal, _computed(micro.reference)), 0.0).sum())
         if self.advantage.has_traces:
             log_traces = math.log(max(self.config.algorithm.lam, 1e-9)) + log_rho.clamp(max=0.0)
-            tally.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
+            sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
 
 def _computed(tensor: Tensor | None) -> Tensor:

@@ -156,8 +156,10 @@ def test_a_resume_keeps_the_best_checkpoints(tmp_path: Path) -> None:
     kept = (20, 30, 50, 60)
     for version in kept:
         checkpoint_folder(run_dir, version).mkdir(parents=True)
-        cut = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={})
-        write_training_state(checkpoint_folder(run_dir, version), cut)
+        saved = TrainingState(
+            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={}
+        )
+        write_training_state(checkpoint_folder(run_dir, version), saved)
     values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
     records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
     (run_dir / "metrics.jsonl").write_text("".join(records))

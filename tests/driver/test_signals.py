@@ -14,50 +14,50 @@ def send(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_raises_unless_it_is_deferred(number: signal.Signals) -> None:
-    with StopSignals() as interrupts:
+    with StopSignals() as signals:
         with pytest.raises(KeyboardInterrupt):
             send(number)
-        assert not interrupts.at_once
-    with StopSignals() as interrupts, interrupts.deferred():
+        assert not signals.at_once
+    with StopSignals() as signals, signals.deferred():
         send(number)
-        assert interrupts.requested
-        assert not interrupts.at_once
+        assert signals.requested
+        assert not signals.at_once
 
 
 def test_the_second_signal_always_raises_and_later_ones_do_not_disturb_the_end() -> None:
-    with StopSignals() as interrupts, interrupts.deferred():
+    with StopSignals() as signals, signals.deferred():
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-        assert interrupts.at_once
+        assert signals.at_once
         send(signal.SIGINT)
         send(signal.SIGTERM)
 
 
 def test_handlers_put_in_meanwhile_are_replaced_and_the_first_ones_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignals() as interrupts:
+    with StopSignals() as signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupts.install()
+        signals.install()
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_deferred_signal_is_found_by_the_next_check(capfd: pytest.CaptureFixture[str]) -> None:
-    with StopSignals() as interrupts, interrupts.deferred():
+    with StopSignals() as signals, signals.deferred():
         send(signal.SIGINT)
         assert "ending as soon as this stage is done. Again to end at once" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
-    with StopSignals() as interrupts, interrupts.deferred():
-        interrupts.check()
-        with interrupts.deferred(list):
+            signals.check()
+    with StopSignals() as signals, signals.deferred():
+        signals.check()
+        with signals.deferred(list):
             send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
-        interrupts.is_heeded = True
-        interrupts.check()
+            signals.check()
+        signals.is_heeded = True
+        signals.check()
 
 
 def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
@@ -65,7 +65,7 @@ def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
         def __del__(self) -> None:
             send(signal.SIGINT)
 
-    with StopSignals() as interrupts, interrupts.deferred():
+    with StopSignals() as signals, signals.deferred():
         Destroyed()  # Python would print an exception that is raised in its destructor, and drop it
         with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
+            signals.check()

@@ -39,7 +39,7 @@ def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str
 def run_on_two_hosts(tmp_path: Path, *arguments: str) -> str:
     if reason := why_not():
         pytest.skip(reason)
-    # What other tests of this process have set for loopback is not for two hosts.
+    # Other tests of this process have set loopback, which is not for two hosts.
     inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     environment = inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),

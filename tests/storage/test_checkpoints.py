@@ -28,7 +28,7 @@ from async_rl.storage.checkpoints import (
 )
 
 
-def make_cut(version: int, **changes: Any) -> TrainingState:
+def make_state(version: int, **changes: Any) -> TrainingState:
     fields: dict[str, Any] = {
         "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
         "kl_coef": 0.1, "trained_groups": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
@@ -40,12 +40,12 @@ def save(run_dir: Path, *versions: int) -> None:
     for version in versions:
         folder = checkpoint_folder(run_dir, version)
         folder.mkdir(parents=True)
-        write_training_state(folder, make_cut(version))
+        write_training_state(folder, make_state(version))
 
 
 def test_a_training_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_cut(7)
+    assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_state(7)
 
 
 def test_a_run_resumes_from_its_newest_complete_checkpoint_or_the_named_one(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(bytes(1000))
         (folder / ".metadata").write_bytes(bytes(10))
-        write_training_state(folder, make_cut(version))
+        write_training_state(folder, make_state(version))
     damage(checkpoint_folder(tmp_path, 4) / name)
     cut_short(checkpoint_folder(tmp_path, 3) / "__0_0.distcp")
     advice = "Go on from the newest whole one: async-rl train --resume"

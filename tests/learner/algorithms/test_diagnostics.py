@@ -15,11 +15,11 @@ from learner.algorithms.diagnostics import (
     BUCKETS,
     MetricAccumulator,
     Totals,
+    add_critic,
+    add_offpolicy,
+    add_policy,
     batch_metrics,
     explained_variance,
-    tally_critic,
-    tally_offpolicy,
-    tally_policy,
     token_metrics,
 )
 from tests.learner.tiny_batches import make_batch, make_group, make_response, make_rollout
@@ -35,7 +35,7 @@ def offpolicy(
 ) -> dict[str, float]:
     """Metrics by key; the answers may be in micro-batches of their own."""
     lengths = lengths or (len(log_rho),)
-    tally = MetricAccumulator()
+    sums = MetricAccumulator()
     sizes = list(lengths) if rows_apart else [len(log_rho)]
     start = 0
     for size in sizes:
@@ -45,8 +45,8 @@ def offpolicy(
         of_part = make_response((size,) if rows_apart else lengths, **given)
         own = log_rho[part] * of_part.trained
         drops = torch.zeros(size).bool() if dropped is None else dropped[part]
-        tally_offpolicy(tally, of_part, own, own.exp().clamp(max=cap), own.exp() > cap, drops, shows_mismatch=True)
-    return {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **tally.reduce()})}
+        add_offpolicy(sums, of_part, own, own.exp().clamp(max=cap), own.exp() > cap, drops, shows_mismatch=True)
+    return {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **sums.reduce()})}
 
 
 POLICY_SUMS = [
@@ -132,9 +132,9 @@ def test_the_truncated_ess_counts_tokens_that_a_mask_drops_with_weight_zero(one_
 def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_of_advantage(
     one_rank: None,
 ) -> None:
-    tally = MetricAccumulator()
-    tally_policy(
-        tally,
+    sums = MetricAccumulator()
+    add_policy(
+        sums,
         make_response(
             (4,), trained=torch.tensor([True, True, True, False]), staleness=torch.tensor([0, 0, 1, 1])
         ),
@@ -144,8 +144,8 @@ def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_of_advantage(
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         clipped=torch.tensor([True, False, False, True]),
     )
-    tally.add(**dict.fromkeys(("answers", "product", "product_squared", "old_kv"), torch.zeros(())))
-    got = {metric.key: metric.value for metric in token_metrics({**NO_OFFPOLICY, **tally.reduce()})}
+    sums.add(**dict.fromkeys(("answers", "product", "product_squared", "old_kv"), torch.zeros(())))
+    got = {metric.key: metric.value for metric in token_metrics({**NO_OFFPOLICY, **sums.reduce()})}
     k3 = (np.exp(-0.5) - 1 + 0.5 + np.exp(0.5) - 1 - 0.5) / 3
     expected = {
         "policy/entropy": 2.0,
@@ -163,9 +163,9 @@ def test_explained_variance_ignores_a_constant_and_is_zero_for_constant_values(
     returns = torch.tensor([0.0, 1.0, 3.0, 50.0])
     trained = torch.tensor([True, True, True, False])
     for values, expected in ((returns - 0.5, 1.0), (torch.full((4,), 0.7), 0.0)):
-        tally = MetricAccumulator()
-        tally_critic(tally, values, returns, trained)
-        assert explained_variance(tally.reduce()) == pytest.approx(expected, abs=1e-9)
+        sums = MetricAccumulator()
+        add_critic(sums, values, returns, trained)
+        assert explained_variance(sums.reduce()) == pytest.approx(expected, abs=1e-9)
 
 
 def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_rollout() -> None:

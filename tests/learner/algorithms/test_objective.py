@@ -72,7 +72,7 @@ def config_of(algorithm: AlgorithmConfig, tmp_path: Path) -> Config:
     return make_config(tmp_path / "none", algorithm=algorithm, staleness=StalenessConfig(max=4))
 
 
-def made(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
+def make_case(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
     """A micro-batch, learner logprobs and entropies, in float64."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(LENGTHS)
@@ -108,7 +108,7 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
 def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(RULES[name], tmp_path))
     for seed in range(3):
-        micro, logprobs, entropy = made(seed)
+        micro, logprobs, entropy = make_case(seed)
         assert torch.autograd.gradcheck(
             lambda lp, m=micro, h=entropy: policy_loss(objective, m, lp, h), logprobs, eps=1e-7, atol=1e-5
         )
@@ -120,7 +120,7 @@ def test_untrained_tokens_have_no_gradient_and_no_influence(
 ) -> None:
     algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
     objective = Objective(config_of(algorithm, tmp_path))
-    micro, logprobs, entropy = made(7)
+    micro, logprobs, entropy = make_case(7)
     trained = micro.response.trained
     loss = policy_loss(objective, micro, logprobs, entropy)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -140,7 +140,7 @@ def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path
         correction=CorrectionConfig(masks=MasksConfig(token=bounds)), kl=KlConfig(kind="k2_loss"), entropy_coef=0.1
     )
     objective = Objective(config_of(algorithm, tmp_path))
-    micro, logprobs, entropy = made(3, masked=0.0)
+    micro, logprobs, entropy = make_case(3, masked=0.0)
     assert micro.proximal is not None
     rho = (micro.proximal - micro.response.behaviour).exp()
     inside = (rho >= bounds[0]) & (rho <= bounds[1])
@@ -155,7 +155,7 @@ def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_p
     aggregation: Any = "sequence_mean"
     algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation, kl=KlConfig(kind="k2_loss", coef=0.1))
     objective = Objective(config_of(algorithm, tmp_path))
-    micro, logprobs, entropy = made(7)
+    micro, logprobs, entropy = make_case(7)
     untrained = ~micro.response.trained
     for tensor in (logprobs.detach(), micro.proximal, micro.reference):
         assert tensor is not None
@@ -169,7 +169,7 @@ def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_p
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, tmp_path: Path, one_rank: None) -> None:
     gradients = []
-    micro, logprobs, entropy = made(3)
+    micro, logprobs, entropy = make_case(3)
     for masks in (MasksConfig(), MasksConfig(token=(0.7, 1.4))):
         algorithm = AlgorithmConfig(aggregation=aggregation, correction=CorrectionConfig(masks=masks))
         objective = Objective(config_of(algorithm, tmp_path))
@@ -190,7 +190,7 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
     algorithm = AlgorithmConfig(advantage=advantage, whiten=whiten, correction=CorrectionConfig(kind="none"))
     objective = Objective(config_of(algorithm, tmp_path))
     assert objective.needs_values == objective.needs_proximal == whiten
-    micro_batches = [made(seed)[0] for seed in (1, 2, 3)]
+    micro_batches = [make_case(seed)[0] for seed in (1, 2, 3)]
     split = objective.prepare([make_minibatch(*micro_batches[:2]), make_minibatch(micro_batches[2])])
     got, plain, trained = [], [], torch.cat([micro.response.trained for micro in micro_batches])
     for minibatch in split:
@@ -209,7 +209,7 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
 def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, one_rank: None) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), clip=ClipConfig(dual=0.0))
     objective = Objective(config_of(algorithm, tmp_path))
-    micro, _, entropy = made(5, masked=0.0)
+    micro, _, entropy = make_case(5, masked=0.0)
     assert micro.proximal is not None
     logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
     log_rho = torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
@@ -292,7 +292,7 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
 
 def test_sequence_mean_gives_every_answer_the_same_weight(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
-    micro, _, entropy = made(1, masked=0.4)
+    micro, _, entropy = make_case(1, masked=0.4)
     proximal, ones = micro.proximal, torch.ones_like(micro.response.advantages)
     assert proximal is not None
     micro = with_response(micro, behaviour=proximal.clone(), advantages=ones)
@@ -319,17 +319,17 @@ def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(t
 
 def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path: Path, one_rank: None) -> None:
     objective = Objective(config_of(AlgorithmConfig(advantage="vtrace", lam=0.9), tmp_path))
-    micro, logprobs, entropy = made(2)
-    tally = MetricAccumulator()
+    micro, logprobs, entropy = make_case(2)
+    sums = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
-    objective.losses(make_minibatch(micro), micro, logprobs, entropy, values, tally, is_first_epoch=True)
+    objective.losses(make_minibatch(micro), micro, logprobs, entropy, values, sums, is_first_epoch=True)
     assert micro.proximal is not None
     log_rho = (micro.proximal - micro.response.behaviour)[micro.response.trained]
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
     rollouts = [make_rollout([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
     rollouts[2].mask[:7] = False  # the median counts trained tokens
     batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
-    (metric,) = objective.finish(tally.reduce(), batch)
+    (metric,) = objective.finish(sums.reduce(), batch)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
 
 
@@ -338,11 +338,11 @@ def test_interpolated_logprobs_show_no_mismatch(
     proximal: Any, is_measured: bool, tmp_path: Path, one_rank: None
 ) -> None:
     objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
-    micro, logprobs, entropy = made(3)
+    micro, logprobs, entropy = make_case(3)
     response = micro.response
     micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))
-    tally = MetricAccumulator()
-    objective.losses(make_minibatch(micro), micro, logprobs, entropy, None, tally, is_first_epoch=True)
-    keys = {metric.key for metric in token_metrics(tally.reduce())}
+    sums = MetricAccumulator()
+    objective.losses(make_minibatch(micro), micro, logprobs, entropy, None, sums, is_first_epoch=True)
+    keys = {metric.key for metric in token_metrics(sums.reduce())}
     assert "offpolicy/ess" in keys
     assert ("mismatch/mean_abs" in keys) == is_measured

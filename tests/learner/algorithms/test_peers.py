@@ -31,7 +31,7 @@ WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"
 ROWS, LENGTH = 5, 12
 
 
-def made(seed: int) -> tuple[Tensor, ...]:
+def make_case(seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(ROWS, LENGTH, generator=generator) for _ in range(3))
 
@@ -39,7 +39,7 @@ def made(seed: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0)])
 def test_gae_is_that_of_torchrl(gamma: float, lam: float) -> None:
     functional = pytest.importorskip("torchrl.objectives.value.functional", reason=WHY)
-    rewards, values, _ = made(0)
+    rewards, values, _ = make_case(0)
     following = torch.cat([values[:, 1:], torch.full((ROWS, 1), 0.4)], 1)
     done = torch.zeros(ROWS, LENGTH, 1, dtype=torch.bool)
     expected = functional.generalized_advantage_estimate(
@@ -54,7 +54,7 @@ def test_gae_is_that_of_torchrl(gamma: float, lam: float) -> None:
 @pytest.mark.parametrize(("gamma", "rho_cap", "c_cap"), [(1.0, 1.0, 1.0), (0.97, 2.0, 1.0)])
 def test_vtrace_is_that_of_torchrl(gamma: float, rho_cap: float, c_cap: float) -> None:
     functional = pytest.importorskip("torchrl.objectives.value.functional", reason=WHY)
-    rewards, values, log_ratios = made(1)
+    rewards, values, log_ratios = make_case(1)
     following = torch.cat([values[:, 1:], torch.full((ROWS, 1), 0.4)], 1)
     done = torch.zeros(ROWS, LENGTH, 1, dtype=torch.bool)
     behaviour = -torch.ones_like(log_ratios)

@@ -84,9 +84,14 @@ def definitions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef |
 
 
 def test_no_docstring_begins_with_half_a_sentence() -> None:
-    texts = [(file.relative_to(ROOT), ast.get_docstring(node) or "") for file in python_files()
-             for node in definitions(file)]
-    assert [f"{file}: {text[:60]}" for file, text in texts if text.startswith(("Of ", "What ", "Than "))] == []
+    """Strings that stand under a field or a constant count as its docstring."""
+    texts = [
+        (file.relative_to(ROOT), node.value.value)
+        for file in python_files() for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    halves = ("Of ", "What ", "Than ", "Who ", "Those ")
+    assert [f"{file}: {text[:60]}" for file, text in texts if text.startswith(halves)] == []
 
 
 def test_the_name_of_a_test_can_be_read_at_a_glance() -> None:

@@ -127,8 +127,8 @@ class RolloutConfig:
     --gpu-memory-utilization of vLLM."""
     server_url: str = ""
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
-    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. Empty: the run starts its own
-    servers."""
+    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. A run that is killed or fails
+    leaves its weight group at the server until the server ends. Empty: the run starts its own servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
 

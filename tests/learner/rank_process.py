@@ -51,7 +51,7 @@ EPISODE_ALGORITHMS = {
     "episodes, sequence_mean": AlgorithmConfig(aggregation="sequence_mean"),
     "episodes, gae": AlgorithmConfig(advantage="gae", whiten=True),
 }
-"""Those that train on episodes of several turns and rows."""
+"""The cases that train on episodes of several turns and rows."""
 
 Case = tuple[str, int, Literal["full", "hybrid"]]
 """Algorithm, tokens a micro-batch, sharding."""

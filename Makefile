@@ -17,9 +17,8 @@ $(QUICKSTART_MODEL)/config.json: $(QUICKSTART) | venv
 test: venv  ## every test that needs no GPU and is not nightly (what CI runs)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# One worker more than cores, because some of these tests wait.
 unit: venv  ## the tests that start no process, in under two minutes
-	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv vllm  ## the long tests
 	$(BIN)/python -m pytest -m nightly

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,15 @@ MAX_GROUPS = 2000
 """If a run has more groups, those that are simulated are spread evenly over it."""
 LEAST_S = 1e-6
 LEAST_SPREAD = 0.01
-"""If the loads of the groups differ less, by standard deviation over mean, the engine counts as one with room."""
+"""If the speeds of the episodes on a full engine differ less, by standard deviation over mean, then the load was the
+same all the time. Its effect can't be measured, and the engine counts as full, as with questions (workload_of)."""
 LOAD_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 """These values are tried for the time that each further group adds to sampling, as a share of the time that a group
 takes alone: 0 if the engine has room, 1 if it is full."""
+FITTED_GROUPS = 1000
+"""The value is chosen by so many groups at the begin of the run, where the load varies most."""
 ROUNDS = 8
-"""After so many rounds the times of sampling that a replay finds differ by about a percent from the measured ones."""
+"""After so many rounds the times of sampling in a replay are on average within a percent of the measured ones."""
 _QUERY = """
 SELECT group_id, granted_s, groups.duration_s, turns, generate_s, episodes.duration_s,
     (SELECT SUM(response_tokens) FROM rollouts WHERE rollouts.group_id = episodes.group_id AND
@@ -49,20 +53,33 @@ class MeasuredEpisodes:
 
 
 def measure_episodes(run_dir: Path) -> MeasuredEpisodes | None:
+    """Return the episodes in a run's journal as `_measure` does, once for each state of its files."""
+    file = run_dir / FILE_NAME
+    written = (path.stat().st_mtime_ns for path in (file, file.with_name(f"{file.name}-wal")) if path.exists())
+    return _measure(file, tuple(written))
+
+
+@lru_cache(maxsize=64)
+def _measure(file: Path, written: tuple[int, ...]) -> MeasuredEpisodes | None:
     """Return the episodes in a run's journal.
 
     None: it is a run of questions and answers, or it has no journal that this version can read. Groups that were
-    dropped while they ran are not in the journal.
+    dropped while they ran are not in the journal. After a resume on a machine that was started anew since, the clocks
+    of the two parts differ, so that groups may seem to overlap that did not.
+
+    Args:
+        written: the times at which the journal's files were written.
     """
-    rows = _read(run_dir / FILE_NAME)
+    rows = _read(file)
     if not rows:
         return None
     group_ids, granted_s, group_s, turns, sampled_s, duration_s, tokens = np.array(rows, float).T
     _, firsts, sizes = np.unique(group_ids, return_index=True, return_counts=True)
     duration_s = np.maximum(duration_s, LEAST_S)
     sampled_s = np.clip(sampled_s, LEAST_S, duration_s)
-    played = _Played(granted_s, turns.astype(int), sampled_s, duration_s - sampled_s, 1 / np.repeat(sizes, sizes))
-    load_share = _load_share(played, tokens, firsts)
+    shares, turns = 1 / np.repeat(sizes, sizes), np.maximum(1, turns.astype(int))
+    played = _Played(granted_s - granted_s.min(), turns, sampled_s, duration_s - sampled_s, shares)
+    load_share = _load_share(played, np.maximum(1.0, tokens), firsts)
     alone_s = played.alone_s(load_share)
     rest_s = group_s[firsts] - np.maximum.reduceat(duration_s, firsts)
     times = list(map(EpisodeTimes, played.turns.tolist(), alone_s.tolist(), played.tools_s.tolist()))
@@ -86,10 +103,9 @@ class _WorkClock:
     def __init__(self, begins_s: Numbers, ends_s: Numbers, shares: Numbers, load_share: float) -> None:
         times = np.concatenate([begins_s, ends_s])
         order = np.argsort(times, kind="stable")
-        self.load = np.maximum(1.0, np.cumsum(np.concatenate([shares, -shares])[order]))
-        """The number of groups that sample from each of `times_s` on."""
+        load = np.maximum(1.0, np.cumsum(np.concatenate([shares, -shares])[order]))  # from each of `times` on
         self.times_s = np.append(times[order], times.max() + times.max() - times.min() + 1)  # it goes on after the end
-        passed = np.diff(self.times_s) / (1 + load_share * (self.load - 1))
+        passed = np.diff(self.times_s) / (1 + load_share * (load - 1))
         self.work_s = np.concatenate([[0.0], np.cumsum(passed)])
 
     def end(self, begins_s: Numbers, work_s: Numbers) -> Numbers:
@@ -124,13 +140,12 @@ class _Played:
             clock = _WorkClock(begins_s, ends_s, self.shares[episodes], load_share)
             for _ in range(2):
                 _, begins_s, ends_s = self._replay(work_s, clock)
-                work_s = work_s * self.sampled_s / np.bincount(episodes, ends_s - begins_s)
+                work_s = work_s * self.sampled_s / np.maximum(LEAST_S, np.bincount(episodes, ends_s - begins_s))
         return np.asarray(work_s * self.turns)
 
-    def loads(self) -> Numbers:
-        """Return the numbers of groups that sample together at all times at which it changes."""
-        episodes, begins_s, ends_s = self._replay(self.sampled_s / self.turns, None)
-        return _WorkClock(begins_s, ends_s, self.shares[episodes], 0.0).load
+    def first(self, number: int) -> _Played:
+        """Return the first `number` episodes."""
+        return _Played(*(getattr(self, array.name)[:number] for array in fields(self)))
 
     def _replay(
         self, work_s: Numbers, clock: _WorkClock | None
@@ -154,12 +169,15 @@ class _Played:
 
 def _load_share(played: _Played, tokens: Numbers, firsts: npt.NDArray[np.int64]) -> float:
     """Return the one of LOAD_SHARES with which the time of a token, without the load, differs least between groups."""
-    loads = played.loads()
-    if loads.std() <= LEAST_SPREAD * loads.mean():
-        return 0.0
+    firsts, num_episodes = firsts[:FITTED_GROUPS], np.append(firsts, len(tokens))[: FITTED_GROUPS + 1][-1]
+    played, tokens = played.first(num_episodes), tokens[:num_episodes]
+    speeds = played.alone_s(1.0) / played.sampled_s
+    if speeds.std() <= LEAST_SPREAD * speeds.mean():
+        return 1.0
 
     def unequal(load_share: float) -> float:
-        group_s, group_tokens = np.add.reduceat(np.stack([played.alone_s(load_share), tokens]), firsts, axis=1)
+        alone_s = played.alone_s(load_share)
+        group_s, group_tokens = np.add.reduceat(np.stack([alone_s, tokens]), firsts, axis=1)
         relative = group_s / group_tokens * group_tokens.sum() / group_s.sum()
         return float(np.average((relative - 1) ** 2, weights=group_tokens))
 

@@ -67,7 +67,7 @@ class Outcome:
     """The seconds from the kill until the new process serves the current version (server, worker), or until the second
     batch from the new buffer was trained, or from `--resume` until the next step was trained (learner, driver)."""
     ended_s: float
-    """The seconds from the kill until no process of the run was left; 0 if the run went on."""
+    """The seconds from the kill until no process of the run was left but Ray's two helpers; 0 if the run went on."""
     error: str
     """The first line of the error with which the run ended."""
     names_all: bool

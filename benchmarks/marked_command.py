@@ -69,7 +69,7 @@ class MarkedCommand:
         """Return the living processes of the command, without zombies and without RAY_AGENTS."""
         found = []
         for process in self._marked():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 if process.cmdline()[:1] not in [[agent] for agent in RAY_AGENTS]:
                     found.append(process)
         return found

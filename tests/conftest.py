@@ -19,7 +19,7 @@ from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, T
 from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
-# Without bars and tables of loaded weights between the tests. Transformers reads this once, at its import.
+# Transformers reads these at its import. They keep its bars and tables of loaded weights out of the tests' output.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
@@ -39,9 +39,13 @@ _unit_test: str | None = None
 """The test that runs now, if it must not start a process."""
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for `-n auto`. xdist would count the cores of the host, also those of others."""
-    return min(usable_cores(), MAX_WORKERS)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of workers for `-n auto`. xdist would count the cores of the host, also those of others.
+
+    `make unit` gets one more, because some of its tests wait.
+    """
+    is_unit = "not processes" in config.option.markexpr
+    return min(usable_cores(), MAX_WORKERS) + is_unit
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -149,7 +149,7 @@ class StalenessConfig:
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
     late: Literal["wait", "drop", "mask"] = "wait"
-    """The fate of a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
+    """The policy for a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
     prompt granted again (biased to short answers). mask: it is trained on, with the tokens that are too old masked."""
 
 

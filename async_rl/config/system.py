@@ -44,7 +44,7 @@ class WeightSyncConfig:
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
     a server and one learner rank share one, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
-    """The fate of running requests when new weights arrive. in_place: they pause, keep their KV cache and continue.
+    """The way in which running requests take new weights. in_place: they pause, keep their KV cache and continue.
     retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
     they have."""
     every_steps: PositiveInt = 1

@@ -79,7 +79,7 @@ class RolloutActor:
     def __init__(self, folder: str, config: Config, index: int) -> None:
         self._config = enter(folder, config, f"rollout-{index}").of_server(index)
         pin_cpus(config, index)
-        self._started_s = time.time()
+        self._doing, self._since_s = "starts its engine", time.time()
         self._index = index
 
     async def start(self) -> str:
@@ -104,6 +104,7 @@ class RolloutActor:
 
     async def connect(self, buffer_address: str) -> None:
         """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
+        self._doing, self._since_s = "opens its reward, environment and tools", time.time()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
     def _open_worker(self, buffer_address: str) -> Worker:
@@ -125,7 +126,7 @@ class RolloutActor:
         if hasattr(self, "_worker"):
             return self._worker.status()
         limit_s = self._config.timeouts.server_start_s
-        return Status(doing="starts its engine", since_s=self._started_s, limit_s=limit_s)
+        return Status(doing=self._doing, since_s=self._since_s, limit_s=limit_s)
 
     async def dump_stacks(self) -> None:
         dump_stacks()

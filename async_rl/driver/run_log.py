@@ -54,8 +54,8 @@ class RunLog:
         self._measured: Counter[str] = Counter()
         """The number of steps in each sum of `_totals`."""
         self._resumes = 0
-        if cut := resumed_training_state(config):
-            self.version, self._resumes = cut.version, lineage_of(self.run_dir)
+        if saved := resumed_training_state(config):
+            self.version, self._resumes = saved.version, lineage_of(self.run_dir)
             for record in read_metrics(self.run_dir / "metrics.jsonl"):
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)

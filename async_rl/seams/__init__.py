@@ -1,4 +1,4 @@
-"""The seams with a table of what is built in, and what each implementation declares about itself.
+"""The seams whose tables are in this package, and what each implementation declares about itself.
 
     configuration key           table            an entry declares                            its code
     algorithm.advantage         ADVANTAGES       what it compares, whether it has a critic    rewards -> advantages

@@ -96,7 +96,7 @@ class WeightPublisher(ABC):
         self.dtype = serving_dtype(config, device.type)
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
 
-    def connect(self) -> None:  # noqa: B027 - most transports need none
+    def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
 
         Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.join_s`.

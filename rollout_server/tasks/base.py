@@ -24,8 +24,8 @@ from rollout_server.rewards.rules import NUMBER_RULES, find_number
 class Task(ABC):
     """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts` in its `__init__`, and finds its own
-    settings in `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call
+    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings in
+    `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call
     `verify` at once.
     """
 

@@ -78,6 +78,15 @@ def test_turns_that_begin_together_take_most_of_the_time_of_sampling(tmp_path: P
     assert [group.generate_s for group in found.groups] == pytest.approx([2.0, 2.0, 2.0, 2.0, 1.0], rel=0.02)
 
 
+def test_an_engine_with_the_same_load_all_the_time_counts_as_full(tmp_path: Path) -> None:
+    """Waves of eight groups, whose answers have other lengths, sample for 4 s each."""
+    waves = [(number, 10.0 * (number // 8), 4.0, [(1, 4.0, 4.0, 10 + number % 5)]) for number in range(40)]
+    write_journal(tmp_path, waves)
+    found = measure_episodes(tmp_path)
+    assert found is not None
+    assert (found.alone_s, found.load_s) == pytest.approx((0.5, 0.5))
+
+
 def test_an_engine_with_room_takes_as_long_under_load(tmp_path: Path) -> None:
     """Two episodes sample 1 and 3 s in 1 and 3 turns; the other 2 s of the second are for tools. Groups overlap."""
     episodes = [(1, 1.0, 1.0, 10), (3, 3.0, 5.0, 30)]

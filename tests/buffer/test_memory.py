@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from dataclasses import replace
 
@@ -38,10 +39,9 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
         learner.served(0)
 
         async def flood(worker: WorkerClient) -> tuple[int, int, int]:
-            """Asks for slots all the time and delivers each group twice."""
-            stored = size = 0
-            full_bytes = 0
-            until_s = time.monotonic() + seconds
+            """Asks for slots all the time, for `seconds` after the buffer is full, and delivers each group twice."""
+            stored = size = full_bytes = 0
+            until_s = math.inf
             while time.monotonic() < until_s:
                 slots = await worker.admit(1000)
                 for slot in slots:
@@ -50,7 +50,7 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
                     assert not await worker.put(group)
                     size = len(encode_group(group))
                 if not slots and not full_bytes:
-                    full_bytes = resident_bytes()
+                    full_bytes, until_s = resident_bytes(), time.monotonic() + seconds
                 await asyncio.sleep(0)
             return stored, size, full_bytes
 

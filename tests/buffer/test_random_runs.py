@@ -193,7 +193,7 @@ def test_four_batches_in_flight_break_a_rule_without_look_ahead(monkeypatch: pyt
     ],
 )
 def test_the_simulated_utilisation_is_as_designed(late: str, cv: float, expected: list[float]) -> None:
-    """Figures of the design for bounds 0, 1, 2, 4, 8; long tails vary with the seed: the mean of four is compared."""
+    """Figures of the design for bounds 0, 1, 2, 4, 8; long tails vary with the seed, so four are averaged."""
     workload = Workload(group_cv=cv, late=late)  # type: ignore[arg-type]
     seeds, steps = (4, 100) if cv == 1 else (2, 60)
     for bound, design in zip((0, 1, 2, 4, 8), expected, strict=True):

@@ -46,16 +46,19 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         monkeypatch.setattr(name, lambda *_: None)
     monkeypatch.setattr(loaded, load)
     actor = RolloutActor.__new__(RolloutActor)
-    actor._config, actor._index, actor._task, actor._started_s = config_of(tmp_path), 0, None, 0.0  # type: ignore[assignment]
+    actor._config, actor._index, actor._task = config_of(tmp_path), 0, None  # type: ignore[assignment]
+    actor._doing, actor._since_s = "starts its engine", 0.0
     actor._engine, actor._tokenizer = SimpleNamespace(url=""), None  # type: ignore[assignment]
+
+    is_connecting = loaded.endswith(("open_reward", "open_player"))
 
     async def answer() -> None:
         await asyncio.to_thread(is_loading.wait, 20)
-        assert (await actor.status()).doing == "starts its engine"
+        doing = "opens its reward, environment and tools" if is_connecting else "starts its engine"
+        assert (await actor.status()).doing == doing
         has_answered.set()
 
     async def run() -> None:
-        is_connecting = loaded.endswith(("open_reward", "open_player"))
         begun = actor.connect("tcp://none") if is_connecting else actor.start()
         results = await asyncio.gather(begun, answer(), return_exceptions=True)
         assert [type(result) for result in results] == [InterruptedError, type(None)]

@@ -7,7 +7,7 @@ from rollout_server.tasks.base import Task
 
 
 class Additions(Task):
-    """Sums from 0 to 31. The held-out sums begin with 0, the training sums with 1."""
+    """Sums of two numbers. The held-out sums begin with 0, the training sums with 1."""
 
     num_prompts = 31
 

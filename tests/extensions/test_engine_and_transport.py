@@ -30,6 +30,7 @@ def extended_config(model_folder: Path, run_dir: Path, transport: str = TRANSPOR
 
 def test_an_engine_and_a_transport_from_outside_push_and_generate(model_folder: Path, tmp_path: Path) -> None:
     config = extended_config(model_folder, tmp_path)
+    config.run_dir.mkdir()
     new = sharp_model("tiny-qwen2", 5).eval()
 
     async def generate_push_generate() -> tuple[list[Completion], list[Completion]]:

@@ -17,7 +17,7 @@ class NewFolderPublisher(WeightPublisher):
     """Writes every version into a folder of its own and removes it after the push."""
 
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(dir=self.config.run_dir.resolve()) as folder:
             num_bytes = write_weights(named_tensors, Path(folder), self.dtype, self.bucket_bytes)
             self.open_update()
             self.call_servers(lambda admin: admin.load_folder(Path(folder), version), f"push of version {version}")

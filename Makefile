@@ -21,7 +21,8 @@ unit: venv  ## the tests that start no process, in under two minutes
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not nightly and not processes and not e2e"
 
 nightly: venv vllm  ## the long tests
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest --hypothesis-profile default -m nightly
+	$(BIN)/python -m pytest -q -n auto --hypothesis-profile default -m "not gpu and not nightly and not processes"
 
 check: venv  ## sizes, import direction, ruff, mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hypothesis
 import pytest
 import yaml
 
@@ -24,6 +25,8 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("repeatable", derandomize=True)  # new examples are for `make nightly`
+hypothesis.settings.load_profile("repeatable")
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
 
 Result = TypeVar("Result")

@@ -48,7 +48,7 @@ def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
     """Return the messages of an agent or environment with all content as one text, also of null and lists of parts.
 
     Raises:
-        ValueError: a message has no role, or content that is not text.
+        ValueError: a message has no role, content that is not text, or malformed calls of tools.
     """
     plain: list[Message] = []
     for position, message in enumerate(messages):
@@ -56,8 +56,10 @@ def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
             raise ValueError(f"messages[{position}] must be an object with a role, got {message!r:.200}")
         role = "system" if message["role"] == "developer" else message["role"]
         kept: Message = {"role": role, "content": _plain_text(message.get("content"), position)}
-        if message.get("tool_calls"):
-            kept["tool_calls"] = [_tool_call(call, position) for call in message["tool_calls"]]
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError(f"messages[{position}].tool_calls must be a list, got {calls!r:.200}")
+            kept["tool_calls"] = [_tool_call(call, position) for call in calls]
         for name in ("tool_call_id", "name"):
             if isinstance(message.get(name), str):
                 kept[name] = message[name]  # type: ignore[literal-required]

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout_server.episodes.completion_request import CompletionRequest, RequestRefusedError
@@ -39,6 +39,7 @@ BODY = ANYTHING | st.fixed_dictionaries(
 
 @settings(max_examples=400, deadline=None)
 @given(body=BODY)
+@example(body={"messages": [{"role": "user", "tool_calls": True}]})
 def test_any_body_is_read_or_refused_with_a_reason(body: Any) -> None:
     try:
         request = CompletionRequest.from_body(body)

@@ -29,7 +29,8 @@ takes alone: 0 if the engine has room, 1 if it is full."""
 FITTED_GROUPS = 1000
 """The value is chosen by so many groups at the begin of the run, where the load varies most."""
 ROUNDS = 8
-"""After so many rounds the times of sampling in a replay are on average within a percent of the measured ones."""
+"""After so many rounds an episode's time of sampling in a replay differs from the measured one by a percent on average
+if the engine has much room, and by six if it is full."""
 _QUERY = """
 SELECT group_id, granted_s, groups.duration_s, turns, generate_s, episodes.duration_s,
     (SELECT SUM(response_tokens) FROM rollouts WHERE rollouts.group_id = episodes.group_id AND
@@ -138,7 +139,7 @@ class _Played:
         episodes, begins_s, ends_s = self._replay(work_s, None)
         for _ in range(ROUNDS):
             clock = _WorkClock(begins_s, ends_s, self.shares[episodes], load_share)
-            for _ in range(2):
+            for _ in range(2):  # with one replay for each clock the rounds swing
                 _, begins_s, ends_s = self._replay(work_s, clock)
                 work_s = work_s * self.sampled_s / np.maximum(LEAST_S, np.bincount(episodes, ends_s - begins_s))
         return np.asarray(work_s * self.turns)

@@ -12,8 +12,9 @@ learner  a learner rank                                           the run ends w
 driver   `async-rl train` itself                                  every process ends
 
 All processes but `silent` are killed by SIGKILL. Every run has checkpoint.every_steps=2. Checked are the exit code,
-that every admitted group is accounted for, that no token was older than the bound, and that no process is left. A run
-that goes on is ended by Ctrl-C a few steps later; a run that ended is continued with --resume.
+that every admitted group is accounted for, that no token was older than the bound, and that no process is left (but for
+a minute two helpers of Ray, if the driver is killed). A run that goes on is ended by Ctrl-C a few steps later; a run
+that ended is continued with --resume.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class MarkedCommand:
         found = []
         for process in self._marked():
             with suppress(psutil.Error, OSError):
-                if process.cmdline()[:1] not in [[agent] for agent in RAY_AGENTS]:
+                if next(iter(process.cmdline()), "") not in RAY_AGENTS:
                     found.append(process)
         return found
 

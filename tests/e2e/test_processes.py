@@ -54,7 +54,7 @@ def assert_a_crash_ends_the_run(command: MarkedCommand, victim: str, expected: s
     assert "async-rl: error:" in text
     assert expected in text.split("async-rl: error:")[1]
     assert "Traceback" not in text
-    wait_until(lambda: not command.processes(), 60, "every process of the run to end")
+    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
 
 
 def find_victim(command: MarkedCommand, words: str) -> psutil.Process:

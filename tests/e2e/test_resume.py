@@ -68,7 +68,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     assert list(got) == list(expected) == [1, 2, 3, 4, 5, 6]
     for step, record in got.items():
         for key in ("policy/loss", "critic/loss", "policy/grad_norm", "reward/mean", "batch/response_tokens"):
-            assert record[key] == pytest.approx(expected[step][key], rel=1e-4, abs=1e-5), (step, key)
+            assert record[key] == pytest.approx(expected[step][key], rel=1e-4, abs=1e-4), (step, key)
     state = read_training_state(checkpoint_folder(run_dir, 6))
     assert (state.lineage, state.ranks) == (1, 2)
     assert state.trained_groups == [[[0, 6 * whole.learner.prompts_per_step - 1]]]
@@ -121,7 +121,7 @@ def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
 def assert_stopped(command: MarkedCommand, run_dir: Path) -> None:
     """The run ends in order, with a checkpoint of its last step, and leaves no process behind."""
     assert command.wait(60) == 130, command.log.read_text()[-2000:]
-    wait_until(lambda: not command.processes(), 60, "every process of the run to end")
+    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
     assert max(records(run_dir)) == max(list_checkpoints(run_dir))
     assert f"async-rl train --resume {run_dir}" in command.log.read_text()
 
@@ -141,7 +141,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tm
     wait_until(lambda: "Again to end at once" in command.log.read_text(), 60, "the first one to be heard")
     command.interrupt()
     assert command.wait(60) == 130
-    wait_until(lambda: not command.processes(), 60, "every process of the run to end")
+    wait_until(lambda: not command.processes(), 10, "every process of the run to end")
 
 
 def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +15,14 @@ from tests.view.chromium import needs_chromium
 from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_step, make_episodes, make_group, make_run
 from tests.view.view_server import ViewServer
 
+READY_LIMIT_MS = 30_000
+
 with suppress(ImportError):  # then the tests are skipped
     from playwright.sync_api import Browser, Page, expect
 
+    expect.set_options(timeout=READY_LIMIT_MS)
+
 pytestmark = [pytest.mark.processes, needs_chromium]
-READY_LIMIT_MS = 30_000
 LIGHT_AND_DARK = ("light", "dark")
 
 
@@ -67,8 +71,8 @@ def test_new_steps_are_shown_on_an_open_page(page: Page, shown: tuple[Path, str]
     page.wait_for_timeout(1000)
     for step in (15, 16, 17):
         append_step(shown[0], step)
-        expect(page.locator(".progress")).to_have_text(f"step {step} of 20", timeout=READY_LIMIT_MS)
-        expect(page.locator(".readout").first).to_contain_text(f"0.{step}", timeout=READY_LIMIT_MS)
+        expect(page.locator(".progress")).to_have_text(f"step {step} of 20")
+        expect(page.locator(".readout").first).to_contain_text(f"0.{step}")
 
 
 def test_the_cursor_reads_all_charts_at_one_step(page: Page) -> None:
@@ -100,8 +104,9 @@ def test_filters_list_the_groups_that_meet_them(page: Page) -> None:
     page.goto("/run/rollouts")
     page.get_by_label("Drop reason").select_option("late")
     page.get_by_role("button", name="Show").click()
-    assert page.locator("tbody tr").count() == 4
+    expect(page.locator("tbody tr")).to_have_count(4)
     page.get_by_role("link", name="Clear").click()
+    page.wait_for_url("**/run/rollouts")
     page.get_by_label("Trained in step").fill("4")
     page.keyboard.press("Enter")
     page.wait_for_url("**step=4**")
@@ -212,7 +217,10 @@ def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:
     writer.close()
     server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()
+    page.goto("/run/rollouts")  # the tokenizer is loaded at the first page
+    start_s = time.monotonic()
     open_page(page, "/run/rollouts/0")
+    print(f"8 answers of 8,000 tokens: shown after {time.monotonic() - start_s:.2f} s")
     assert page.locator(".t").count() == 8000
     server.close()
 

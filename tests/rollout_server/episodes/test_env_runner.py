@@ -295,9 +295,10 @@ def test_environments_that_hang_do_not_hold_up_the_others() -> None:
             episode = await runner.run(
                 lambda: env, lambda: session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END])
             )
-            others -= not does_wait
-            if others == 0:
-                others_ended.set()
+            if not does_wait:
+                others -= 1
+                if others == 0:
+                    others_ended.set()
             return episode
 
         return await asyncio.gather(*(run(i % 10 == 0) for i in range(50)))

@@ -25,6 +25,7 @@ from async_rl.storage.free_space import check_disk
 from async_rl.storage.model_folder import ROLES, check_model_folder, check_role_folder, check_trainable, load_tokenizer
 
 if TYPE_CHECKING:
+    from async_rl.seams import EngineEntry
     from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
@@ -62,6 +63,9 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         for name, entry in config.engine_entries.items():
             check_model = partial(entry.check_model, config.of_server(config.engines.index(name)))
             checks.append(PreflightCheck("rollout.engine", name, check_model, MODEL, everywhere=True))
+    for name, entry in config.engine_entries.items():
+        what = "how the learner updates servers"
+        checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
@@ -121,6 +125,25 @@ def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
         from learner.models.lora import add_adapters
 
         add_adapters(model, settings.lora)
+
+
+def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
+    """Check that the ServerAdmin class of the engine `name` defines all calls that pushes will make."""
+    from async_rl.weights.server_admin import lacking_calls
+
+    admin = entry.load_admin()
+    if not isinstance(admin, type):
+        raise ConfigError(
+            f"rollout.engine {name}: open_admin of its entry must be a class with the calls of ServerAdmin "
+            f"(async_rl/weights/server_admin.py), got an object of type {type(admin).__name__}"
+        )
+    if lacking := lacking_calls(entry, admin, verifies=verifies):
+        calls = ", ".join(f"{call} (for {why})" for call, why in lacking.items())
+        raise ConfigError(
+            f"rollout.engine {name}: {admin.__module__}.{admin.__qualname__} must define {calls}: the calls of "
+            "ServerAdmin in async_rl/weights/server_admin.py. Write them, or let the engine's entry declare less"
+            + (", or set weight_sync.verify: false" if "score_tokens" in lacking else "")
+        )
 
 
 def _check_host(host: str) -> None:

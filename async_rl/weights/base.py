@@ -90,8 +90,6 @@ class WeightPublisher(ABC):
         self.rank = rank
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
-        self.paused_s = 0.0
-        """Wall-clock time at which the servers were last paused."""
         self.push_limit = config.timeouts.limit("push_s")
         self.dtype = serving_dtype(config, device.type)
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
@@ -102,11 +100,19 @@ class WeightPublisher(ABC):
         Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.join_s`.
         """
 
-    @abstractmethod
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """Call `open_update`, send the weights, call `close_update`, and return the number of bytes sent.
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:
+        """Prepare a push while the servers still generate, and return what `send` gets; by default the tensors.
 
-        `push` calls this on rank 0.
+        A transport may gather the first tensors here, or write all of them to files. `push` calls this on rank 0.
+        """
+        return named_tensors
+
+    @abstractmethod
+    def send(self, staged: Any, version: int) -> int:
+        """Move the weights into every server, and return the number of bytes moved.
+
+        `push` calls this on rank 0 with the result of `stage`. It has paused every server before, and resumes them
+        with the new version after it.
         """
 
     def admin(self, name: str) -> ServerAdmin:
@@ -122,7 +128,7 @@ class WeightPublisher(ABC):
         self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
-        """Send weights to every server and return when all of them serve `version`.
+        """Pause every server, send the weights, resume, and return when all servers serve `version`.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. The tensors have Hugging Face names, and may be gathered from all ranks one by one.
@@ -138,11 +144,15 @@ class WeightPublisher(ABC):
             if self.rank == 0:
                 self.connect()
                 start_s = time.time()
-                num_bytes = self.send(tensors, version)
+                staged = self.stage(tensors, version)
+                paused_s = time.time()
+                self._begin_update()
+                num_bytes = self.send(staged, version)
+                self._end_update()
                 end_s = time.time()
                 return PushReport(
-                    seconds=end_s - start_s, pause_s=end_s - self.paused_s, num_bytes=num_bytes,
-                    spans=tuple(Span(name, "sync", self.paused_s, end_s, "weights") for name in self.servers),
+                    seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+                    spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
                 )
         except (WeightSyncError, WaitTimeoutError):
             lost = self._find_lost()
@@ -233,16 +243,15 @@ class WeightPublisher(ABC):
                     "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
                 )
 
-    def open_update(self) -> None:
+    def _begin_update(self) -> None:
         """Pause each server and begin the update there, after allocating its weights again if they were released."""
-        self.paused_s = time.time()
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.takes_turns:
             self._call_all(lambda admin: admin.resume_memory("weights"))
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
-    def close_update(self) -> None:
+    def _end_update(self) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         if self.config.takes_turns:

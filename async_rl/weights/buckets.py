@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,20 +38,22 @@ class BucketPublisher(WeightPublisher):
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         """Start to send `bucket`; returns at once a function that waits until every server has received it."""
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
+        """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""
+        buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
+        return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
         """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
         num_bytes = 0
         wait_sent: Callable[[], Any] | None = None
-        for bucket in iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers):
+        for bucket in staged:
             if wait_sent:
                 wait_sent()
-            else:  # the servers have generated while the first bucket was gathered
-                self.open_update()
             wait_sent = self.start_sending(bucket, version)
             num_bytes += bucket.data.numel()
         if wait_sent:
             wait_sent()
-        self.close_update()
         if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it again would be slow
             self._buffers = [None, None]
         return num_bytes

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from async_rl.weights.base import start_together
 from async_rl.weights.buckets import Bucket, BucketPublisher
@@ -18,9 +17,9 @@ from async_rl.weights.buckets import Bucket, BucketPublisher
 class CudaIpcPublisher(BucketPublisher):
     """The learner's half of the transport: sends buckets by sharing their memory with servers on the same device."""
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
         try:
-            return super().send(named_tensors, version)
+            return super().send(staged, version)
         finally:
             if self.device.type == "cuda":
                 torch.cuda.ipc_collect()  # frees the buckets that no server maps any more

@@ -26,17 +26,20 @@ class DiskPublisher(WeightPublisher):
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> tuple[Path, int]:
+        """Write all weights into the folder that no server has loaded last; return it and the number of bytes."""
         target = self.folder / str(version % 2)
         shutil.rmtree(target, ignore_errors=True)  # there may be more shards of an older version than of this one
         target.mkdir(exist_ok=True)  # a network disk may keep a folder that a server still reads
         for source in self.model_path.glob("*.json"):
             if not source.name.endswith(".index.json"):
                 shutil.copy(source, target)
-        num_bytes = write_weights(named_tensors, target, self.dtype, self.bucket_bytes)
-        self.open_update()
+        return target, write_weights(named_tensors, target, self.dtype, self.bucket_bytes)
+
+    def send(self, staged: tuple[Path, int], version: int) -> int:
+        """Have every server load the folder."""
+        target, num_bytes = staged
         self.call_servers(lambda admin: admin.load_folder(target, version), f"push of version {version}")
-        self.close_update()
         return num_bytes
 
     def close(self) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from async_rl.seams import EngineEntry
     from async_rl.weights.buckets import Bucket
+
+_IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
+_FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
+_OF_A_WAY = {
+    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket",), "folder": ("load_folder",),
+}
+"""The calls that deliver weights in each way that an engine may declare in `receives`."""
 
 
 class ServerAdmin(Protocol):
@@ -70,3 +78,22 @@ class ServerAdmin(Protocol):
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""
+
+
+def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[str, str]:
+    """Return {call that `admin`, the ServerAdmin class of an engine's entry, does not define: what needs it}.
+
+    Args:
+        verifies: whether weight_sync.verify is set.
+    """
+    needed = dict.fromkeys(_IN_EACH_PUSH, "every push")
+    for way in entry.receives:
+        needed |= dict.fromkeys(_OF_A_WAY.get(way, ()), f"`receives` {way}")
+    if entry.releases_memory:
+        needed |= dict.fromkeys(("release_memory", "resume_memory"), "`releases_memory`")
+    if verifies:
+        needed["score_tokens"] = "weight_sync.verify"
+    return {
+        call: why for call, why in needed.items()
+        if getattr(admin, call, None) in (None, getattr(ServerAdmin, call))  # a subclass of the Protocol inherits stubs
+    }

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from async_rl import pipeline
 from async_rl.config import Config, RunConfig, WeightSyncConfig
 from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
+from async_rl.weights.server_admin import ServerAdmin
 from rollout_server.engines.base import Completion, open_engine
+from tests.extensions.engine import COUNTING
+from tests.extensions.transport import NewFolderPublisher
 from tests.rollout_server.engines.hf_cases import config_for, recomputed_logprobs, request_for, sharp_model
 
 ENGINE = "tests.extensions.engine:COUNTING"
 TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"
 
 
-def extended_config(model_folder: Path, run_dir: Path, transport: str = TRANSPORT) -> Config:
+def extended_config(
+    model_folder: Path, run_dir: Path, transport: str = TRANSPORT, engine: str = ENGINE, verify: bool = False
+) -> Config:
     config = config_for(model_folder)
     return dataclasses.replace(
         config, run=RunConfig(dir=str(run_dir)),
-        rollout=dataclasses.replace(config.rollout, engine=ENGINE),
-        weight_sync=WeightSyncConfig(transport=transport, verify=False),
+        rollout=dataclasses.replace(config.rollout, engine=engine),
+        weight_sync=WeightSyncConfig(transport=transport, verify=verify),
     )
 
 
@@ -56,6 +64,70 @@ def test_an_engine_and_a_transport_from_outside_push_and_generate(model_folder: 
     assert [counted.count(version) for version in ("0", "4")] == [
         sum(len(answer.tokens) for answer in answers) for answers in (before, after)
     ]
+
+
+class UnfinishedAdmin:
+    """The calls of a ServerAdmin that its author thought of: it can neither load a folder nor score tokens."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def pause(self, on_update: str) -> None: ...
+    def resume(self) -> None: ...
+    def begin_update(self) -> None: ...
+    def end_update(self) -> None: ...
+
+
+class InheritingAdmin(ServerAdmin):
+    """A class that inherits the calls of the protocol, which do nothing."""
+
+
+UNFINISHED = dataclasses.replace(COUNTING, open_admin=UnfinishedAdmin)
+INHERITING = dataclasses.replace(COUNTING, open_admin=InheritingAdmin)
+MADE_BY_A_FUNCTION = dataclasses.replace(COUNTING, open_admin=lambda config, url: UnfinishedAdmin())
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("UNFINISHED", r"must define load_folder \(for `receives` folder\), score_tokens \(for weight_sync\.verify\):"),
+        ("INHERITING", r"must define is_ready \(for every push\), pause .*, score_tokens"),
+        ("MADE_BY_A_FUNCTION", "open_admin of its entry must be a class"),
+    ],
+)
+def test_an_engine_whose_servers_cannot_be_updated_is_refused_before_anything_starts(
+    model_folder: Path, tmp_path: Path, engine: str, said: str
+) -> None:
+    config = extended_config(model_folder, tmp_path, engine=f"{__name__}:{engine}", verify=True)
+    with pytest.raises(ConfigError, match=said):
+        pipeline.dry_run(config)
+
+
+def test_a_push_pauses_the_server_before_the_bytes_move_and_resumes_it_after_them(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """The transport only stages and sends, as CONTRIBUTING.md shows it; it can neither forget nor move the pause."""
+    calls: list[str] = []
+
+    class RecordingAdmin:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: calls.append(name)
+
+    class Transport(NewFolderPublisher):
+        def stage(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> Any:
+            calls.append("stage")
+            return super().stage(named_tensors, version)
+
+        def admin(self, name: str) -> Any:
+            return RecordingAdmin()
+
+    config = extended_config(model_folder, tmp_path)
+    config.run_dir.mkdir()
+    publisher = Transport(config, ["http://127.0.0.1:9"], 0, torch.device("cpu"))
+    report = publisher.push([("w", torch.ones(4))], 1)
+    assert calls == ["stage", "pause", "begin_update", "load_folder", "end_update", "resume"]
+    assert 0.0 < report.pause_s <= report.seconds < 60.0
+    assert report.num_bytes == 16
 
 
 def test_a_transport_that_the_engine_cannot_receive_from_is_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -16,12 +16,10 @@ from async_rl.weights.safetensors_io import write_weights
 class NewFolderPublisher(WeightPublisher):
     """Writes every version into a folder of its own and removes it after the push."""
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+    def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
         with TemporaryDirectory(dir=self.config.run_dir.resolve()) as folder:
-            num_bytes = write_weights(named_tensors, Path(folder), self.dtype, self.bucket_bytes)
-            self.open_update()
+            num_bytes = write_weights(staged, Path(folder), self.dtype, self.bucket_bytes)
             self.call_servers(lambda admin: admin.load_folder(Path(folder), version), f"push of version {version}")
-            self.close_update()
             return num_bytes
 
 

@@ -147,10 +147,10 @@ class Config:
             return self
         name = self.engines[index]
         python = rollout.python if self.engine_entries[name].python else ""
-        server_args = rollout.server_args if name == rollout.engine else {}
+        server_args, params = (rollout.server_args, rollout.params) if name == rollout.engine else ({}, {})
         return replace(
             self, placement=replace(placement, rollout=replace(placement.rollout, engines=())),
-            rollout=replace(rollout, engine=name, python=python, server_args=server_args),
+            rollout=replace(rollout, engine=name, python=python, server_args=server_args, params=params),
         )
 
     @property

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.params import read_params
 from async_rl.config.presets import PRESETS
 from async_rl.config.section import List, Named, Section, Unbounded, checked, section
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Correction, Loss, find_entry
@@ -22,19 +26,30 @@ Bounds = Annotated[
 
 @section("algorithm.clip")
 class ClipConfig:
-    """The clip limits of the loss: how far one batch may move the policy."""
+    """The limits between which a loss clips its ratio: how far one batch may move the policy."""
 
     low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - low."""
     high: Annotated[Unbounded, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + high; .inf: no upper limit."""
+
+
+@section("algorithm.params")
+class PpoClipSettings:
+    """The settings of the loss ppo_clip."""
+
     dual: Annotated[NonNegativeFloat, checked(lambda dual: dual == 0 or dual > 1, "0 (off) or above 1")] = 3.0
-    """With ppo_clip, the loss of a token with negative advantage is at most dual * |A|. 0 turns it off."""
+    """The loss of a token with negative advantage is at most dual * |A|. 0 turns it off."""
+
+
+@section("algorithm.params")
+class DppoTvSettings:
+    """The settings of the loss dppo_tv."""
+
     tv: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """With dppo_tv, a token is left out once its probability has moved by more than this in the direction of its
-    advantage."""
+    """A token is left out once its probability has moved by more than this in the direction of its advantage."""
     tv_pull: NonNegativeFloat = 1e-3
-    """With dppo_tv, the coefficient of a (log ratio)^2 penalty on every token. 0 turns it off."""
+    """The coefficient of a (log ratio)^2 penalty on every token. 0 turns it off."""
 
 
 @section("algorithm.correction.masks")
@@ -133,6 +148,9 @@ class AlgorithmConfig:
     with the mean of its tokens. constant: their sum divided by answers * rollout.max_response_tokens. An episode of
     several turns counts as one answer, however many rows it has, and with constant as one of its longest length."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that the chosen loss, advantage and correction declare; ppo_clip has dual, dppo_tv has tv and
+    tv_pull."""
     correction: Section[CorrectionConfig] = field(default_factory=CorrectionConfig)
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
@@ -152,6 +170,8 @@ class AlgorithmConfig:
     end the run. Other advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
 
     def __post_init__(self) -> None:
+        settings = self.settings.values()
+        object.__setattr__(self, "params", {k: v for each in settings for k, v in dataclasses.asdict(each).items()})
         self._check_limits()
         self._check_proximal()
         self._check_advantage()
@@ -171,6 +191,34 @@ class AlgorithmConfig:
     def loss_entry(self) -> Loss:
         """The `Loss` that `loss` names, in the table LOSSES or as `module:name`."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, made of `params`, of the loss, advantage and correction that declare some, by their keys and
+        names, such as `algorithm.loss ppo_clip`."""
+        correction = self.correction.entry  # the corrections that `auto` stands for have no settings
+        declared = {
+            f"algorithm.advantage {self.advantage}": self.advantage_entry.settings,
+            f"algorithm.loss {self.loss}": self.loss_entry.settings,
+            f"algorithm.correction.kind {self.correction.kind}": correction.settings if correction else None,
+        }
+        return read_params("algorithm.params", self.params, declared)
+
+    def load_advantage(self) -> Callable[..., Any]:
+        """Return the function of `advantage`, which needs no further settings."""
+        return self._load(self.advantage_entry, f"algorithm.advantage {self.advantage}")
+
+    def load_loss(self) -> Callable[..., Any]:
+        """Return the function of `loss`, which needs no further settings."""
+        return self._load(self.loss_entry, f"algorithm.loss {self.loss}")
+
+    def load_correction(self, entry: Correction) -> Callable[..., Any]:
+        """Return the function of a correction, that of `correction.kind` or what auto stands for."""
+        return self._load(entry, f"algorithm.correction.kind {self.correction.kind}")
+
+    def _load(self, entry: Advantage | Loss | Correction, part: str) -> Callable[..., Any]:
+        settings = self.settings.get(part)
+        return partial(entry.load(), settings=settings) if settings else entry.load()
 
     def _check_limits(self) -> None:
         for name in ("early_stop_kl", "skip_batch_kl"):

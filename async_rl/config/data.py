@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.params import read_params
 from async_rl.config.section import Named, PathText, Section, section
 from async_rl.seams import ENGINES, EngineEntry, find_entry
 
@@ -131,6 +133,18 @@ class RolloutConfig:
     leaves its weight group at the server until the server ends. Empty: the run starts its own servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that `engine`, one of your own, declares."""
+
+    def __post_init__(self) -> None:
+        if settings := self.settings:
+            object.__setattr__(self, "params", dataclasses.asdict(settings))
+
+    @property
+    def settings(self) -> Any:
+        """The settings of `engine`, made of `params`: an instance of the class that its entry declares, or None."""
+        part = f"rollout.engine {self.engine}"
+        return read_params("rollout.params", self.params, {part: self.engine_entry.settings}).get(part)
 
     @property
     def engine_entry(self) -> EngineEntry:

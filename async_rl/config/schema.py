@@ -26,6 +26,14 @@ _ALLOWED = {
 """The allowed values in the words of YAML, for each kind of error in which pydantic names types of Python."""
 
 
+RENAMED = {
+    "algorithm.clip.dual": "algorithm.params.dual",
+    "algorithm.clip.tv": "algorithm.params.tv",
+    "algorithm.clip.tv_pull": "algorithm.params.tv_pull",
+}
+"""Keys that configurations had once, with the keys that they have now. The error for an old key names the new one."""
+
+
 class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -111,6 +119,8 @@ def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
     else:
         hint = f"allowed {'in ' + section if section else 'at the top'}: {', '.join(names)}"
     key = _dotted([name], section)
+    if key in RENAMED:
+        hint = f"it is {RENAMED[key]} now"
     return Problem(key, f"unknown key {key}", f"; {hint}")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from dataclasses import field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.params import read_params
 from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
 
@@ -53,6 +55,18 @@ class WeightSyncConfig:
     """Bytes of weights that are sent at once."""
     verify: bool = True
     """Compare the server's logprobs of a probe text with the learner's after the first push."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that `transport`, one of your own, declares."""
+
+    def __post_init__(self) -> None:
+        if settings := self.settings:
+            object.__setattr__(self, "params", dataclasses.asdict(settings))
+
+    @property
+    def settings(self) -> Any:
+        """The settings of `transport`, made of `params`: an instance of the class that its entry declares, or None."""
+        part, entry = f"weight_sync.transport {self.transport}", self.transport_entry
+        return read_params("weight_sync.params", self.params, {part: entry.settings if entry else None}).get(part)
 
     @property
     def transport_entry(self) -> TransportEntry | None:

@@ -9,7 +9,7 @@ from typing import Any
 from async_rl.seams.lookup import implementation
 
 Code = str | Callable[..., Any]
-"""A function, or its place as `module:name`."""
+"""A function or class, or its place as `module:name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class Advantage:
     """Advantages are always whitened over the batch's trained tokens, for which other rules need algorithm.whiten."""
     carries_correction: bool = False
     """The advantages contain the truncated ratio to the behaviour policy already, so no correction is applied."""
+    settings: Code | None = None
+    """The class of the function's settings, which stand under algorithm.params: see Loss.settings."""
     has_traces: bool = False
     """A reward reaches earlier tokens by the product of lam * min(1, rho), which the metric `vtrace/reach` reports."""
 
@@ -61,6 +63,9 @@ class Loss:
     """All tokens of an answer must have one advantage: no critic, no discount and no penalty on single tokens."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
+    settings: Code | None = None
+    """A class with the decorator `section("algorithm.params")` of async_rl.config.section. Its fields are settings
+    under algorithm.params, and the function gets an instance of it as the argument `settings`. None: there are none."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.function, "algorithm.loss")
@@ -79,6 +84,8 @@ class Correction:
     """The weights multiply the loss. False: they only serve to report `offpolicy/truncated_fraction`."""
     reads_advantages: bool = False
     """The weights depend on the advantages, so they can't be normalised before the losses are computed."""
+    settings: Code | None = None
+    """The class of the function's settings, which stand under algorithm.params: see Loss.settings."""
 
     def load(self) -> Callable[..., Any]:
         return implementation(self.function, "algorithm.correction.kind")
@@ -99,10 +106,12 @@ ADVANTAGES: dict[str, Advantage] = {
 
 _LOSSES = "learner.algorithms.losses"
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": Loss(function=f"{_LOSSES}:ppo_clip_loss"),
+    "ppo_clip": Loss(
+        function=f"{_LOSSES}:ppo_clip_loss", settings="async_rl.config.algorithm:PpoClipSettings"
+    ),
     "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
     "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_answer_advantage=True, aggregations=("sequence_mean",)),
-    "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss"),
+    "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.config.algorithm:DppoTvSettings"),
 }
 
 _CORRECTIONS = "learner.algorithms.corrections"

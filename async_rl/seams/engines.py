@@ -52,6 +52,9 @@ class EngineEntry:
     python: str = ""
     """The Python that runs the engine's servers and has `packages`, if they need an environment of their own; relative
     to the project's folder."""
+    settings: Code | None = None
+    """A class with the decorator `section("rollout.params")` of async_rl.config.section. Its fields are settings under
+    rollout.params, and `config.rollout.settings` is an instance of it. None: there are none."""
     refuses_model: Code | None = None
     """(config) -> a sentence that says why a server can't serve the model in model.path, or "". None: it serves all."""
 
@@ -89,6 +92,9 @@ class TransportEntry:
     """Learner and servers must be on one GPU, or on one host without GPUs, with network.host on loopback."""
     needs_own_gpus: bool = False
     """Each learner rank and each server must have a GPU that no other uses."""
+    settings: Code | None = None
+    """A class with the decorator `section("weight_sync.params")` of async_rl.config.section. Its fields are settings
+    under weight_sync.params, and the publisher has an instance of it as `settings`. None: there are none."""
     writes_files: bool = False
     """The weights are written to two model folders in the run directory."""
 

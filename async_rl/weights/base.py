@@ -85,6 +85,9 @@ class WeightPublisher(ABC):
 
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         self.config = config
+        self.settings = config.weight_sync.settings
+        """The settings that the transport's entry declares, with the values of weight_sync.params; None: it has none.
+        """
         self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
         """Base URLs of the servers that get the next push, by name; rank 0 may change them between two pushes."""
         self.rank = rank

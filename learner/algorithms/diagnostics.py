@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,6 +23,8 @@ from learner.packing.microbatches import ResponseTokens
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11
 """Number of buckets by staleness: 0..9, and 10 or more."""
+_OF_LOSS = "loss/"
+"""The path of the metrics that a loss returns."""
 
 
 class MetricAccumulator:
@@ -123,6 +127,11 @@ def add_policy(
     )
 
 
+def add_loss_metrics(sums: MetricAccumulator, metrics: Mapping[str, Tensor], trained: Tensor) -> None:
+    """Add to `sums` what a loss reports: `metrics` by name, [N] each, of which only trained tokens count."""
+    sums.add(**{_OF_LOSS + name: torch.where(trained, value, 0.0).sum() for name, value in metrics.items()})
+
+
 def token_metrics(totals: Totals) -> list[Metric]:
     """Return the metrics of `add_offpolicy` and `add_policy`, over all tokens and by staleness.
 
@@ -148,6 +157,10 @@ def token_metrics(totals: Totals) -> list[Metric]:
         metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
     if (old_kv := float(totals["old_kv"])) > 0:
         metrics.append(Metric("mismatch/old_kv_mean_abs", float(totals["old_kv_mismatch"]) / old_kv))
+    metrics += [
+        Metric(name, ratio(float(total), overall["policy_tokens"]))
+        for name, total in totals.items() if name.startswith(_OF_LOSS)
+    ]
     for bucket in range(BUCKETS):
         cell = {name: float(values[bucket]) for name, values in by_bucket.items()}
         if cell["tokens"]:

@@ -1,17 +1,19 @@
 """Losses of each token as pure functions. The caller sums them and divides by the normaliser of the minibatch.
 
 A loss of the policy is a function `LossInputs -> LossOutput`; async_rl/seams/algorithms.py lists them. In its formula
-A is the advantage, r = exp(learner - centre logprobs), and low, high, dual and tv are those of algorithm.clip.
+A is the advantage, r = exp(learner - centre logprobs), low and high are those of algorithm.clip, and further settings
+those of algorithm.params.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from async_rl.config.algorithm import ClipConfig
+from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_answer
 
 
@@ -32,13 +34,16 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of each token, and where it was clipped."""
+    """The loss of each token, where it was clipped, and what a loss of one's own wants to report."""
 
     loss: Tensor  # [N] with gradient
     clipped: Tensor  # [N] bool: the clip acted on the token
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each
+    """Values of each token by name; the step logs their mean over trained tokens as `loss/<name>`. A loss returns the
+    same names for every micro-batch."""
 
 
-def ppo_clip_loss(x: LossInputs) -> LossOutput:
+def ppo_clip_loss(x: LossInputs, settings: PpoClipSettings) -> LossOutput:
     """PPO's clipped loss of each token, with r = exp(learner - centre logprobs) and its advantage A:
 
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
@@ -49,9 +54,9 @@ def ppo_clip_loss(x: LossInputs) -> LossOutput:
     policy, Hilton et al. 2021, arXiv 2110.00641.
     """
     output = _clipped(bounded_exp(x.logprobs - x.centre), x)
-    if x.clip.dual == 0:
+    if settings.dual == 0:
         return output
-    bounded = torch.minimum(output.loss, -x.clip.dual * x.advantages)
+    bounded = torch.minimum(output.loss, -settings.dual * x.advantages)
     return LossOutput(torch.where(x.advantages < 0, bounded, output.loss), output.clipped)
 
 
@@ -76,7 +81,7 @@ def gspo_loss(x: LossInputs) -> LossOutput:
     return _clipped(bounded_exp(means)[x.answers], x)
 
 
-def dppo_tv_loss(x: LossInputs) -> LossOutput:
+def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:
     """L = -keep r A + tv_pull (log r)^2: keep is 0 for a token whose probability has moved from the centre's by more
     than `tv` in the direction of its advantage, else 1. Rare tokens, whose ratios are large while their probability
     hardly changes, stay.
@@ -85,9 +90,9 @@ def dppo_tv_loss(x: LossInputs) -> LossOutput:
     """
     log_ratio = x.logprobs - x.centre
     change = (x.logprobs.exp() - x.centre.exp()).detach()
-    dropped = torch.where(x.advantages > 0, change > x.clip.tv, (x.advantages < 0) & (change < -x.clip.tv))
+    dropped = torch.where(x.advantages > 0, change > settings.tv, (x.advantages < 0) & (change < -settings.tv))
     loss = torch.where(dropped, 0.0, -bounded_exp(log_ratio) * x.advantages)
-    return LossOutput(loss + x.clip.tv_pull * log_ratio.square(), dropped)
+    return LossOutput(loss + settings.tv_pull * log_ratio.square(), dropped)
 
 
 def _clipped(ratio: Tensor, x: LossInputs) -> LossOutput:

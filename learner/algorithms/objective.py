@@ -23,12 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
+from async_rl.errors import AsyncRLError
 from async_rl.seams import find_entry
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, RolloutGroup
 from learner.algorithms.advantages import whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
-from learner.algorithms.diagnostics import MetricAccumulator, Totals, add_critic, add_offpolicy, add_policy
+from learner.algorithms.diagnostics import (
+    MetricAccumulator,
+    Totals,
+    add_critic,
+    add_loss_metrics,
+    add_offpolicy,
+    add_policy,
+)
 from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
 from learner.episodes import rows_by_episode, tokens_by_episode
@@ -61,10 +69,10 @@ class Objective:
         self.config = config
         algorithm, correction = config.algorithm, config.algorithm.correction
         self.advantage = algorithm.advantage_entry
-        self._advantage_function = self.advantage.load()
-        self._loss: Callable[[LossInputs], LossOutput] = algorithm.loss_entry.load()
+        self._advantage_function = algorithm.load_advantage()
+        self._loss: Callable[[LossInputs], LossOutput] = algorithm.load_loss()
         self._correction = config.correction_entry
-        self._weights_of: Callable[..., Tensor] = self._correction.load()
+        self._weights_of: Callable[..., Tensor] = algorithm.load_correction(self._correction)
         aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
         self._normaliser, self._divides_by_length = aggregation
         self._whitens_at_start = whitens_at_start(config)
@@ -148,7 +156,9 @@ class Objective:
             advantages=advantages, trained=trained, answers=response.answers, count=len(response.lengths),
             clip=algorithm.clip,
         ))
+        _check_output(output, algorithm.loss, trained)
         add_policy(sums, response, logprobs, proximal, entropy, advantages, output.clipped)
+        add_loss_metrics(sums, output.metrics, trained)
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
         dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit) | dropped_tokens(
@@ -243,6 +253,22 @@ class Objective:
         if self.advantage.has_traces:
             log_traces = math.log(max(self.config.algorithm.lam, 1e-9)) + log_rho.clamp(max=0.0)
             sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
+
+
+def _check_output(output: LossOutput, name: str, trained: Tensor) -> None:
+    """Check what the loss `name` returned: a tensor of another shape would be summed up wrongly, in silence.
+
+    Raises:
+        AsyncRLError: a tensor is not [N], as `trained` is.
+    """
+    metrics = {f"metrics[{name!r}]": value for name, value in output.metrics.items()}
+    for field, value in {"loss": output.loss, "clipped": output.clipped, **metrics}.items():
+        if getattr(value, "shape", None) != trained.shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.50}"
+            raise AsyncRLError(
+                f"algorithm.loss {name}: {field} of its LossOutput must be a tensor with a value for each token, "
+                f"[{len(trained)}], got {got}. The caller sums over tokens and divides"
+            )
 
 
 def _computed(tensor: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
         return [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    function = entry.load()
+    function = algorithm.load_advantage()
     masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
     mask = pad_sequence(masks, batch_first=True)  # [k, T]
     if entry.of_returns:

@@ -24,8 +24,8 @@ from rollout_server.rewards.rules import NUMBER_RULES, find_number
 class Task(ABC):
     """The base class of tasks. A task has training prompts by index, a disjoint held-out set, and a verifier.
 
-    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings in
-    `config.task.params`. One thread at a time calls `train_question` or `eval_questions`; many call
+    `task.name: my_module:MyTask` names a subclass of yours. It sets `num_prompts`, and finds its own settings, which
+    task.params gives, in `params`. One thread at a time calls `train_question` or `eval_questions`; many call
     `verify` at once.
     """
 
@@ -39,7 +39,10 @@ class Task(ABC):
         self._lock = threading.Lock()
         """Held while questions are made, not while they are tokenized."""
         self._order = lru_cache(maxsize=4)(self._shuffled)
-        self._eval_size = config.eval.size
+        self.eval_size = config.eval.size
+        """The number of held-out questions that are asked for."""
+        self.params = config.task.params
+        """The task's own settings."""
         self._eval_prompts: list[Prompt] | None = None
         self.cautions: list[str] = []
         """A sentence for each thing that works but that the user may not have meant; the run prints them."""

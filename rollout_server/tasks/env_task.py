@@ -28,7 +28,7 @@ class EnvTask(Task):
         return self._question(position)
 
     def eval_questions(self) -> list[Question]:
-        return [self._question(-1 - number) for number in range(self._eval_size)]
+        return [self._question(-1 - number) for number in range(self.eval_size)]
 
     def verify(self, question: Question, response: str) -> float:
         """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""

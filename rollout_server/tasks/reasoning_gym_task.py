@@ -90,7 +90,7 @@ class ReasoningGymTask(Task):
             f"{self._config.name} with task.params {self._config.params} has nothing left to train on: "
             f"{_MAX_DRAWS} questions drawn one after the other were held out or longer than "
             f"task.max_prompt_tokens = {self._config.max_prompt_tokens}. Lower eval.size (now "
-            f"{self._eval_size}), raise task.max_prompt_tokens, or widen task.params."
+            f"{self.eval_size}), raise task.max_prompt_tokens, or widen task.params."
         )
 
     @cached_property
@@ -99,7 +99,7 @@ class ReasoningGymTask(Task):
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
-            if len(found) == self._eval_size:
+            if len(found) == self.eval_size:
                 return found
             question = self._question(_HELD_OUT, *divmod(num_draws, _EVAL_CHUNK))
             num_draws += 1
@@ -110,7 +110,7 @@ class ReasoningGymTask(Task):
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
-            f"eval.size = {self._eval_size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
+            f"eval.size = {self.eval_size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
         )
 
     def _question(self, kind: int, draw: int, position: int) -> Question:

@@ -40,7 +40,7 @@ class VerlFilesTask(Task):
         return self._train[position]
 
     def eval_questions(self) -> list[Question]:
-        return self._eval[: self._eval_size]
+        return self._eval[: self.eval_size]
 
     def verify(self, question: Question, response: str) -> float:
         return RULES[self.rule_of(question)](response, question.answer)

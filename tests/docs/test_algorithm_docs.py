@@ -84,6 +84,14 @@ def test_every_kind_has_a_row_and_no_other(heading: str, kinds: Collection[str])
     assert documented == {*kinds, *(masks if heading == "Corrections" else ())}
 
 
+def test_the_settings_of_each_loss_are_documented_with_their_defaults() -> None:
+    settings = [[cell.strip("` |") for cell in row] for row in rows("Losses") if len(row) == 4]
+    documented = {(loss, key): value_of(default) for loss, key, default, _ in settings}
+    aggregations = {name: (entry.aggregations or ("token_mean",))[0] for name, entry in LOSSES.items()}
+    of_losses = {name: AlgorithmConfig(loss=name, aggregation=aggregations[name]).params for name in LOSSES}
+    assert documented == {(name, key): value for name, params in of_losses.items() for key, value in params.items()}
+
+
 def test_every_other_choice_and_every_alarm_is_described() -> None:
     for field in ("proximal", "aggregation"):
         for kind in typing.get_args(typing.get_type_hints(AlgorithmConfig)[field]):
@@ -110,7 +118,10 @@ def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
     preset: str, tmp_path: Path
 ) -> None:
     config = load_config(QUICKSTART, [f"algorithm.preset={preset}"])
-    expected = leaves(AlgorithmConfig(), "algorithm") | flat(PRESETS[preset]) | {"algorithm.preset": preset}
+    own = {key: value for key, value in PRESETS[preset].items() if key != "params"}
+    expected = leaves(AlgorithmConfig(), "algorithm") | flat(own) | {"algorithm.preset": preset}
+    defaults = AlgorithmConfig(loss=config.algorithm.loss, aggregation=config.algorithm.aggregation).params
+    expected |= {"algorithm.params": {**defaults, **PRESETS[preset].get("params", {})}}
     expected |= {"algorithm.filter_zero_variance": False}  # the file's own key wins over a preset
     assert leaves(config.algorithm, "algorithm") == expected
     (tmp_path / "config.yaml").write_text(dump_config(config))

@@ -1,14 +1,23 @@
-"""An engine from outside the packages: `rollout.engine: tests.extensions.engine:COUNTING`."""
+"""An engine from outside the packages, with a setting: a file that counts the tokens of each version."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from async_rl.config import Config
+from async_rl.config.section import section
 from async_rl.seams import EngineEntry
 from rollout_server.engines.base import Completion, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.admin import SGLangAdmin
+
+
+@section("rollout.params")
+class CountingSettings:
+    """The settings of the engine; a run sets them as rollout.params.file=tokens."""
+
+    file: str = "counting"
+    """The first part of the name of each server's file in the log folder."""
 
 
 class CountingEngine(HFEngine):
@@ -16,7 +25,8 @@ class CountingEngine(HFEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir)
-        self._log_file = log_dir / f"counting-{index}.log"
+        settings: CountingSettings = config.rollout.settings
+        self._log_file = log_dir / f"{settings.file}-{index}.log"
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         completions = await super().generate(request)
@@ -27,5 +37,5 @@ class CountingEngine(HFEngine):
 
 COUNTING = EngineEntry(
     open=CountingEngine, open_admin=SGLangAdmin, update_policies=("in_place", "retract"), receives=("folder",),
-    computes_in_worker=True,
+    computes_in_worker=True, settings=CountingSettings,
 )

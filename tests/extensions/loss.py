@@ -1,16 +1,29 @@
-"""A loss from outside the packages: the plain policy gradient."""
+"""A loss from outside the packages, with a setting and a metric: the plain policy gradient."""
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated
 
+from pydantic import Field
+
+from async_rl.config.section import section
 from async_rl.seams import Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 
 
-def policy_gradient(x: LossInputs) -> LossOutput:
-    """L = -A log p; no token is clipped."""
-    return LossOutput(-x.advantages * x.logprobs, torch.zeros_like(x.trained))
+@section("algorithm.params")
+class PolicyGradientSettings:
+    """The settings of the loss; a run sets them as algorithm.params.bound=0.5."""
+
+    bound: Annotated[float, Field(gt=0)] = 1.0
+    """Advantages are held in [-bound, bound]."""
 
 
-POLICY_GRADIENT = Loss(function=policy_gradient)
+def policy_gradient(x: LossInputs, settings: PolicyGradientSettings) -> LossOutput:
+    """L = -clip(A, -bound, bound) log p. The metric `loss/bounded_fraction` is the share of tokens at the bound."""
+    advantages = x.advantages.clamp(-settings.bound, settings.bound)
+    bounded = advantages != x.advantages
+    return LossOutput(-advantages * x.logprobs, bounded, {"bounded_fraction": bounded.double()})
+
+
+POLICY_GRADIENT = Loss(function=policy_gradient, settings=PolicyGradientSettings)

@@ -1,4 +1,4 @@
-"""A reward from outside the packages: `task.reward: tests.extensions.reward:answer_length`."""
+"""A reward from outside the packages: the length of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task from outside the packages: `task.name: tests.extensions.task:Additions`."""
+"""A task from outside the packages: sums of two numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Additions(Task):
         return Question(messages=messages, answer=str(first + position), source="additions")
 
     def eval_questions(self) -> list[Question]:
-        return [self.train_question(number, first=0) for number in range(self._eval_size)]
+        return [self.train_question(number, first=0) for number in range(self.eval_size)]
 
     def verify(self, question: Question, response: str) -> float:
         return float(response.strip() == question.answer)

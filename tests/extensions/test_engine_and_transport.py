@@ -31,7 +31,7 @@ def extended_config(
     config = config_for(model_folder)
     return dataclasses.replace(
         config, run=RunConfig(dir=str(run_dir)),
-        rollout=dataclasses.replace(config.rollout, engine=engine),
+        rollout=dataclasses.replace(config.rollout, engine=engine, params={"file": "tokens"}),
         weight_sync=WeightSyncConfig(transport=transport, verify=verify),
     )
 
@@ -60,7 +60,7 @@ def test_an_engine_and_a_transport_from_outside_push_and_generate(model_folder: 
     assert {int(version) for answer in after for version in answer.versions} == {4}
     for answer in after:
         assert answer.logprobs == pytest.approx(recomputed_logprobs(new, request_for(1), answer), rel=1e-3, abs=1e-4)
-    counted = (tmp_path / "counting-0.log").read_text().split()
+    counted = (tmp_path / "tokens-0.log").read_text().split()
     assert [counted.count(version) for version in ("0", "4")] == [
         sum(len(answer.tokens) for answer in answers) for answers in (before, after)
     ]

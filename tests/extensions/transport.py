@@ -1,4 +1,4 @@
-"""A transport from outside the packages: `weight_sync.transport: tests.extensions.transport:NEW_FOLDERS`."""
+"""A transport from outside the packages: every version travels in a folder of its own."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
-from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
+from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
 from learner.train_step import Updater
 from tests.learner.test_train_step import reference_logprobs, values_of
@@ -25,12 +26,13 @@ OUTSIDE = [
 ]
 
 
+@pytest.mark.parametrize("bound", [0.1, 0.4, 1.0])
 def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
-    tiny_model_path: Path, one_rank: None
+    tiny_model_path: Path, one_rank: None, bound: float
 ) -> None:
     batch = make_batch()
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    total, tokens = 0.0, 0
+    total, tokens, bounded = 0.0, 0, 0
     for group in batch.groups:
         rewards = [rollout.reward for rollout in group.rollouts]
         for rollout in group.rollouts:
@@ -38,13 +40,45 @@ def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
             with torch.no_grad():
                 logprobs = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature)
             weights = (0.5 * (logprobs - torch.tensor(rollout.logprobs))).exp().clamp(0.0, 1.5)
-            total -= float((weights * wins * logprobs)[torch.tensor(rollout.mask)].sum())
+            advantage = min(max(wins, -bound), bound)
+            total -= float((weights * advantage * logprobs)[torch.tensor(rollout.mask)].sum())
             tokens += int(rollout.mask.sum())
-    algorithm = load_config(QUICKSTART, OUTSIDE).algorithm
+            bounded += int(rollout.mask.sum()) * (abs(wins) > bound)
+    algorithm = load_config(QUICKSTART, [*OUTSIDE, f"algorithm.params.bound={bound}"]).algorithm
     updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     metrics = values_of(updater.update(batch))
     assert metrics["policy/loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert metrics["policy/grad_norm"] > 0 == metrics["offpolicy/clip_fraction_negative"]
+    assert metrics["loss/bounded_fraction"] == pytest.approx(bounded / tokens, rel=1e-12)
+    assert metrics["policy/grad_norm"] > 0
+
+
+def mean_loss(x: LossInputs) -> LossOutput:
+    """A mistake that authors make: the loss is averaged already."""
+    return LossOutput((-x.advantages * x.logprobs).mean(), torch.zeros_like(x.trained))
+
+
+def scalar_metric(x: LossInputs) -> LossOutput:
+    """Another mistake: the metric is a number."""
+    return LossOutput(-x.advantages * x.logprobs, torch.zeros_like(x.trained), {"ratio": 0.5})
+
+
+MEAN_LOSS, SCALAR_METRIC = Loss(function=mean_loss), Loss(function=scalar_metric)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("MEAN_LOSS", r"loss of its LossOutput must be a tensor with a value for each token, \[\d+\], got shape \(\)"),
+        ("SCALAR_METRIC", r"metrics\['ratio'\] of its LossOutput must be a tensor .*, got 0\.5"),
+    ],
+)
+def test_a_loss_that_returns_no_value_for_each_token_is_refused_in_its_first_step(
+    loss: str, said: str, tiny_model_path: Path, one_rank: None
+) -> None:
+    algorithm = load_config(QUICKSTART, [f"algorithm.loss={__name__}:{loss}"]).algorithm
+    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+    with pytest.raises(AsyncRLError, match=said):
+        updater.update(make_batch())
 
 
 def test_every_entry_names_a_function_that_exists() -> None:

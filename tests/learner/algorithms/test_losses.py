@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rl.config.algorithm import ClipConfig
+from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
 from learner.algorithms.losses import (
     LossInputs,
     cispo_loss,
@@ -25,6 +25,9 @@ from learner.algorithms.losses import (
 )
 
 LOGPROB = st.floats(-30, 0, width=32)
+
+
+NO_DUAL, DUAL = PpoClipSettings(dual=0.0), PpoClipSettings(dual=3.0)
 
 
 def double(values: Any) -> Tensor:
@@ -41,7 +44,7 @@ def inputs(logprobs: Tensor, centre: Tensor, advantages: Tensor, **given: Any) -
     own = {key: given.pop(key) for key in ("trained", "answers", "count") if key in given}
     defaults = {"trained": torch.ones(n).bool(), "answers": torch.zeros(n, dtype=torch.int64), "count": 1}
     return LossInputs(
-        logprobs=logprobs, centre=centre, advantages=advantages, clip=ClipConfig(**{"dual": 0.0, **given}),
+        logprobs=logprobs, centre=centre, advantages=advantages, clip=ClipConfig(**given),
         **defaults | own,
     )  # fmt: skip
 
@@ -52,9 +55,8 @@ def test_ppo_clip_with_and_without_dual_clip_matches_the_reference_vectors(vecto
         dual = case["dual_clip_c"] or 0.0
         duals.add(dual)
         logprobs, centre = double(case["logp"]), double(case["old_logp"])
-        output = ppo_clip_loss(
-            inputs(logprobs, centre, double(case["adv"]), low=case["eps_low"], high=case["eps_high"], dual=dual)
-        )
+        x = inputs(logprobs, centre, double(case["adv"]), low=case["eps_low"], high=case["eps_high"])
+        output = ppo_clip_loss(x, PpoClipSettings(dual=dual))
         close((logprobs - centre).exp(), case["ratio"])
         close(output.loss, case["token_loss"])
         close(output.loss.mean(), case["loss_mean"])
@@ -101,10 +103,12 @@ def test_dppo_tv_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
     for case in vectors["dppo_tv_keep"]:
         assert case["mask_low"] == case["mask_high"]
         logprobs, centre = double([case["p_trainer"]]).log(), double([case["p_behav"]]).log()
-        output = dppo_tv_loss(inputs(logprobs, centre, double([case["adv"]]), tv=case["mask_high"], tv_pull=0.0))
+        settings = DppoTvSettings(tv=case["mask_high"], tv_pull=0.0)
+        output = dppo_tv_loss(inputs(logprobs, centre, double([case["adv"]])), settings)
         assert output.clipped.tolist() == [not case["keep"]]
         close(output.loss, [-case["weight"] * case["adv"] if case["keep"] else 0.0])
-    pulled = dppo_tv_loss(inputs(double([-1.0]), double([-1.5]), double([0.0]), tv=0.2, tv_pull=1e-3))
+    settings = DppoTvSettings(tv=0.2, tv_pull=1e-3)
+    pulled = dppo_tv_loss(inputs(double([-1.0]), double([-1.5]), double([0.0])), settings)
     close(pulled.loss, [1e-3 * 0.25])
 
 
@@ -176,7 +180,7 @@ def test_a_token_has_no_gradient_where_it_is_clipped_and_a_ratio_of_one_never_is
     logprob: float, proximal: float, advantage: float
 ) -> None:
     learner = double([logprob]).requires_grad_()
-    output = ppo_clip_loss(inputs(learner, double([proximal]), double([advantage]), low=0.2, high=0.28))
+    output = ppo_clip_loss(inputs(learner, double([proximal]), double([advantage]), low=0.2, high=0.28), NO_DUAL)
     output.loss.sum().backward()
     if output.clipped.item():
         assert learner.grad is not None and learner.grad.item() == 0
@@ -188,18 +192,18 @@ def test_a_token_has_no_gradient_where_it_is_clipped_and_a_ratio_of_one_never_is
 
 @given(LOGPROB, LOGPROB, st.floats(-3, -0.125, width=32))
 def test_dual_clip_bounds_the_loss_of_a_bad_token(logprob: float, proximal: float, advantage: float) -> None:
-    x = inputs(double([logprob]), double([proximal]), double([advantage]), low=0.2, high=0.28, dual=3.0)
-    assert ppo_clip_loss(x).loss.item() <= 3.0 * abs(advantage) + 1e-12
+    x = inputs(double([logprob]), double([proximal]), double([advantage]), low=0.2, high=0.28)
+    assert ppo_clip_loss(x, PpoClipSettings(dual=3.0)).loss.item() <= 3.0 * abs(advantage) + 1e-12
 
 
 ANSWERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
 TRAINED = torch.tensor([True, True, False, True, True, True, True, False])
 OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "answers": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
-    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS, dual=3.0)).loss,
+    "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), NO_DUAL).loss,
+    "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DUAL).loss,
     "gspo": lambda lp, centre, adv: gspo_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
-    "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(inputs(lp, centre, adv, **OWN_ANSWERS)).loss,
+    "dppo_tv": lambda lp, centre, adv: dppo_tv_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DppoTvSettings()).loss,
     "k1": lambda lp, centre, adv: kl_k1(lp, centre),
     "k2": lambda lp, centre, adv: kl_k2(lp, centre),
     "k3": lambda lp, centre, adv: kl_k3(lp, centre),

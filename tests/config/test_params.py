@@ -1,0 +1,111 @@
+"""Settings that parts from outside declare: found under `params`, checked, and refused with what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.loading import dump_config, load_config
+from async_rl.config.section import section
+from async_rl.errors import ConfigError
+from async_rl.seams import Advantage, Correction, Loss, TransportEntry
+
+BASE = ["model.path=none", "task.name=reasoning_gym/chain_sum", "rollout.engine=hf"]
+LOSS = "tests.extensions.loss:POLICY_GRADIENT"
+
+
+def nothing(*_: Any) -> None: ...
+
+
+@section("algorithm.params")
+class PowerSettings:
+    """Settings of two parts of this file, so that a loss and an advantage may declare one name."""
+
+    power: float = 2.0
+
+
+@section("weight_sync.params")
+class FolderSettings:
+    """Settings of a transport."""
+
+    suffix: str = "new"
+    keep: int = 1
+
+
+@dataclass
+class PlainSettings:
+    """A class of settings without the decorator that checks values."""
+
+    power: float = 2.0
+
+
+ADVANTAGE = Advantage(of_group=nothing, settings=PowerSettings)
+SAME_NAME = Loss(function=nothing, settings=PowerSettings)
+UNCHECKED = Loss(function=nothing, settings=PlainSettings)
+CORRECTION = Correction(function=nothing, settings=PowerSettings)
+TRANSPORT = TransportEntry(open=nothing, delivers="folder", devices=("cpu",), settings=FolderSettings)
+
+
+def test_a_setting_reaches_the_function_of_its_loss_and_of_no_other(tmp_path: Path) -> None:
+    config = load_config(None, [*BASE, f"algorithm.loss={LOSS}", "algorithm.params.bound=0.25"])
+    assert config.algorithm.params == {"bound": 0.25}
+    assert config.algorithm.load_loss().keywords["settings"].bound == 0.25
+    assert not hasattr(config.algorithm.load_advantage(), "keywords")
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_settings_that_were_not_given_are_in_the_resolved_configuration() -> None:
+    overrides = [*BASE, f"weight_sync.transport={__name__}:TRANSPORT", "weight_sync.params.keep=3"]
+    config = load_config(None, overrides)
+    assert config.weight_sync.params == {"suffix": "new", "keep": 3}
+    assert config.weight_sync.settings == FolderSettings(keep=3)
+    assert load_config(None, BASE).algorithm.params == {"dual": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.params.bound=-1.0", r"algorithm\.params\.bound must be greater than 0, got -1\.0 \(command line\)"),
+        ("algorithm.params.bound=far", r"algorithm\.params\.bound must be a number, got 'far' \(str\)"),
+        ("algorithm.params.dual=2.0", r"unknown key algorithm\.params\.dual .*POLICY_GRADIENT takes bound; "),
+        ("rollout.params.file=a", r"unknown key rollout\.params\.file \(command line\); rollout\.engine hf takes none"),
+        ("weight_sync.params.keep=1", r"weight_sync\.transport auto takes none"),
+    ],
+)
+def test_a_setting_that_a_part_lacks_or_forbids_is_refused_with_what_it_takes(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [*BASE, f"algorithm.loss={LOSS}", override])
+
+
+def test_a_setting_of_one_name_in_two_parts_is_refused() -> None:
+    parts = [f"algorithm.loss={__name__}:SAME_NAME", f"algorithm.advantage={__name__}:ADVANTAGE"]
+    with pytest.raises(ConfigError, match=r"algorithm\.params\.power must be a setting of one part, got one of"):
+        load_config(None, [*BASE, *parts])
+
+
+def test_settings_without_the_decorator_are_refused_because_nothing_would_check_them() -> None:
+    with pytest.raises(ConfigError, match=r"must be a class with the decorator async_rl\.config\.section\.section"):
+        load_config(None, [*BASE, f"algorithm.loss={__name__}:UNCHECKED"])
+
+
+def test_a_correction_of_ones_own_has_settings_too() -> None:
+    overrides = [f"algorithm.correction.kind={__name__}:CORRECTION", "algorithm.params={power: 3.0, dual: 0.0}"]
+    algorithm = load_config(None, [*BASE, "staleness.max=1", *overrides]).algorithm
+    assert algorithm.load_correction(CORRECTION).keywords["settings"] == PowerSettings(power=3.0)
+    assert algorithm.load_loss().keywords["settings"].dual == 0.0
+
+
+@pytest.mark.parametrize("name", ["dual", "tv", "tv_pull"])
+def test_a_setting_that_was_under_clip_is_refused_with_its_new_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key algorithm\.clip\.{name} .* is algorithm\.params\.{name} now"):
+        load_config(None, [*BASE, f"algorithm.clip.{name}=0.5"])
+
+
+def test_a_preset_gives_settings_to_its_own_loss_only() -> None:
+    assert load_config(None, [*BASE, "algorithm.preset=ppo"]).algorithm.params == {"dual": 0.0}
+    other = load_config(None, [*BASE, "algorithm.preset=ppo", "algorithm.loss=cispo"])
+    assert other.algorithm.params == {}

@@ -3,6 +3,7 @@
     advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
     pack            packing/                        rollouts -> rows, micro-batches and minibatches of this rank
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
+    prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
     for each minibatch:
         forward, loss, backward   models/, algorithms/objective.py
         step                      optimizer.py
@@ -96,6 +97,7 @@ class Updater:
 
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))
+        minibatches = self.objective.prepare(minibatches)  # what depends on all tokens of the batch
 
         sums = MetricAccumulator()
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
@@ -181,7 +183,7 @@ class Updater:
                 reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
             )
 
-        return objective.prepare([replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches])
+        return [replace(m, micro_batches=tuple(map(started, m.micro_batches))) for m in minibatches]
 
     def forward_backward(
         self, minibatch: MiniBatch, sums: MetricAccumulator, trains_policy: bool, is_first_epoch: bool
@@ -196,15 +198,14 @@ class Updater:
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self.policy(micro.inputs)
             values = None if self.critic is None else self.critic(micro.inputs)
-            policy_sum, critic_sum = self.objective.losses(
-                minibatch, micro, logprobs, entropy, values, sums, is_first_epoch
-            )
+            losses = self.objective.losses(minibatch, micro, logprobs, entropy, values)
+            self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch)
             # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
-            if critic_sum is not None:
-                loss = critic_sum / minibatch.num_tokens
+            if losses.critic is not None:
+                loss = losses.critic / minibatch.num_tokens
                 (loss * self.world_size).backward()
                 totals["critic"] += loss.detach()
-            loss = policy_sum / minibatch.normaliser
+            loss = losses.policy / minibatch.normaliser
             if trains_policy:
                 (loss * self.world_size).backward()
             totals["policy"] += loss.detach()

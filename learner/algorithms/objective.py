@@ -1,8 +1,9 @@
-"""Computes the losses of a micro-batch: advantages, policy loss, correction, KL term, critic, and their statistics.
+"""Computes the losses of a micro-batch: advantages, policy loss, correction, KL term and critic.
 
-    Objective.prepare   once a batch, after the forward passes at step start: numbers that depend on all its tokens
-    Objective.losses    for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
-    Objective.finish    once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
+    Objective.prepare         once a batch, after the passes at step start: numbers that depend on all its tokens
+    Objective.losses          for each micro-batch: logprobs, entropy and values -> losses summed over trained tokens
+    Objective.add_statistics  for each micro-batch, beside its loss: what the metrics of the step are made of
+    Objective.finish          once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
 The caller divides a loss by the normaliser, which counts the tokens or answers of the minibatch on all ranks.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +57,24 @@ AGGREGATIONS: dict[str, tuple[Callable[[Sequence[int], int], int], bool]] = {
 """By value of algorithm.aggregation: (counted tokens of each episode, the longest response in tokens) -> the number
 that the summed loss of a minibatch is divided by; and whether a token's loss is first divided by its episode's tokens.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchLosses:
+    """The losses of a micro-batch of N response tokens, and the numbers of each token from which they were computed."""
+
+    policy: Tensor  # [] with gradient: the sum over trained tokens
+    critic: Tensor | None  # [] with gradient; None: there is no critic
+    logprobs: Tensor  # [N] learner logprobs, 0 if untrained
+    proximal: Tensor  # [N] proximal logprobs, 0 if untrained
+    log_rho: Tensor  # [N] proximal - behaviour logprobs
+    advantages: Tensor  # [N]
+    output: LossOutput
+    weights: Tensor  # [N] importance weights of the loss
+    truncated: Tensor  # [N] bool: the weight was held at floor or cap
+    dropped: Tensor  # [N] bool: a mask leaves the token out
+    old_values: Tensor | None  # [N]
+    returns: Tensor | None  # [N] the critic's targets
 
 
 class Objective:
@@ -101,6 +120,7 @@ class Objective:
         ]  # fmt: skip
         return float(max(1, self._normaliser(counted, self.config.longest_response_tokens)))
 
+    @torch.no_grad()
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return all minibatches of a batch with `whitening`, `m2po_limit` and `mean_weight` set, which depend on the
         tokens of all ranks. Collective. The forward passes at step start must have been made before.
@@ -126,58 +146,75 @@ class Objective:
         logprobs: Tensor,  # [N] learner logprobs, with gradient
         entropy: Tensor,  # [N]; with gradient if there is an entropy bonus
         values: Tensor | None,  # [N] of the critic, with gradient; None: there is no critic
-        sums: MetricAccumulator, is_first_epoch: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> MicroBatchLosses:
         """Return the losses of policy and critic for a micro-batch of `minibatch`, summed over trained tokens.
 
-        Statistics are added to `sums`, those of off-policyness in the first epoch only. Proximal logprobs and old
-        values that were not computed at step start are those of this pass, detached.
+        Proximal logprobs and old values that were not computed at step start are those of this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
-        trained = response.trained
+        trained, answers, count = response.trained, response.answers, len(response.lengths)
         logprobs = torch.where(trained, logprobs, 0.0)  # -inf where not trained would make gradients NaN
         proximal = self.proximal(micro, logprobs)
         log_rho = log_ratios(proximal, response.behaviour, trained)
+
         old_values = values.detach() if values is not None and micro.values is None else micro.values
         at_start = _computed(micro.proximal) if self._whitens_at_start else proximal
         advantages, returns = self._advantages(micro, at_start, old_values)
         if self._whitens_at_start:
             mean, scale = minibatch.whitening
             advantages = (advantages - mean) * scale * trained
-        critic = None
-        if values is not None:
-            assert old_values is not None and returns is not None
-            add_critic(sums, old_values, returns, trained)
-            losses = value_loss(values, old_values, returns, self.config.critic.value_clip)
-            critic = torch.where(trained, losses, 0.0).sum()
+
         output = self._loss(LossInputs(
-            logprobs=logprobs,
-            centre=response.behaviour if algorithm.proximal == "behaviour" else proximal,
-            advantages=advantages, trained=trained, answers=response.answers, count=len(response.lengths),
-            clip=algorithm.clip,
+            logprobs=logprobs, centre=response.behaviour if algorithm.proximal == "behaviour" else proximal,
+            advantages=advantages, trained=trained, answers=answers, count=count, clip=algorithm.clip,
         ))
         _check_output(output, algorithm.loss, trained)
-        add_policy(sums, response, logprobs, proximal, entropy, advantages, output.clipped)
-        add_loss_metrics(sums, output.metrics, trained)
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
-        dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit) | dropped_tokens(
-            algorithm.correction.masks, log_rho, advantages, trained, response.answers, len(response.lengths)
-        )
-        if is_first_epoch:
-            # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
-            shows_mismatch = algorithm.proximal != "interpolate"
-            add_offpolicy(sums, response, log_rho, weights, truncated, dropped, shows_mismatch)
-            self._add_extras(sums, micro, proximal, log_rho)
-        estimate = KL_LOSSES[algorithm.kl.kind]
-        kl_loss = 0.0 if estimate is None else self.kl_coef * estimate(logprobs, _computed(micro.reference))
-        loss = weights * (output.loss + kl_loss)
+        dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit)
+        dropped |= dropped_tokens(algorithm.correction.masks, log_rho, advantages, trained, answers, count)
+
+        loss = output.loss
+        if (estimate := KL_LOSSES[algorithm.kl.kind]) is not None:
+            loss = loss + self.kl_coef * estimate(logprobs, _computed(micro.reference))
+        loss = weights * loss
         if algorithm.entropy_coef > 0:
             loss = loss - algorithm.entropy_coef * entropy
         loss = torch.where(trained & ~dropped, loss, 0.0)
         if self._divides_by_length:
-            loss = loss / response.counted.clamp(min=1)[response.answers]
-        return loss.sum(), critic
+            loss = loss / response.counted.clamp(min=1)[answers]
+
+        critic = None
+        if values is not None:
+            errors = value_loss(values, _computed(old_values), _computed(returns), self.config.critic.value_clip)
+            critic = torch.where(trained, errors, 0.0).sum()
+        return MicroBatchLosses(
+            policy=loss.sum(), critic=critic, logprobs=logprobs, proximal=proximal, log_rho=log_rho,
+            advantages=advantages, output=output, weights=weights, truncated=truncated, dropped=dropped,
+            old_values=old_values, returns=returns,
+        )
+
+    def add_statistics(
+        self, sums: MetricAccumulator, micro: MicroBatch, losses: MicroBatchLosses,
+        entropy: Tensor,  # [N]
+        is_first_epoch: bool,
+    ) -> None:
+        """Add to `sums` what the metrics of the step are made of; off-policyness is that of the first epoch only."""
+        algorithm, response, trained, of = self.config.algorithm, micro.response, micro.response.trained, losses
+        if of.critic is not None:
+            add_critic(sums, _computed(of.old_values), _computed(of.returns), trained)
+        add_policy(sums, response, of.logprobs, of.proximal, entropy, of.advantages, of.output.clipped)
+        add_loss_metrics(sums, of.output.metrics, trained)
+        if not is_first_epoch:
+            return
+        # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
+        shows_mismatch = algorithm.proximal != "interpolate"
+        add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped, shows_mismatch)
+        if self.needs_reference:
+            sums.add(reference_k3=torch.where(trained, kl_k3(of.proximal, _computed(micro.reference)), 0.0).sum())
+        if self.advantage.has_traces:
+            log_traces = math.log(max(algorithm.lam, 1e-9)) + of.log_rho.clamp(max=0.0)
+            sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
     def finish(self, totals: Totals, batch: Batch) -> list[Metric]:
         """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient, from sums of all ranks.
@@ -245,14 +282,6 @@ class Objective:
         if not self._correction.is_applied:
             return torch.ones_like(log_rho), truncated
         return raw.clamp(correction.floor, correction.cap), truncated
-
-    def _add_extras(self, sums: MetricAccumulator, micro: MicroBatch, proximal: Tensor, log_rho: Tensor) -> None:
-        trained = micro.response.trained
-        if self.needs_reference:
-            sums.add(reference_k3=torch.where(trained, kl_k3(proximal, _computed(micro.reference)), 0.0).sum())
-        if self.advantage.has_traces:
-            log_traces = math.log(max(self.config.algorithm.lam, 1e-9)) + log_rho.clamp(max=0.0)
-            sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
 
 def _check_output(output: LossOutput, name: str, trained: Tensor) -> None:

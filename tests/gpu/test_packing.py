@@ -48,7 +48,8 @@ def opened(config: Config, attention: str, max_tokens: int, device: torch.device
 
 
 def gradients(updater: Updater, batch: Batch) -> dict[str, Tensor]:
-    (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(updater.config, batch)))
+    packed = updater.pack(batch, batch_advantages(updater.config, batch))
+    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 

@@ -104,7 +104,8 @@ def measure(
         networks["critic"] = updater.critic.lm
         torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
     batch = make_episode_batch() if algorithm in EPISODE_ALGORITHMS else make_batch()
-    (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
+    packed = updater.pack(batch, batch_advantages(config, batch))
+    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     loss = losses["policy"]
     dist.all_reduce(loss)

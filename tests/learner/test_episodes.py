@@ -143,9 +143,8 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
     ones = [[np.ones(len(r.tokens), np.float32) for r in batch.groups[0].rollouts]]
     for row, micro in enumerate(row_by_row(batch, ones)):
         logprobs = micro.response.behaviour.clone().requires_grad_()
-        loss, _ = objective.losses(
-            make_minibatch(micro), micro, logprobs, torch.zeros_like(logprobs), None, MetricAccumulator(), True
-        )
+        zeros = torch.zeros_like(logprobs)
+        loss = objective.losses(make_minibatch(micro), micro, logprobs, zeros, None).policy
         (gradient,) = torch.autograd.grad(loss / normaliser, logprobs)
         expected = batch.groups[0].rollouts[row].mask / -divisors[0 if row < 2 else 1]
         assert gradient.tolist() == pytest.approx(expected.tolist())
@@ -185,7 +184,8 @@ def test_splitting_keeps_a_critics_advantages_where_nothing_is_discounted(seed: 
 def gradients_of(config: Config, batch: Batch) -> dict[str, Tensor]:
     """The gradients of policy and critic."""
     updater = Updater(config, CPU)
-    (minibatch,) = updater.at_step_start(updater.pack(batch, batch_advantages(config, batch)))
+    packed = updater.pack(batch, batch_advantages(config, batch))
+    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     networks: dict[str, Any] = {"policy": updater.policy.lm}
     if updater.critic is not None:
         networks["critic"] = updater.critic.lm

@@ -101,7 +101,7 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
     if objective.config.algorithm.advantage in ("gae", "vtrace"):
         values = torch.zeros(len(logprobs), dtype=torch.float64, requires_grad=True)
     (minibatch,) = objective.prepare([make_minibatch(micro)])
-    return objective.losses(minibatch, micro, logprobs, entropy, values, MetricAccumulator(), True)[0]
+    return objective.losses(minibatch, micro, logprobs, entropy, values).policy
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -197,9 +197,7 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
         for micro in minibatch.micro_batches:
             assert micro.proximal is not None and micro.values is not None
             logprobs = micro.proximal.clone().requires_grad_()
-            loss, _ = objective.losses(
-                minibatch, micro, logprobs, torch.zeros_like(logprobs), micro.values, MetricAccumulator(), True
-            )
+            loss = objective.losses(minibatch, micro, logprobs, torch.zeros_like(logprobs), micro.values).policy
             got.append(-torch.autograd.grad(loss, logprobs)[0])
             plain.append(objective._advantages(micro, micro.proximal, micro.values)[0])
     whole = torch.cat(plain) * trained
@@ -322,7 +320,8 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     micro, logprobs, entropy = make_case(2)
     sums = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
-    objective.losses(make_minibatch(micro), micro, logprobs, entropy, values, sums, is_first_epoch=True)
+    losses = objective.losses(make_minibatch(micro), micro, logprobs, entropy, values)
+    objective.add_statistics(sums, micro, losses, entropy, is_first_epoch=True)
     assert micro.proximal is not None
     log_rho = (micro.proximal - micro.response.behaviour)[micro.response.trained]
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
@@ -342,7 +341,8 @@ def test_interpolated_logprobs_show_no_mismatch(
     response = micro.response
     micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))
     sums = MetricAccumulator()
-    objective.losses(make_minibatch(micro), micro, logprobs, entropy, None, sums, is_first_epoch=True)
+    losses = objective.losses(make_minibatch(micro), micro, logprobs, entropy, None)
+    objective.add_statistics(sums, micro, losses, entropy, is_first_epoch=True)
     keys = {metric.key for metric in token_metrics(sums.reduce())}
     assert "offpolicy/ess" in keys
     assert ("mismatch/mean_abs" in keys) == is_measured

@@ -22,7 +22,6 @@ from async_rl.config import (
     RolloutConfig,
 )
 from learner.algorithms.advantages import gae, vtrace
-from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.objective import Objective
 from tests.learner.tiny_batches import make_config, make_micro, make_minibatch, make_response
 
@@ -131,7 +130,7 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     micro = make_micro(response, reference=flat["reference"])
     zeros = torch.zeros(len(trained))
     minibatch = make_minibatch(micro)
-    total = Objective(config).losses(minibatch, micro, flat["logprobs"], zeros, None, MetricAccumulator(), True)[0]
+    total = Objective(config).losses(minibatch, micro, flat["logprobs"], zeros, None).policy
     count = {"token_mean": int(trained.sum()), "sequence_mean": ROWS, "constant": ROWS * LENGTH}
     return total / count[algorithm.aggregation]
 

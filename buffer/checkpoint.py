@@ -7,12 +7,11 @@ again, before new ones. So no prompt is lost, and none is trained on twice.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.staleness import Rules, exact_start_version, within_capacity
+from buffer.policies import Policy
 from buffer.store_rows import Row
 from buffer.store_state import StoreState
 
@@ -29,13 +28,13 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
     }
 
 
-def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, past: Mapping[int, Row]) -> None:
+def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, past: Mapping[int, Row]) -> None:
     """Fill the empty `state` from the checkpoint `saved`. The prompt of a group that is dropped here is granted again.
 
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
-    version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would stay
-    incomplete. Groups over the capacity under `rules`, which may have changed since, are dropped as `late`. `past` has,
-    by id, the groups that arrived before the earlier run ended, even after the checkpoint.
+    version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would
+    stay incomplete. Groups over the capacity, which may have changed, are dropped as `late`. `past` has, by id, the
+    groups that arrived before the earlier run ended, even after the checkpoint.
     """
     rows = [
         Row(group_id=g, prompt_index=p, start_version=s, worker="", batch=b) for g, p, s, b in saved.buffer["live"]
@@ -55,28 +54,10 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, rules: Rules, pa
             arrived.append(row._replace(
                 payload=found.payload, outcome=found.outcome, finished_version=finished_version, worker=found.worker
             ))
-    if rules.exact and not _has_all_groups(arrived, saved.version, state.first_version, rules):
-        state.first_version = saved.version
-        for row in arrived:
-            state.drop(row, "failed", requeue=True)
-        arrived = []
-    arrived.sort(key=lambda row: (row.last_batch(rules), row.group_id))
-    fit = within_capacity([row.last_batch(rules) for row in arrived], saved.version, rules)
-    for row, fits in zip(arrived, fit, strict=True):
-        if fits:
-            state.put(row, "finished")
+    arrived.sort(key=lambda row: (policy.deadline(row), row.group_id))
+    for row, reason in zip(arrived, policy.drops_at_resume(arrived, state, saved.version), strict=True):
+        if reason:
+            state.drop(row, reason, requeue=True)
         else:
-            state.drop(row, "late", requeue=True)
+            state.put(row, "finished")
     state.check_accounting()
-
-
-def _has_all_groups(rows: list[Row], version: int, first_version: int, rules: Rules) -> bool:
-    """Return whether `rows` fill the next `staleness.max` batches in exact mode; no later version can fill them."""
-    bound = rules.max_staleness
-    members = Counter(
-        row.batch for row in rows
-        if row.start_version == row.newest_version == exact_start_version(row.batch, bound, first_version)
-    )
-    return members.total() == len(rows) and all(
-        members[batch] == rules.prompts_per_step for batch in range(version, version + bound)
-    )

@@ -124,7 +124,7 @@ class BufferServer:
             with contextlib.suppress(WireError):  # the new configuration forbids the group's sizes
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
-        restore_checkpoint(saved, self._store.state, self._store.rules, past)
+        restore_checkpoint(saved, self._store.state, self._store.policy, past)
         if self._journal:
             for group_id in self._store.state.finished:
                 self._journal.record_group(groups[group_id])

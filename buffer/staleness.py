@@ -5,6 +5,7 @@ Admission limits the number of groups that exist at a time, so that the coming b
 they are too old. Hand-out chooses the groups of a batch, those with the earliest deadline first. With the default,
 `staleness.late: wait`, the learner waits for a running group if a batch without it would leave later batches too little
 room. The proof comes first; the policies `drop` and `mask` and the exact mode, which have other rules, come after it.
+buffer/policies.py has a class for each of the four: Wait, Drop, Mask and Exact.
 
 Notation:
     M  staleness.max                    B  learner.prompts_per_step
@@ -122,26 +123,26 @@ def fresh_to_take(
 ) -> int | None:
     """Return the number of fresh groups in batch `version` (n in the hand-out rule); None while the learner must wait.
 
+    This is the rule of the policy `wait`.
+
     Args:
         finished: deadline of every fresh group that is finished, in any order.
-        running: deadline of every running group; only the policy `wait` looks at them.
+        running: deadline of every running group.
         reusable: number of used groups that may be in this batch.
     """
-    fewest = max(rules.fresh_per_step, rules.prompts_per_step - reusable)
-    if len(finished) < fewest:
+    required = _required_by_deadlines(finished, running, version, rules)
+    if any(missing > 0 for _, missing in required.values()):
         return None
-    match rules.late:
-        case "wait":
-            required = _required_by_deadlines(finished, running, version, rules)
-            if any(missing > 0 for _, missing in required.values()):
-                return None
-            fewest = max(fewest, *(number for number, _ in required.values()))
-        case "drop":
-            expiring = sum(d <= version for d in finished)
-            fewest = max(fewest, min(expiring, rules.prompts_per_step))
-        case "mask":
-            pass
-    return fewest if fewest <= min(len(finished), rules.prompts_per_step) else None
+    return fresh_at_least(max(number for number, _ in required.values()), len(finished), reusable, rules)
+
+
+def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) -> int | None:
+    """Return the smallest number of fresh groups, at least `number`, that a batch may have; None if too few finished.
+
+    The other groups of the batch are used ones, of which there are `reusable`.
+    """
+    fresh = max(number, rules.fresh_per_step, rules.prompts_per_step - reusable)
+    return fresh if fresh <= min(num_finished, rules.prompts_per_step) else None
 
 
 def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
@@ -174,13 +175,12 @@ def _required_by_deadlines(
 def within_capacity(deadlines: Iterable[int], version: int, rules: Rules) -> list[bool]:
     """Return whether each of the finished groups with these ascending deadlines may continue after a resume.
 
-    The resume is at `version`. With the policy `wait` as many continue as (*) in the module's text allows; otherwise
-    all that have not missed their deadline.
+    The resume is at `version`. As many continue as (*) in the module's text allows.
     """
     fit: list[bool] = []
     number = 0
     for d in deadlines:
-        has_room = rules.late != "wait" or number < (d - version + 1) * rules.fresh_per_step
+        has_room = number < (d - version + 1) * rules.fresh_per_step
         fit.append(d >= version and has_room)
         number += fit[-1]
     return fit

@@ -15,17 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from typing import Any
 
-from async_rl.errors import StalenessError, WireError
+from async_rl.errors import WireError
 from async_rl.types import Slot
 from buffer.frames import Frame
-from buffer.staleness import (
-    Rules,
-    admission_capacity,
-    exact_start_version,
-    fresh_to_take,
-    overfull_deadline,
-    vacant_batches,
-)
+from buffer.policies import open_policy
+from buffer.staleness import Rules
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
 
@@ -34,7 +28,7 @@ EQUAL_BATCHES = 8
 
 
 class Store:
-    """Applies the rules of buffer/staleness.py to the groups of one run.
+    """Applies the rules of buffer/staleness.py to the groups of one run; buffer/policies.py decides by its mode.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
     missed the answer asks again. After each call `state` is consistent, so a journal may commit it.
@@ -42,6 +36,7 @@ class Store:
 
     def __init__(self, rules: Rules, state: StoreState | None = None) -> None:
         self.rules = rules
+        self.policy = open_policy(rules)
         self.state = state or StoreState()
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
@@ -53,19 +48,15 @@ class Store:
 
     def capacity(self) -> int:
         """Return the number of groups that may start now; 0 before the first `served` and while a push drains."""
-        if self._is_draining or self.state.served_version is None:
-            return 0
-        return admission_capacity(self.state.slots_held, self.rules)
+        return 0 if self._is_draining else self.policy.capacity(self.state)
 
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
 
     def admit(self, worker: str, max_groups: int, now_s: float, grant: int = 0) -> list[Slot]:
         """Grant up to `max_groups` slots, as many as are free, and return them. Requeued prompts go first."""
-        number = min(max_groups, self.capacity())
-        batches = self._vacant_batches(number) if self.rules.exact else [-1] * number
         slots = []
-        for batch in batches:
+        for batch in self.policy.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
             row = Row(
                 group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
@@ -145,23 +136,20 @@ class Store:
         """
         self.check_version(version)
         if not self.state.held:
-            if self.rules.late == "mask":
-                self._drop_late(self.state.finished.values(), version, now_s)
-            chosen = self._choose(version)
+            self._drop_late(self.policy.too_old(self.state, version), now_s)
+            chosen = self.policy.choose(self.state, version)
             if chosen is None:
                 return None
             for row in chosen:
-                self._check_bound(row, version)
+                self.policy.check(row, self.state, version)
                 self.state.put(row, "held")
-            if self.rules.late == "drop":  # groups that are left with this deadline have missed it
-                self._drop_late([*self.state.running.values(), *self.state.finished.values()], version + 1, now_s)
+            self._drop_late(self.policy.left_late(self.state, version), now_s)
         return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
     @property
     def misses_late(self) -> bool:
         """Whether enough groups for a batch are there, so that a waiting learner waits only for groups that expire."""
-        enough = len(self.state.finished) + len(self.state.used) >= self.rules.prompts_per_step
-        return enough and not self.rules.exact
+        return self.policy.misses_late(self.state)
 
     def trained(self, version: int) -> None:
         """Record that the held batch was trained on and yielded `version`, whose tokens are accepted from now on.
@@ -181,7 +169,7 @@ class Store:
             is_last = len(uses) >= self.rules.max_uses
             self.state.put(row, "trained" if is_last else "used", trained_versions=uses)
         for row in list(self.state.used.values()):
-            if row.last_batch(self.rules) < version:
+            if self.policy.deadline(row) < version:
                 self.state.put(row, "trained")
 
     def may_push(self, holding: Set[str] = frozenset()) -> bool:
@@ -194,12 +182,8 @@ class Store:
         Args:
             holding: the workers that hold back all turns of their episodes now, and sample none.
         """
-        if self.rules.exact:
-            return not (self.state.running or self.capacity())
-        self._is_draining = self.rules.drain
-        if self.wants_held_turns:
-            return holding >= self.running_by_worker().keys()
-        return not (self._is_draining and self.state.running)
+        self._is_draining = self.policy.holds_admission
+        return self.policy.may_push(self.state, holding)
 
     def served(self, version: int) -> None:
         """Record that every live server serves `version` or a later one.
@@ -235,8 +219,8 @@ class Store:
             parts.append(f"{len(state.running)} running (oldest {age_s:.0f} s, worker {oldest.worker})")
         else:
             parts.append("0 running")
-        if len(state.finished) >= size and (expiring := self._describe_expiring()):
-            parts.append(expiring)
+        if len(state.finished) >= size and (late := self.policy.describe_late(state)):
+            parts.append(late)
         served = state.served_version
         parts.append("no version served yet" if served is None else f"served version {served}")
         if state.accounting.last_failure:
@@ -246,13 +230,12 @@ class Store:
 
     # --- private
 
-    def _drop_late(self, rows: Iterable[Row], version: int, now_s: float) -> None:
-        """Drop the groups that may not be in batch `version` or a later one; `aborts` tells the workers of it."""
-        for row in list(rows):
-            if row.last_batch(self.rules) < version:
-                if row.state == "running":
-                    self._aborts.setdefault(row.worker, []).append(row.group_id)
-                self.state.drop(row, "late", requeue=True, now_s=now_s)
+    def _drop_late(self, rows: Iterable[Row], now_s: float) -> None:
+        """Drop groups as late; `aborts` tells the workers of it."""
+        for row in rows:
+            if row.state == "running":
+                self._aborts.setdefault(row.worker, []).append(row.group_id)
+            self.state.drop(row, "late", requeue=True, now_s=now_s)
 
     def _count_equal(self, reward: float) -> None:
         """Count a group whose rewards all are `reward`; set `end_reason` if it is one of too many such in a row.
@@ -268,66 +251,8 @@ class Store:
                 f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
             )
 
-    def _choose(self, version: int) -> list[Row] | None:
-        """Return the groups of batch `version` by the hand-out rule of buffer/staleness.py.
-
-        It is None while too few have finished or, with staleness.late wait, a running group has to be waited for.
-        """
-        if self.rules.exact:
-            rows = [row for row in self.state.finished.values() if row.batch == version]
-            return rows if len(rows) == self.rules.prompts_per_step else None
-        if self.rules.max_uses == 1 and len(self.state.finished) < self.rules.prompts_per_step:
-            return None
-        finished, running = self.state.finished.values(), self.state.running.values()
-        fresh = fresh_to_take(
-            [row.last_batch(self.rules) for row in finished], [row.last_batch(self.rules) for row in running],
-            len(self.state.used), version, self.rules,
-        )
-        if fresh is None:
-            return None
-        used = sorted(self.state.used.values(), key=self._order)[: self.rules.prompts_per_step - fresh]
-        return sorted(finished, key=self._order)[:fresh] + used
-
-    def _order(self, row: Row) -> tuple[int, int]:
-        """Return the key by which groups are sorted: oldest start version (earliest deadline) first, ties by id."""
-        return row.start_version, row.group_id
-
-    def _check_bound(self, row: Row, version: int) -> None:
-        """Raise StalenessError if a group is too old for batch `version`, or of a version that exact mode forbids."""
-        bound = self.rules.max_staleness
-        if row.last_batch(self.rules) < version:
-            raise StalenessError(
-                f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
-                f"{version}: over staleness.max = {bound}; this is a bug"
-            )
-        only = exact_start_version(version, bound, self.state.first_version)
-        if self.rules.exact and (row.start_version, row.newest_version) != (only, only):
-            raise StalenessError(
-                f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
-                f"version {version}, which takes only version {only} in exact mode; this is a bug"
-            )
-
-    def _vacant_batches(self, number: int) -> list[int]:
-        live = (self.state.running, self.state.finished, self.state.held)
-        members = Counter(row.batch for rows in live for row in rows.values())
-        return vacant_batches(members, number, self.state.version + bool(self.state.held), self.rules)
-
     def _next_prompt_index(self) -> int:
         if self.state.requeued:
             return self.state.requeued.popleft()
         self.state.next_prompt += 1
         return self.state.next_prompt - 1
-
-    def _describe_expiring(self) -> str:
-        """Return text on running groups near their deadline, for which the next batch waits although enough have
-        finished; "" if there are none.
-        """
-        if self.rules.late != "wait" or self.rules.exact:
-            return ""
-        finished = [row.last_batch(self.rules) for row in self.state.finished.values()]
-        running = {i: row.last_batch(self.rules) for i, row in self.state.running.items()}
-        overfull = overfull_deadline(finished, running.values(), self.state.version, self.rules)
-        if overfull is None:
-            return ""
-        late = [i for i, d in running.items() if d <= overfull]
-        return f"{len(late)} of them expire by version {overfull} (first group {min(late)})"

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 from async_rl.messages.codec import GroupColumns
 from async_rl.types import Slot
 from buffer.frames import Frame
-from buffer.staleness import Rules
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
 DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
@@ -73,13 +72,6 @@ class Row(NamedTuple):
     def newest_version(self) -> int:
         """The version of the group's newest token; of a running group its start version, the lowest possible."""
         return self.outcome.newest_version if self.outcome else self.start_version
-
-    def last_batch(self, rules: Rules) -> int:
-        """Return the deadline, the number of the last batch that may hold the group: start version + staleness.max.
-
-        With the policy `mask` the version of the newest token takes the place of the start version.
-        """
-        return (self.newest_version if rules.late == "mask" else self.start_version) + rules.max_staleness
 
     @property
     def is_fresh(self) -> bool:

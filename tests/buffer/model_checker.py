@@ -203,7 +203,7 @@ class ModelChecker:
             self.journal.import_past(past_file, saved)
         past = read_arrived(past_file, [i for i, *_ in saved.buffer["live"]]) if past_file else {}
         self.store = Store(self.rules, StoreState(record=self.record))
-        restore_checkpoint(saved, self.store.state, self.rules, past)
+        restore_checkpoint(saved, self.store.state, self.store.policy, past)
         finished = self.store.state.finished
         assert all(self.newest[i] <= saved.version and row.payload == b"%d" % i for i, row in finished.items())
         assert sum(row.drop_reason == "future_version" for row in self.rows.values()) == sum(

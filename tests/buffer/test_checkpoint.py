@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from async_rl.storage.checkpoints import TrainingState
 from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
+from buffer.policies import open_policy
 from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_rows import Row
@@ -43,7 +44,7 @@ def train_batches(store: Store, number: int) -> list[int]:
 
 def resumed_state(saved: TrainingState, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
     state = StoreState()
-    restore_checkpoint(saved, state, rules, past or {})
+    restore_checkpoint(saved, state, open_policy(rules), past or {})
     return state
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from buffer.policies import Drop, Mask, Wait
 from buffer.staleness import (
     Rules,
     admission_capacity,
@@ -55,16 +56,16 @@ def test_used_groups_fill_a_batch_up_as_far_as_fresh_ones_can_wait() -> None:
 
 
 def test_dropping_and_masking_wait_for_nobody_that_runs() -> None:
-    assert fresh_to_take([6, 6], [4, 4], 0, version=4, rules=rules(2, 2, late="drop")) == 2
-    assert fresh_to_take([4, 4, 6], [], 9, version=4, rules=rules(2, 3, fresh=1, late="drop")) == 2
-    assert fresh_to_take([6, 6], [4, 4], 0, version=4, rules=rules(2, 2, late="mask")) == 2
-    assert fresh_to_take([6], [], 0, version=4, rules=rules(2, 2, late="mask")) is None
+    assert Drop(rules(2, 2)).num_fresh([6, 6], [4, 4], 0, version=4) == 2
+    assert Drop(rules(2, 3, fresh=1)).num_fresh([4, 4, 6], [], 9, version=4) == 2
+    assert Mask(rules(2, 2)).num_fresh([6, 6], [4, 4], 0, version=4) == 2
+    assert Mask(rules(2, 2)).num_fresh([6], [], 0, version=4) is None
 
 
 def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
     row = Row(group_id=0, prompt_index=0, start_version=3, worker="", outcome=make_outcome(newest_version=5))
-    assert row.last_batch(rules(2, 1)) == 5
-    assert row.last_batch(rules(2, 1, late="mask")) == 7
+    assert Wait(rules(2, 1)).deadline(row) == 5
+    assert Mask(rules(2, 1)).deadline(row) == 7
     assert young_enough(np.array([1, 2, 3, 5], np.int32), 5, 2).tolist() == [False, False, True, True]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from async_rl.errors import StalenessError, WireError
+from buffer.policies import Wait
 from buffer.store import Store
 from tests.buffer.factories import make_outcome, plain_rules
 
@@ -150,7 +151,7 @@ def test_a_lost_group_is_found_by_the_accounting() -> None:
 
 
 def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "_choose", lambda store, version: list(store.state.finished.values())[-1:])
+    monkeypatch.setattr(Wait, "choose", lambda policy, state, version: list(state.finished.values())[-1:])
     store = open_store(max_staleness=1, prompts_per_step=1)
     store.admit("rollout/0", 2, 0.0)
     finish_all(store, [0, 1])

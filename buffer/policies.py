@@ -1,0 +1,223 @@
+"""The policies of the buffer, one class each: those for late groups, and exact mode. The proofs are in staleness.py.
+
+    policy   for                            a batch waits for running groups   what happens to a late group
+    Wait     staleness.late: wait           that would expire otherwise        there is none
+    Drop     staleness.late: drop           never                              dropped, its prompt is granted again
+    Mask     staleness.late: mask           never                              its tokens that are too old are masked
+    Exact    staleness.mode: exact          that have its batch number         there is none
+
+A policy keeps no state of its own: it reads the StoreState, and the Store does what the policy says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from async_rl.errors import StalenessError
+from buffer.staleness import (
+    Rules,
+    admission_capacity,
+    exact_start_version,
+    fresh_at_least,
+    fresh_to_take,
+    overfull_deadline,
+    vacant_batches,
+    within_capacity,
+)
+from buffer.store_rows import DropReason, Row
+from buffer.store_state import StoreState
+
+
+class Policy(ABC):
+    """Decides which groups may start, which are in a batch, which are late, and when a push may begin.
+
+    What most modes share is here.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.holds_admission = rules.drain
+        """Whether no group may start while a push waits for those that run."""
+
+    def capacity(self, state: StoreState) -> int:
+        """Return the number of groups that may start now; 0 before the first version is served."""
+        return 0 if state.served_version is None else admission_capacity(state.slots_held, self.rules)
+
+    def batches_of_new(self, state: StoreState, number: int) -> list[int]:
+        """Return the batch number of each of the next `number` groups, or -1 where any batch may hold them."""
+        return [-1] * number
+
+    def deadline(self, row: Row) -> int:
+        """Return the number of the last batch that may hold the group: start version + staleness.max."""
+        return row.start_version + self.rules.max_staleness
+
+    def too_old(self, state: StoreState, version: int) -> list[Row]:
+        """Return the groups that are dropped as late before batch `version` is chosen."""
+        return []
+
+    @abstractmethod
+    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+        """Return the groups of batch `version`; None while the learner has to wait."""
+
+    def left_late(self, state: StoreState, version: int) -> list[Row]:
+        """Return the groups that are dropped as late because batch `version`, which was chosen, left them out."""
+        return []
+
+    def check(self, row: Row, state: StoreState, version: int) -> None:
+        """Raise StalenessError if a group that was chosen for batch `version` is too old for it."""
+        if self.deadline(row) < version:
+            raise StalenessError(
+                f"group {row.group_id}, started at version {row.start_version}, would be trained on at version "
+                f"{version}: over staleness.max = {self.rules.max_staleness}; this is a bug"
+            )
+
+    def misses_late(self, state: StoreState) -> bool:
+        """Return whether enough groups for a batch are there, so that a learner that waits does so for late ones."""
+        return len(state.finished) + len(state.used) >= self.rules.prompts_per_step
+
+    def describe_late(self, state: StoreState) -> str:
+        """Return text on the running groups for which a batch waits although enough have finished; "" if none."""
+        return ""
+
+    def may_push(self, state: StoreState, holding: Set[str]) -> bool:
+        """Return whether a push may begin now, if the workers `holding` hold back all turns of their episodes."""
+        if not self.rules.drain:
+            return True
+        if self.rules.holds_turns:
+            return holding >= {row.worker for row in state.running.values()}
+        return not state.running
+
+    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+        """Return for each finished group why it is dropped by a resume at `version`; None: it continues.
+
+        The rows are sorted by deadline. `state` may be changed so that batches are counted from `version` on.
+        """
+        return [None if self.deadline(row) >= version else "late" for row in rows]
+
+
+class _ByDeadline(Policy):
+    """A policy whose batches hold the fresh groups with the earliest deadlines, and used groups."""
+
+    @abstractmethod
+    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+        """Return the number of fresh groups in batch `version`; see fresh_to_take for the arguments."""
+
+    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+        size, finished = self.rules.prompts_per_step, state.finished.values()
+        if self.rules.max_uses == 1 and len(finished) < size:  # the usual case of a wait, without a look at all groups
+            return None
+        running = [self.deadline(row) for row in state.running.values()]
+        fresh = self.num_fresh([self.deadline(row) for row in finished], running, len(state.used), version)
+        if fresh is None:
+            return None
+        used = sorted(state.used.values(), key=_oldest_first)[: size - fresh]
+        return sorted(finished, key=_oldest_first)[:fresh] + used
+
+
+class Wait(_ByDeadline):
+    """The learner waits for a running group if a batch without it would leave later batches too little room."""
+
+    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+        return fresh_to_take(finished, running, reusable, version, self.rules)
+
+    def describe_late(self, state: StoreState) -> str:
+        finished = [self.deadline(row) for row in state.finished.values()]
+        running = {i: self.deadline(row) for i, row in state.running.items()}
+        overfull = overfull_deadline(finished, running.values(), state.version, self.rules)
+        if overfull is None:
+            return ""
+        late = [i for i, d in running.items() if d <= overfull]
+        return f"{len(late)} of them expire by version {overfull} (first group {min(late)})"
+
+    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+        return _drops_over_capacity([self.deadline(row) for row in rows], version, self.rules)
+
+
+class Drop(_ByDeadline):
+    """The learner does not wait for running groups; those that would miss their deadline are dropped."""
+
+    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+        expiring = min(sum(d <= version for d in finished), self.rules.prompts_per_step)
+        return fresh_at_least(expiring, len(finished), reusable, self.rules)
+
+    def left_late(self, state: StoreState, version: int) -> list[Row]:
+        live = (*state.running.values(), *state.finished.values())
+        return [row for row in live if self.deadline(row) <= version]
+
+
+class Mask(_ByDeadline):
+    """The learner does not wait for running groups, and masks tokens that are too old; a group lasts as long as its
+    newest token."""
+
+    def deadline(self, row: Row) -> int:
+        return row.newest_version + self.rules.max_staleness
+
+    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+        return fresh_at_least(0, len(finished), reusable, self.rules)
+
+    def too_old(self, state: StoreState, version: int) -> list[Row]:
+        return [row for row in state.finished.values() if self.deadline(row) < version]
+
+
+class Exact(Policy):
+    """Each group is admitted for a batch, of which every token is exactly staleness.max versions old."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.holds_admission = False  # a push waits until the groups of its batches were admitted, too
+
+    def batches_of_new(self, state: StoreState, number: int) -> list[int]:
+        live = (state.running, state.finished, state.held)
+        members = Counter(row.batch for rows in live for row in rows.values())
+        return vacant_batches(members, number, state.version + bool(state.held), self.rules)
+
+    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+        rows = [row for row in state.finished.values() if row.batch == version]
+        return rows if len(rows) == self.rules.prompts_per_step else None
+
+    def check(self, row: Row, state: StoreState, version: int) -> None:
+        super().check(row, state, version)
+        only = exact_start_version(version, self.rules.max_staleness, state.first_version)
+        if (row.start_version, row.newest_version) != (only, only):
+            raise StalenessError(
+                f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
+                f"version {version}, which takes only version {only} in exact mode; this is a bug"
+            )
+
+    def misses_late(self, state: StoreState) -> bool:
+        return False
+
+    def may_push(self, state: StoreState, holding: Set[str]) -> bool:
+        return not (state.running or self.capacity(state))
+
+    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+        """Drop all groups if they do not fill the next staleness.max batches, which no later version can fill."""
+        bound = self.rules.max_staleness
+        members = Counter(
+            row.batch for row in rows
+            if row.start_version == row.newest_version == exact_start_version(row.batch, bound, state.first_version)
+        )
+        is_full = all(members[batch] == self.rules.prompts_per_step for batch in range(version, version + bound))
+        if members.total() < len(rows) or not is_full:
+            state.first_version = version
+            return ["failed"] * len(rows)
+        return _drops_over_capacity([self.deadline(row) for row in rows], version, self.rules)
+
+
+_LATE: dict[str, type[Policy]] = {"wait": Wait, "drop": Drop, "mask": Mask}
+
+
+def open_policy(rules: Rules) -> Policy:
+    """Return the policy that the rules name."""
+    return Exact(rules) if rules.exact else _LATE[rules.late](rules)
+
+
+def _drops_over_capacity(deadlines: Sequence[int], version: int, rules: Rules) -> list[DropReason | None]:
+    return [None if fits else "late" for fits in within_capacity(deadlines, version, rules)]
+
+
+def _oldest_first(row: Row) -> tuple[int, int]:
+    """Return the key by which groups are sorted: oldest start version (earliest deadline) first, ties by id."""
+    return row.start_version, row.group_id

@@ -60,9 +60,9 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     task = cache(lambda: open_task(config, load_tokenizer(model)))
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     if not config.rollout.server_url:
-        for name, entry in config.engine_entries.items():
-            check_model = partial(entry.check_model, config.of_server(config.engines.index(name)))
-            checks.append(PreflightCheck("rollout.engine", name, check_model, MODEL, everywhere=True))
+        for name in config.engine_entries:
+            checks_model = partial(check_model, config.of_server(config.engines.index(name)))
+            checks.append(PreflightCheck("rollout.engine", name, checks_model, MODEL, everywhere=True))
     for name, entry in config.engine_entries.items():
         what = "how the learner updates servers"
         checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
@@ -125,6 +125,12 @@ def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
         from learner.models.lora import add_adapters
 
         add_adapters(model, settings.lora)
+
+
+def check_model(config: Config) -> None:
+    """Check that the engine rollout.engine can serve the model in model.path. Raises ConfigError if not."""
+    if reason := config.rollout.engine_entry.why_model_refused(config):
+        raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
 
 
 def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:

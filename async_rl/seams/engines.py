@@ -6,13 +6,9 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from async_rl.errors import ConfigError
 from async_rl.seams.lookup import implementation
-
-if TYPE_CHECKING:
-    from async_rl.config import Config
 
 Code = str | Callable[..., Any]
 """A class or function, or its place as `module:name`."""
@@ -71,11 +67,9 @@ class EngineEntry:
         """
         return os.path.abspath(chosen or Path(__file__).parents[2] / self.python)
 
-    def check_model(self, config: Config) -> None:
-        """Raise ConfigError if the engine can't serve the model in model.path. Takes less than a second."""
-        reason = implementation(self.refuses_model, "rollout.engine")(config) if self.refuses_model else ""
-        if reason:
-            raise ConfigError(f"rollout.engine {config.rollout.engine} can't serve {config.model.path}: {reason}")
+    def why_model_refused(self, config: object) -> str:
+        """Return a sentence that says why the engine can't serve the model in model.path, or "". Takes no second."""
+        return str(implementation(self.refuses_model, "rollout.engine")(config)) if self.refuses_model else ""
 
 
 @dataclass(frozen=True, kw_only=True)

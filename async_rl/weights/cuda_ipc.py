@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from async_rl.weights.base import start_together
-from async_rl.weights.buckets import Bucket, BucketPublisher
+from async_rl.weights.bucket import Bucket
+from async_rl.weights.bucket_publisher import BucketPublisher
 
 
 class CudaIpcPublisher(BucketPublisher):

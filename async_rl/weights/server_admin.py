@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from async_rl.seams import EngineEntry
-    from async_rl.weights.buckets import Bucket
+    from async_rl.weights.bucket import Bucket
 
 _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
 _FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")

@@ -17,7 +17,7 @@ from async_rl.network import authorization
 from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:
-    from async_rl.weights.buckets import Bucket
+    from async_rl.weights.bucket import Bucket
 
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""

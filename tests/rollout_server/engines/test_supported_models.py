@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.driver.preflight import check_model
 from async_rl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
@@ -31,7 +32,7 @@ def test_a_model_that_sglang_or_its_substitute_runs_is_accepted(
     tmp_path: Path, model_type: str, architecture: str
 ) -> None:
     config = config_with(tmp_path, model_type, architecture)
-    config.rollout.engine_entry.check_model(config)
+    check_model(config)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,13 @@ def test_a_model_that_sglang_lacks_is_refused_with_a_sentence(
 ) -> None:
     config = config_with(tmp_path, model_type, architecture)
     with pytest.raises(ConfigError, match=rf"rollout\.engine sglang can't serve {tmp_path}: {reason}"):
-        config.rollout.engine_entry.check_model(config)
+        check_model(config)
     hf = replace(config, rollout=RolloutConfig(engine="hf"))
-    hf.rollout.engine_entry.check_model(hf)
+    check_model(hf)
 
 
 def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Path) -> None:
     config = config_with(tmp_path, "gemma2", "Gemma2ForCausalLM")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu_pytorch_tanh"}))
-    config.rollout.engine_entry.check_model(config)
+    check_model(config)

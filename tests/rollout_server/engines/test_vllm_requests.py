@@ -27,7 +27,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.weights.buckets import Bucket
+from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.answers import Answer
 from rollout_server.engines.vllm.engine import VLLMEngine

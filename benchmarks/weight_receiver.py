@@ -6,10 +6,10 @@ It has the weight endpoints of the hf engine. In place of logprobs it returns it
 from __future__ import annotations
 
 import asyncio
-import select
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
             [*command, str(config.timeouts.join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], START_S)[0]:
+        if not wait([self.process.stdout.fileno()], START_S):
             end(self.process)
             raise WaitTimeoutError(f"the benchmark waited {START_S:.0f} s for the weight receiver's address")
         self.url = self.process.stdout.readline().strip()

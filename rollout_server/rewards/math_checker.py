@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import queue
-import select
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, cast
 
@@ -78,7 +78,7 @@ def _ask(child: subprocess.Popen[str], request: dict[str, object]) -> str:
     answers = cast(IO[str], child.stdout)
     try:
         print(json.dumps(request), file=child.stdin, flush=True)
-        if select.select([answers], [], [], ANSWER_TIMEOUT_S)[0]:
+        if wait([answers.fileno()], ANSWER_TIMEOUT_S):
             return answers.readline()
     except BrokenPipeError:
         return ""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -106,6 +108,20 @@ def test_math_verify_works_from_several_threads_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+@pytest.mark.processes
+def test_math_verify_works_where_a_thousand_files_and_more_are_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2048:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert math_checker.MathChecker().is_equal("the answer is \\boxed{4}", "4")
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.processes

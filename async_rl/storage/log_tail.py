@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 TAIL_LINES = 20
+END_BYTES = 2**20
+"""How much of the end of a log is read, which may have become as large as the disk."""
 _NOISE = re.compile(r"Ignore import error when loading|site-packages/\S+ \w*Warning: |^\s*warnings\.warn\(")
 """Lines that packages write when they are imported, which explain no failure."""
 _TAIL = re.compile(r"\n?last lines of [^\n]+:(?:\n    [^\n]*)*")
@@ -17,11 +20,16 @@ def log_tail(file: Path, start_bytes: int = 0) -> str:
     Args:
         start_bytes: the place in the file at which to begin; an earlier process wrote what comes before it.
     """
-    with file.open("rb") as log:
-        log.seek(start_bytes)
-        lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in end_of_log(file, start_bytes).splitlines() if line.strip()]
     shown = [line for line in lines if not _NOISE.search(line)] or lines or ["(it is empty)"]
     return f"last lines of {file}:\n" + "\n".join("    " + line for line in shown[-TAIL_LINES:])
+
+
+def end_of_log(file: Path, start_bytes: int = 0) -> str:
+    """Return the text of a log from `start_bytes` on; of more than END_BYTES, the last END_BYTES."""
+    with file.open("rb") as log:
+        log.seek(max(start_bytes, log.seek(0, os.SEEK_END) - END_BYTES))
+        return log.read(END_BYTES).decode(errors="replace")
 
 
 def split_tails(message: str) -> tuple[str, str]:

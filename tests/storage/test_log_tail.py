@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,20 @@ def test_a_tail_leaves_out_warnings_of_imports(tmp_path: Path) -> None:
     assert log_tail(log).splitlines()[1:] == [f"    {number}" for number in range(100 - TAIL_LINES, 100)]
     log.write_text("")
     assert log_tail(log).endswith("(it is empty)")
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(100 * 2**20)  # without blocks on the disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nRuntimeError: no memory\n")
+    tracemalloc.start()
+    try:
+        assert log_tail(log, 5).endswith("\n    RuntimeError: no memory")
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_cause_of_a_failure_is_printed_after_the_log(

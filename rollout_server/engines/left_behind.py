@@ -1,49 +1,78 @@
-"""Removes what rollout servers that were killed have left behind: folders of sockets, and files in shared memory."""
+"""The folder of a rollout server, and the removal of what servers that were killed have left behind.
+
+A server has a folder for its sockets and temporary files (TMPDIR). It holds a lock on a file in it, which the kernel
+releases at its end, however it ends; this works across containers, too, which see each other's files but not each
+other's processes. The folder also lists the server's files in shared memory, which nothing else shows to be its own.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
-import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 FOLDER_PREFIX = "async-rl-server-"
-SETTLE_S = 600.0
-"""Anything younger stays: the server that it belongs to may only just be starting."""
+SHARED_MEMORY = Path("/dev/shm")
+_LOCK, _LIST = "lock", "shared-memory"
 
 
-def sweep(shared_files: str, shared_memory: Path = Path("/dev/shm")) -> None:
-    """Remove folders of servers and files in shared memory that no process uses and that are older than SETTLE_S.
+def new_folder() -> tuple[Path, int]:
+    """Make a folder for a server; returns it and an open file, which holds its lock as long as a process has it open.
 
-    A process uses a folder if the folder is its TMPDIR, and a file if it has mapped it. A server that is ended in
-    order removes its own; see ServerProcess.aclose.
+    The server must inherit the file.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    unlocked = folder / "unlocked"
+    lock = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unlocked.rename(folder / _LOCK)  # so there is never a lock that a sweep could take before its owner
+    return folder, lock
+
+
+def list_shared_files(folder: Path, pid: int, patterns: Sequence[str], shared_memory: Path = SHARED_MEMORY) -> None:
+    """Write into a server's folder which files in shared memory the children of process `pid` have mapped.
 
     Args:
-        shared_files: pattern of the names of such files; empty: the servers leave none.
+        patterns: only files with names of one of these patterns are the server's own.
     """
-    found = list(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
-    found += shared_memory.glob(shared_files) if shared_files else ()
-    old = [path for path in found if time.time() - path.lstat().st_mtime > SETTLE_S]
-    if not old:
-        return
-    in_use = b""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's, whose files can't be removed either
-            in_use += (process / "environ").read_bytes() + (process / "maps").read_bytes()
-    for path in old:
-        if os.fsencode(path) not in in_use:
-            with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def mapped_files(pid: int, shared_files: str) -> set[Path]:
-    """Return the files with names of the pattern `shared_files` that the children of process `pid` have mapped."""
-    files: set[Path] = set()
-    with suppress(psutil.Error):
+    inodes = set()
+    with suppress(psutil.Error, OSError):
         for child in psutil.Process(pid).children(recursive=True):
-            files.update(path for m in child.memory_maps() if (path := Path(m.path)).match(shared_files))
-    return files
+            lines = Path(f"/proc/{child.pid}/maps").read_text(errors="replace").splitlines()
+            # By inode, because the name of a semaphore's file is another one when it is mapped.
+            inodes |= {int(line.split()[4]) for line in lines if f"{shared_memory}/" in line}
+    found = [path for pattern in patterns for path in shared_memory.glob(pattern)]
+    names = []
+    for path in found:
+        with suppress(OSError):
+            if path.lstat().st_ino in inodes:
+                names.append(path.name)
+    (folder / _LIST).write_text("".join(f"{name}\n" for name in names))
+
+
+def remove_folder(folder: Path, shared_memory: Path = SHARED_MEMORY) -> None:
+    """Remove the folder of a server that has ended, and the files in shared memory that it lists."""
+    with suppress(FileNotFoundError):
+        for name in (folder / _LIST).read_text().splitlines():
+            (shared_memory / Path(name).name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
+    """Remove what this user's servers that were killed have left behind: each folder whose lock nobody holds.
+
+    A server that is ended in order removes its own; see ServerProcess.aclose.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # it is a live server's, or has just been removed by another sweep
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folder(folder, shared_memory)

@@ -10,11 +10,9 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +22,8 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.log_tail import log_tail
-from rollout_server.engines.left_behind import FOLDER_PREFIX, mapped_files, sweep
+from async_rl.storage.log_tail import end_of_log, log_tail
+from rollout_server.engines.left_behind import list_shared_files, new_folder, remove_folder, sweep
 
 _START_ATTEMPTS = 3
 _PROJECT = Path(__file__).parents[2]
@@ -63,13 +61,13 @@ class ServerProcess:
         environment: the environment of the process; its TMPDIR is replaced.
         is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
         hints: words in the log, and the advice to give for each; the first that matches is used.
-        shared_files: pattern of the names of files in shared memory that the server leaves when it is killed.
+        shared_files: patterns of the names of files in shared memory that the server leaves when it is killed.
     """
 
     def __init__(
         self, name: str, log_file: Path, config: Config, *, command: Callable[[int], Sequence[str]],
         environment: Mapping[str, str], is_ready: Callable[[str], bool], hints: Sequence[tuple[str, str]],
-        shared_files: str = "",
+        shared_files: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.url = ""
@@ -80,7 +78,6 @@ class ServerProcess:
         self._is_ready = is_ready
         self._hints = hints
         self._shared_files = shared_files
-        self._left_behind: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
@@ -91,7 +88,7 @@ class ServerProcess:
             ProcessDiedError: the server ended. The message has the last lines of its log.
             WaitTimeoutError: the server was not ready within `timeouts.server_start_s`.
         """
-        await asyncio.to_thread(sweep, self._shared_files)
+        await asyncio.to_thread(sweep)
         host = self._config.network.host
         for attempt in range(1, _START_ATTEMPTS + 1):
             port = free_port(host)
@@ -100,7 +97,7 @@ class ServerProcess:
             try:
                 await self._wait_ready()
                 if self._shared_files:
-                    self._left_behind = mapped_files(self._process.pid, self._shared_files)
+                    list_shared_files(self._folder, self._process.pid, self._shared_files)
                 return
             except BaseException as error:
                 died = isinstance(error, ProcessDiedError)
@@ -121,20 +118,22 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            for file in self._left_behind:
-                file.unlink(missing_ok=True)
+            remove_folder(self._folder)
 
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix=FOLDER_PREFIX)  # for sockets and files, which stay after SIGKILL
-        with self.log_file.open("ab") as log:
-            self._log_start_bytes = log.tell()
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**self._environment, "TMPDIR": self._scratch}, cwd=_PROJECT,
-                start_new_session=True,  # Ctrl-C goes to the driver only, which then ends the server
-            )
+        self._folder, lock = new_folder()
+        try:
+            with self.log_file.open("ab") as log:
+                self._log_start_bytes = log.tell()
+                return subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    env={**self._environment, "TMPDIR": str(self._folder)}, cwd=_PROJECT,
+                    start_new_session=True,  # Ctrl-C goes to the driver only, which then ends the server
+                    pass_fds=(lock,),
+                )
+        finally:
+            os.close(lock)  # from now on the server alone holds it
 
     async def _wait_ready(self) -> None:
         timeout_s = self._config.timeouts.server_start_s
@@ -150,9 +149,7 @@ class ServerProcess:
             ) from None
 
     def _log(self) -> str:
-        with self.log_file.open("rb") as log:
-            log.seek(self._log_start_bytes)
-            return log.read().decode(errors="replace")
+        return end_of_log(self.log_file, self._log_start_bytes)
 
     def _hint(self) -> str:
         """Return the advice of the first entry of `hints` whose words are in the server's log, or a general one."""

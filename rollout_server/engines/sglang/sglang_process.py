@@ -99,7 +99,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
         command=lambda port: [
             sys.executable, "-m", "rollout_server.engines.sglang.launch", *words, "--port", str(port),
         ],
-        shared_files="sglang_loads_*",  # SGLang's reports of its load
+        shared_files=("sglang_loads_*", "sem.mp-*"),  # SGLang's reports of its load, and its semaphores
     )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -89,3 +90,28 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path) -> None:
     server = process(tmp_path, SERVER, is_ready=lambda url: False, start_s=1.0)
     with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.server_start_s\) for server 0 to start"):
         asyncio.run(start_and_close(server))
+
+
+@pytest.mark.processes
+def test_the_folder_of_a_server_stays_in_sweeps_until_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    async def run() -> None:
+        servers = [process(tmp_path, SERVER), process(tmp_path, SERVER)]
+        await servers[0].start()
+        [folder] = (tmp_path / "tmp").iterdir()
+        await servers[1].start()  # it sweeps
+        assert folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 2
+        assert servers[0]._process is not None
+        servers[0]._process.kill()
+        servers[0]._process.wait()
+        await servers[1].aclose()
+        await servers[1].start()
+        assert not folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 1
+        await servers[1].aclose()
+
+    asyncio.run(run())
+    assert list((tmp_path / "tmp").iterdir()) == []

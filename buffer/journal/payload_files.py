@@ -36,7 +36,7 @@ class PayloadFiles:
         self._folder = folder
         self._kept = Counter(place.file for place in kept)
         folder.mkdir(parents=True, exist_ok=True)
-        there = {int(path.name) for path in folder.iterdir()}
+        there = set(_numbers(folder))
         for number in there - self._kept.keys():
             (folder / str(number)).unlink()
         # Never append to the last file of a buffer that was killed: its last write may be incomplete.
@@ -86,15 +86,20 @@ def share_files(source: Path, target: Path) -> list[int]:
 
     Returns the numbers of the files, [] without a folder `source`. A linked file is safe, as none is ever appended to.
     """
-    paths = list(source.iterdir()) if source.is_dir() else []
-    for path in paths:
-        copy = target / path.name
+    numbers = _numbers(source) if source.is_dir() else []
+    for number in numbers:
+        path, copy = source / str(number), target / str(number)
         if not copy.exists():
             try:
                 copy.hardlink_to(path)
             except OSError:
                 shutil.copyfile(path, copy)
-    return [int(path.name) for path in paths]
+    return numbers
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the numbers of the payload files in a folder. Others, such as NFS's .nfs0000a1, are left alone."""
+    return [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdecimal()]
 
 
 def read_payload(folder: Path, place: Place) -> bytes:

@@ -9,6 +9,7 @@ client.key_secret and server.key.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +48,22 @@ class CurveAuthenticator:
 
 
 def new_keys(folder: Path) -> None:
-    """Make a folder with a key pair for each side; only its owner can read it.
+    """Make a key pair for each side in a new folder, or in one that is there; only their owner can ever read them.
 
     Raises ConfigError if the folder holds keys already or can't be written.
     """
+    umask = os.umask(0o077)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         taken = sorted(file.name for file in folder.glob("*.key*"))
         if taken:
             raise ConfigError(f"{folder} holds {', '.join(taken)} already: name another folder, or delete them first")
         for side in ("server", "client"):
-            for file in create_certificates(folder, side):
-                Path(file).chmod(0o600)
+            create_certificates(folder, side)
     except OSError as error:
         raise ConfigError(f"keys can't be written to {folder}: {error}") from None
+    finally:
+        os.umask(umask)
 
 
 def check_keys(folder: str) -> None:

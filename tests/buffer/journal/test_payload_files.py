@@ -47,6 +47,18 @@ def test_after_a_crash_new_payloads_go_into_a_new_file(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0", "8"]
 
 
+def test_files_with_other_names_are_left_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (place,) = PayloadFiles(source, []).append(payloads(0, 1))
+    for name in (".nfs000000a1", ".DS_Store", "1.bak"):
+        (source / name).touch()
+    (next_place,) = PayloadFiles(source, [place]).append(payloads(1, 1))
+    assert (next_place.file, len(os.listdir(source))) == (1, 5)
+    target.mkdir()
+    assert sorted(share_files(source, target)) == [0, 1]
+    assert sorted(os.listdir(target)) == ["0", "1"]
+
+
 def test_an_incomplete_payload_is_an_error(tmp_path: Path) -> None:
     (place,) = PayloadFiles(tmp_path, []).append(payloads(0, 1))
     with pytest.raises(OSError, match="ends before byte 41"):

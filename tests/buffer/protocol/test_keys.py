@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -100,6 +101,28 @@ def test_secret_keys_are_for_their_owner_only(keys: Path) -> None:
     (keys / "client.key_secret").chmod(0o644)
     with pytest.raises(ConfigError, match=r"key_secret can be read by other users than its owner. Run chmod 600"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
+
+
+def test_secret_keys_are_never_readable_by_others_not_even_in_a_folder_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+
+    def create_and_look(folder: Path, side: str) -> tuple[str, str]:
+        public, secret = create_certificates(folder, side)
+        modes.extend(stat.S_IMODE(Path(file).stat().st_mode) for file in (public, secret))
+        return public, secret
+
+    create_certificates = zmq.auth.create_certificates
+    monkeypatch.setattr("buffer.protocol.keys.create_certificates", create_and_look)
+    (tmp_path / "shared").mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        new_keys(tmp_path / "shared")
+        assert modes == [0o600] * 4
+        assert os.umask(0o022) == 0o022  # as before
+    finally:
+        os.umask(before)
 
 
 def test_keys_are_never_overwritten(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

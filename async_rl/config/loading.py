@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,8 +57,7 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"config file {path} must hold `section: ...` lines, got {describe(content)}")
-    for name, value in (content or {}).items():
-        settings[name] = copy.deepcopy(value)  # a YAML alias would share one dict between two sections
+    settings.update(content or {})
     places.update({key: f"{path}:{line}" for key, line in lines.items()})
 
 

@@ -13,12 +13,15 @@ def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
     """Return the values in `text`, None if it is empty, and a dict from every dotted key to its line, counted from 1.
 
     Raises:
-        yaml.YAMLError: `text` is not valid YAML, has a tag that stands for a Python object, or repeats a key.
+        yaml.YAMLError: `text` is not valid YAML, is nested too deeply, has a tag that stands for a Python object or an
+            alias, or repeats a key.
     """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         return (loader.construct_document(node), dict(_lines(node))) if node else (None, {})
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
     finally:
         loader.dispose()
 
@@ -43,7 +46,16 @@ def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML by the rules of version 1.2."""
+    """Reads YAML by the rules of version 1.2, but without aliases: a few lines of them can stand for any amount of data.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"the alias *{event.anchor} is not allowed: write out what it stands for", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -170,6 +170,9 @@ def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
         ("a: [", "is not valid YAML"),
         ("run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' stands twice"),
         ("a: !!python/object:os.system x", "is not valid YAML"),
+        ("critic: &rate {lr: 1e-3}\nsft: *rate\n", "the alias *rate is not allowed: write out what it stands for"),
+        ("a: &a {b: *a}\n", "the alias *a is not allowed"),  # it holds itself
+        ("a: " + "[" * 2_000, "nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, part: str) -> None:
@@ -264,9 +267,3 @@ def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> Non
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, override: str, hint: str) -> None:
     assert hint in error_of(tmp_path, MINIMAL, override)
-
-
-def test_a_yaml_alias_does_not_tie_two_sections_together(tmp_path: Path) -> None:
-    text = MINIMAL + "critic: &rate {lr: 1e-3}\nsft: *rate\n"
-    config = load(tmp_path, text, "sft.lr=0.5")
-    assert (config.critic.lr, config.sft.lr) == (1e-3, 0.5)

@@ -77,9 +77,10 @@ class Config:
 
     @property
     def longest_tokens(self) -> int:
-        """The length in tokens of the longest row: the longest prompt with the longest answer, or an episode."""
-        longest_answered = self.task.max_prompt_tokens + self.rollout.max_response_tokens
-        return max(longest_answered, self.rollout.max_episode_tokens if self.task.has_turns else 0)
+        """The length in tokens of the longest row: the longest prompt with the longest answer, or an episode of
+        rollout.max_episode_tokens, where that is set.
+        """
+        return self.rollout.max_episode_tokens or self.task.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def longest_response_tokens(self) -> int:

@@ -37,6 +37,8 @@ def check_cross_section(config: Config) -> None:
 
 def _check_sizes(config: Config) -> None:
     learner, ranks, parts = config.learner, config.placement.learner.ranks, config.algorithm.minibatches
+    answered = "task.max_prompt_tokens + rollout.max_response_tokens"
+    longest = "rollout.max_episode_tokens" if config.rollout.max_episode_tokens else answered
     check(
         learner.sharding == "full" or config.placement.learner.nodes > 1, "learner.sharding", learner.sharding,
         "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
@@ -53,7 +55,7 @@ def _check_sizes(config: Config) -> None:
     check(
         learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
         learner.max_tokens_per_microbatch,
-        f"at least task.max_prompt_tokens + rollout.max_response_tokens = {config.longest_tokens}",
+        f"at least {longest} = {config.longest_tokens}",
     )
 
 
@@ -81,6 +83,13 @@ def _check_episodes(config: Config) -> None:
     check(
         not rollout.max_episode_tokens or task.has_turns, "rollout.max_episode_tokens", rollout.max_episode_tokens,
         "0 without task.env, task.agent and task.tools", "The answer to a question is the whole episode then.",
+    )
+    has_questions = bool(task.path or task.name)
+    check(
+        not (rollout.max_episode_tokens and has_questions) or rollout.max_episode_tokens > task.max_prompt_tokens,
+        "rollout.max_episode_tokens", rollout.max_episode_tokens,
+        f"0, or more than task.max_prompt_tokens = {task.max_prompt_tokens}, the longest question",
+        "Raise it, or lower task.max_prompt_tokens: longer questions are left out.",
     )
     check(
         not config.algorithm.advantage_entry.needs_greedy_baseline or not task.gives_rewards, "algorithm.advantage",

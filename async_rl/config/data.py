@@ -107,7 +107,7 @@ class RolloutConfig:
     """The longest answer, in tokens; longer ones are cut off. Of episodes of several turns, the longest reply."""
     max_episode_tokens: NonNegativeInt = 0
     """The longest conversation of an episode of several turns, in tokens, with the prompt and all that is shown to the
-    model. 0: task.max_prompt_tokens + max_response_tokens."""
+    model; more than task.max_prompt_tokens if there are questions. 0: task.max_prompt_tokens + max_response_tokens."""
     max_turns: PositiveInt = 16
     """Replies of the model in one episode of several turns. The episode ends when they are taken."""
     max_rows: PositiveInt = 4

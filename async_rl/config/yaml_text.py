@@ -46,7 +46,7 @@ def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML by the rules of version 1.2, but without aliases: a few lines of them can stand for any amount of data.
+    """Reads YAML by the rules of version 1.2, but without aliases: few lines of them can stand for any amount of data.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

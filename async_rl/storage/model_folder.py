@@ -44,8 +44,8 @@ def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "mo
     positions = getattr(model, "max_position_embeddings", None)
     if positions is not None and positions < longest_tokens:
         raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_response_tokens must be at most {positions}, the "
-            f"positions of the model {folder}, got {longest_tokens}. Lower one of them"
+            f"task.max_prompt_tokens + rollout.max_response_tokens, or rollout.max_episode_tokens if set, must be at "
+            f"most {positions}, the positions of the model {folder}, got {longest_tokens}. Lower it"
         )
     if not hasattr(model, "num_attention_heads"):  # e.g. Mamba2
         raise ConfigError(

@@ -42,6 +42,15 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid' ("),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True (command line)."),
+        (
+            ["task.tools=[calculator]", "rollout.max_episode_tokens=512"],
+            "rollout.max_episode_tokens must be 0, or more than task.max_prompt_tokens = 512, the longest question, "
+            "got 512 (command line). Raise it",
+        ),
+        (
+            ["task.tools=[calculator]", "rollout.max_episode_tokens=20000"],
+            "learner.max_tokens_per_microbatch must be at least rollout.max_episode_tokens = 20000, got",
+        ),
         (["buffer.max_uses=0"], "buffer.max_uses must be greater than 0, got 0"),
         (["sft.oracle=my_envs:oracle"], "sft.oracle must be empty without task.env, got 'my_envs:oracle' (command l"),
         (
@@ -213,3 +222,14 @@ def test_a_transport_from_outside_must_deliver_what_the_engine_receives(tmp_path
     assert config.weight_sync.transport_entry is BY_FOLDER
     with pytest.raises(ConfigError, match=r"transport must be auto, nccl, gloo or disk with rollout.engine hf"):
         load(tmp_path, f"weight_sync.transport={HERE}:BY_MAGIC", "rollout.engine=hf")
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(0, 528), (1000, 1000), (512, 512), (100, 100)])
+def test_an_episode_is_as_long_as_its_limit_says(
+    tmp_path: Path, limit: int, longest: int
+) -> None:
+    config = load(
+        tmp_path, "task.name=", "task.env=my_games:Game", "rollout.max_response_tokens=16",
+        f"rollout.max_episode_tokens={limit}",
+    )
+    assert config.longest_tokens == config.longest_response_tokens == longest

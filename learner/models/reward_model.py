@@ -49,6 +49,7 @@ class RewardModel:
                 f"reward_model.path {path} must have the policy's vocabulary with task.tools, got another one. A model "
                 "with another vocabulary reads a question and an answer as text, and can't read calls of tools"
             )
+        self._scores_timeouts = config.task.on_timeout == "partial"
         self._device = device
         self._max_tokens = config.learner.max_tokens_per_microbatch
         self._max_positions = getattr(lm.config, "max_position_embeddings", None)
@@ -56,7 +57,8 @@ class RewardModel:
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
 
-        Each rollout is a whole episode: one with tools has one row, and its reward goes to its last turn.
+        Each rollout is a whole episode: one with tools has one row, and its reward goes to its last turn. An episode
+        that ran out of time keeps the worker's reward, 0, unless task.on_timeout is partial.
 
         Raises:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
@@ -70,9 +72,15 @@ class RewardModel:
         rewards = iter(self._score_sequences(sequences).tolist())
         groups = []
         for group in batch.groups:
-            rollouts = tuple(_rewarded(rollout, next(rewards)) for rollout in group.rollouts)
+            rollouts = tuple(self._rewarded(rollout, next(rewards)) for rollout in group.rollouts)
             groups.append(replace(group, rollouts=rollouts))
         return replace(batch, groups=tuple(groups))
+
+    def _rewarded(self, rollout: Rollout, reward: float) -> Rollout:
+        if rollout.finish_reason == "timeout" and not self._scores_timeouts:
+            return rollout
+        turn_rewards = (*[0.0] * (len(rollout.turn_ends) - 1), reward) if rollout.turn_ends else ()
+        return replace(rollout, reward=reward, turn_rewards=turn_rewards)
 
     @torch.no_grad()
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -94,11 +102,6 @@ class RewardModel:
             rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
         return rewards.cpu()
-
-
-def _rewarded(rollout: Rollout, reward: float) -> Rollout:
-    turn_rewards = (*[0.0] * (len(rollout.turn_ends) - 1), reward) if rollout.turn_ends else ()
-    return replace(rollout, reward=reward, turn_rewards=turn_rewards)
 
 
 class _Scorer(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -41,9 +41,9 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096) -> RewardModel:
+def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096, **sections: Any) -> RewardModel:
     config = make_config(
-        policy,
+        policy, **sections,
         reward_model=RewardModelConfig(path=str(reward)),
         learner=LearnerConfig(prompts_per_step=3, max_tokens_per_microbatch=max_tokens),
     )
@@ -134,6 +134,20 @@ def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     assert first.reward == pytest.approx(lm(torch.tensor([[3, 4, 3, 4, 5, 6, 7]])).logits.item(), rel=1e-5)
     assert (first.turn_rewards, second.turn_rewards) == ((0.0, first.reward), (second.reward,))
+
+
+@pytest.mark.parametrize("on_timeout", ["zero", "partial"])
+def test_an_episode_that_ran_out_of_time_is_scored_only_where_its_part_counts(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None, on_timeout: Literal["zero", "partial"]
+) -> None:
+    rows = [make_row("rR", [1.0], 1.0), replace(make_row("rR", [0.0], 0.0), finish_reason="timeout")]
+    group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
+    task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"], on_timeout=on_timeout)
+    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), task=task)
+    done, late = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,))).groups[0].rollouts
+    late_reward = 0.0 if on_timeout == "zero" else done.reward
+    assert done.reward not in (0.0, 1.0)
+    assert (late.reward, late.turn_rewards) == (late_reward, (late_reward,))
 
 
 def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_path: Path, one_rank: None) -> None:

@@ -16,6 +16,9 @@ BIND_S = 10.0
 FREE_PORTS = (61000, 65536)
 """Range of ports for the buffer, above those that Linux gives to outgoing connections, which could take the buffer's
 port while it restarts."""
+MAX_UNREAD = 1000
+"""The most replies that are kept for a client that does not read them. It loses further ones, and nothing else: clients
+repeat a request without a reply."""
 
 
 class BufferSocket:
@@ -29,7 +32,7 @@ class BufferSocket:
         self._authenticator: CurveAuthenticator | None = None
         self.router = self._context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self.router.setsockopt(zmq.SNDHWM, 0)
+        self.router.setsockopt(zmq.SNDHWM, MAX_UNREAD)
         try:
             if network.keys:
                 self._authenticator = CurveAuthenticator(self.router, Path(network.keys))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
 from buffer.client import LearnerClient, WorkerClient
+from buffer.protocol.wire import pack_request, read_reply
 from buffer.server import BufferServer
 from tests.buffer.factories import make_group
 from tests.buffer.running import QUICK, put_all, with_worker
@@ -100,3 +102,27 @@ def test_a_batch_whose_answer_is_lost_is_handed_out_again(
     assert (buffer.counters()["buffer/trained"], buffer.counters()["buffer/slots_held"]) == (4, 0)
 
 
+
+
+def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(
+    buffer: BufferServer, learner: LearnerClient
+) -> None:
+    number = 60_000  # more replies than the buffers of a TCP connection hold
+    with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
+        deaf.linger, deaf.rcvhwm, deaf.sndhwm, deaf.rcvbuf = 0, 1, 0, 4096
+        deaf.connect(buffer.address)
+        for request_id in range(1, number + 1):
+            deaf.send(pack_request("admit", request_id, worker="w" * 300, max_groups=1, wait_s=0))
+        deadline_s = time.monotonic() + 60
+        while buffer.counters()["buffer/refused"] < number and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        with_worker(buffer.address, put_all)  # others notice nothing
+        assert len(learner.take(0).groups) == 4
+        received = 0
+        while deaf.poll(1000):
+            deaf.recv()
+            received += 1
+        assert 0 < received < number
+        deaf.send(pack_request("served", number + 1, version=0))  # a repetition, as clients send it, is answered
+        assert deaf.poll(10_000)
+        assert read_reply([zmq.Frame(deaf.recv())]).ids == [number + 1]

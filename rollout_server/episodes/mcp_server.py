@@ -132,7 +132,8 @@ class McpServer:
             session = await asyncio.shield(opening)
             result = await session.call_tool(tool, arguments)
         except Exception:
-            if self._session is opening and not await _answers(opening):
+            # While a ping runs, another call may have closed this session, and a third one opened the next.
+            if self._session is opening and not await _answers(opening) and self._session is opening:
                 await self._close()  # the next call begins another session
             raise
         said = result.model_dump(by_alias=True, mode="json")

@@ -22,6 +22,9 @@ from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_th
 
 MAX_RESULT_CHARACTERS = 10_000
 """The longest result of a tool; longer ones lose their middle."""
+MAX_CALLS = 16
+"""The calls of one reply that are run or told as malformed. All episodes of a worker share the places for calls, so that
+hundreds in one reply would hold up the others."""
 _KEY = "task.tools"
 
 
@@ -132,13 +135,19 @@ class ToolCaller:
     async def answer(self, calls: Sequence[ToolCall], errors: Sequence[str]) -> list[Message]:
         """Run all calls at once, and return their results in order, then a message for each malformed call.
 
+        Of more than MAX_CALLS the others are not run, and one more message says so.
+
         Args:
             errors: descriptions of the malformed calls.
         """
-        answers = await asyncio.gather(*map(self._answer, calls))
-        self.counts.calls += len(errors)
-        self.counts.failed += len(errors)
-        return [*answers, *(Message(role="tool", content=f"error: {error}") for error in errors)]
+        run, told = calls[:MAX_CALLS], list(errors[: max(0, MAX_CALLS - len(calls))])
+        if num_left := len(calls) + len(errors) - len(run) - len(told):
+            told.append(f"a reply may hold at most {MAX_CALLS} calls, the last {num_left} of this one were not run")
+        answers = await asyncio.gather(*map(self._answer, run))
+        num_failed = len(calls) - len(run) + len(errors)
+        self.counts.calls += num_failed
+        self.counts.failed += num_failed
+        return [*answers, *(Message(role="tool", content=f"error: {error}") for error in told)]
 
     async def _answer(self, call: ToolCall) -> Message:
         name = call["function"]["name"]

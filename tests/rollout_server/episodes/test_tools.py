@@ -16,7 +16,7 @@ from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import ForeignCode
-from rollout_server.episodes.tools import MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
+from rollout_server.episodes.tools import MAX_CALLS, MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
 from rollout_server.question import Question
 from tests.rollout_server.episodes import example_tools
 from tests.rollout_server.episodes.fake_engine import LIMITS, scripted
@@ -45,7 +45,7 @@ def answered(
         return await caller.answer(calls, errors), caller
 
     messages, caller = asyncio.run(run())
-    assert [message.get("tool_call_id") for message in messages[: len(calls)]] == [c["id"] for c in calls]
+    assert [m.get("tool_call_id") for m in messages[: len(calls)]][:MAX_CALLS] == [c["id"] for c in calls][:MAX_CALLS]
     return [message["content"] for message in messages], caller
 
 
@@ -86,10 +86,10 @@ def test_arguments_are_checked_and_errors_are_the_result(arguments: Any, result:
 
 
 def test_parallel_calls_run_at_once_and_keep_their_order() -> None:
-    all_run = asyncio.Barrier(20)
+    all_run = asyncio.Barrier(MAX_CALLS)
 
     async def meet(number: int) -> int:
-        """Wait until twenty calls run.
+        """Wait until all calls run.
 
         Args:
             number: the result.
@@ -98,11 +98,11 @@ def test_parallel_calls_run_at_once_and_keep_their_order() -> None:
         await asyncio.sleep(0.05)
         return number
 
-    calls = [call("meet", {"number": i}, i) for i in range(20)]
-    texts, caller = answered(*calls, tools=[Tool.from_function(meet)], tool_s=60, places=20)
-    assert texts == [str(i) for i in range(20)]
-    assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (20, 0, 0)
-    assert caller.counts.tool_s > 0.9  # the sum of twenty times .05 s
+    calls = [call("meet", {"number": i}, i) for i in range(MAX_CALLS)]
+    texts, caller = answered(*calls, tools=[Tool.from_function(meet)], tool_s=60, places=MAX_CALLS)
+    assert texts == [str(i) for i in range(MAX_CALLS)]
+    assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (MAX_CALLS, 0, 0)
+    assert caller.counts.tool_s > 0.04 * MAX_CALLS  # the sum of their .05 s
 
 
 def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
@@ -126,11 +126,51 @@ def test_a_tool_that_blocks_its_thread_is_given_up_at_its_limit() -> None:
         released.wait(600)  # longer than the limit of a test
         return "released"
 
-    calls = [call("block", {"call": i}, i) for i in range(40)]
-    texts, caller = answered(*calls, tools=[Tool.from_function(block)], tool_s=0.2, places=40)
+    async def three_replies() -> list[list[Message]]:
+        places, tools = asyncio.Semaphore(40), [Tool.from_function(block)]
+        calls = [call("block", {"call": i}, i) for i in range(13)]
+        callers = [ToolCaller(tools, 0.2, places, ForeignCode()) for _ in range(3)]
+        return await asyncio.gather(*(caller.answer(calls, ()) for caller in callers))
+
+    texts = [message["content"] for answers in asyncio.run(three_replies()) for message in answers]
     released.set()
-    assert texts == ["error: the tool block took longer than 0.2 s"] * 40
-    assert (caller.counts.calls, caller.counts.timeouts) == (40, 40)
+    assert texts == ["error: the tool block took longer than 0.2 s"] * 39
+
+
+def test_a_reply_with_hundreds_of_calls_holds_up_no_other_episode() -> None:
+    released, began = asyncio.Event(), 0
+
+    async def wait() -> str:
+        """Wait until another episode has called a tool."""
+        nonlocal began
+        began += 1
+        await released.wait()
+        return "done"
+
+    async def ready() -> str:
+        """Let the others end."""
+        released.set()
+        return "ready"
+
+    async def two_episodes() -> tuple[list[Message], list[Message], ToolCaller]:
+        places = asyncio.Semaphore(MAX_CALLS + 1)
+        tools = [Tool({"type": "function", "function": {"name": f.__name__}}, f) for f in (wait, ready)]
+        hog, other = (ToolCaller(tools, 60, places, ForeignCode()) for _ in range(2))
+        many = asyncio.create_task(hog.answer([call("wait", {}, i) for i in range(300)], ["'{' is no call"] * 5))
+        await asyncio.sleep(0)
+        answer = await other.answer([call("ready", {})], ())
+        return answer, await many, hog
+
+    (answer,), answers, hog = asyncio.run(two_episodes())
+    assert answer["content"] == "ready" and began == MAX_CALLS == len(answers) - 1
+    assert answers[-1]["content"] == "error: a reply may hold at most 16 calls, the last 289 of this one were not run"
+    assert (hog.counts.calls, hog.counts.failed) == (305, 289)
+
+
+def test_a_reply_with_hundreds_of_malformed_calls_is_told_of_a_few() -> None:
+    texts, caller = answered(call("add", {"a": 1}), errors=("'{' is no call",) * 100)
+    assert texts[0] == "1" and texts[1:-1] == ["error: '{' is no call"] * 15 and "the last 85" in texts[-1]
+    assert (caller.counts.calls, caller.counts.failed) == (101, 100)
 
 
 def test_a_long_result_loses_its_middle() -> None:

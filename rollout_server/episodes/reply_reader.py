@@ -7,8 +7,10 @@ by a function of the user's, `rollout.tool_parser: module:name`.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,21 +19,26 @@ from typing import Any
 
 import aiohttp
 
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.seams import import_object
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, ToolCall
 
-_FORMATS = {
-    "hermes": re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL),
-    "llama3": re.compile(r"^\s*(?:<\|python_tag\|>)?\s*(\{.*)", re.DOTALL),
-}
-"""The pattern of a call. hermes: Qwen 2.5, Qwen 3, Hermes. llama3: the whole reply is one call."""
+NUM_PARSE_ATTEMPTS = 4
+"""How often an SGLang server is asked to read a reply, before it counts as lost."""
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""A call of Qwen 2.5, Qwen 3 and Hermes. What a model samples must not take the square of its length to read, so that
+blanks are stripped afterwards."""
 _SAME = {"qwen": "hermes", "qwen25": "hermes"}
 """Further names of SGLang's for these formats."""
-_SEPARATOR = re.compile(r"\s*;\s*")
-_NO_CALL = re.compile(r".*</think>", re.DOTALL)
-"""The model's thinking, in which a call does not count."""
+_PYTHON_TAG = "<|python_tag|>"
+"""The mark before a call of Llama's, which the model may leave out."""
+_SEPARATOR = re.compile(r"\s*;?\s*")
+"""The end of a call of Llama's; another call follows a semicolon. It matches always, and so never tries twice."""
+_END_OF_THINKING = "</think>"
+"""A call before this is part of the model's thinking, and does not count."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class ReplyReader:
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._parse = parse
+        self._told: set[str] = set()
+        """The errors of the parser that the log has, each by its kind and place."""
 
     @property
     def reads_calls(self) -> bool:
@@ -103,7 +112,7 @@ class ReplyReader:
             return ReadMessage(Message(role="assistant", content=content))
         if tokens and tokens[-1] in self._end_tokens:
             tokens = tokens[:-1]
-        parsed = await self._parse(self._tokenizer.decode(tokens), tools)  # special tokens can be part of a call
+        parsed = await self._parsed(self._tokenizer.decode(tokens), tools)  # special tokens can be part of a call
         message = Message(role="assistant", content=parsed.content)
         if parsed.calls:
             message["tool_calls"] = [
@@ -112,13 +121,41 @@ class ReplyReader:
             ]
         return ReadMessage(message, parsed.errors)
 
+    async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
+        """Return what the parser reads; if one of the user's raises or returns something else, that is a call's error.
+
+        Raises:
+            AsyncRLError: the parser of a server failed.
+        """
+        assert self._parse is not None
+        try:
+            return _checked(await self._parse(text, tools))
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            kind = f"{type(error).__name__} at {raised_at(error)}"
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("rollout.tool_parser failed on a reply, and the model is told; further ones are only "
+                             "counted, as failed calls. The reply: %.500r", text, exc_info=error)  # fmt: skip
+            return Parsed(text, errors=(f"the calls of this reply can't be read: {type(error).__name__}: {error}",))
+
+
+def _checked(parsed: Parsed) -> Parsed:
+    """Return what a parser has read.
+
+    Raises:
+        TypeError: it is not what a parser must return.
+    """
+    if not isinstance(parsed, Parsed) or not all(isinstance(part, str) for call in parsed.calls for part in call):
+        raise TypeError(f"a parser must return a Parsed whose calls are pairs of text, got {parsed!r:.200}")
+    return parsed
+
 
 def json_calls(text: str, format_name: str) -> Parsed:
     """Return the text and the calls `{"name": ..., "arguments": {...}}` of a reply in the format hermes or llama3."""
-    thinking = _NO_CALL.match(text)
-    start = thinking.end() if thinking else 0
-    found = list(_FORMATS[format_name].finditer(text[start:]))
-    parts = [part for match in found for part in _calls_in(match[1], format_name)]
+    start = text.rfind(_END_OF_THINKING) + len(_END_OF_THINKING) if _END_OF_THINKING in text else 0
+    content, parts = _FORMATS[format_name](text[start:])
     calls, errors = [], []
     for part in parts:
         try:
@@ -127,24 +164,34 @@ def json_calls(text: str, format_name: str) -> Parsed:
             errors.append(f"{part!r:.200} is no tool call: {error}")
     if not calls:
         return Parsed(text, errors=tuple(errors))
-    return Parsed(text[: start + found[0].start()].strip(), tuple(calls), tuple(errors))
+    return Parsed((text[:start] + content).strip(), tuple(calls), tuple(errors))
 
 
-def _calls_in(text: str, format_name: str) -> list[str]:
-    """Return the JSON text of each call in `text`, a match of the format. Llama separates calls by semicolons."""
-    if format_name != "llama3":
-        return [text]
+def _hermes_calls(text: str) -> tuple[str, list[str]]:
+    """Return (text before the first call, JSON text of each call) of a reply with tags around its calls."""
+    return text.partition("<tool_call>")[0], [match[1].strip() for match in _HERMES_CALL.finditer(text)]
+
+
+def _llama_calls(text: str) -> tuple[str, list[str]]:
+    """Return ("", JSON text of each call) of a reply that is one call, or several with semicolons between them."""
+    rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+    if not rest.startswith("{"):
+        return text, []
     parts: list[str] = []
-    decoder = json.JSONDecoder()
-    while text:
+    decoder, begin = json.JSONDecoder(), 0
+    while begin < len(rest):
         try:
-            _, end = decoder.raw_decode(text)
+            _, end = decoder.raw_decode(rest, begin)
         except (ValueError, RecursionError):
-            return [*parts, text]
-        parts.append(text[:end])
-        separator = _SEPARATOR.match(text, end)
-        text = text[separator.end() :] if separator else ""
-    return parts
+            return "", [*parts, rest[begin:]]
+        parts.append(rest[begin:end])
+        separator = _SEPARATOR.match(rest, end)
+        begin = separator.end() if separator and ";" in separator[0] else len(rest)
+    return "", parts
+
+
+_FORMATS = {"hermes": _hermes_calls, "llama3": _llama_calls}
+"""The function that splits a reply into its text and its calls, for each format."""
 
 
 def _json_call(text: str) -> tuple[str, str]:
@@ -214,27 +261,18 @@ class ServerParser:
     name: str
     headers: tuple[tuple[str, str], ...] = ()
     timeout_s: float = 30.0
+    """The time limit of one attempt."""
+    pause_s: float = 1.0
+    """The time between two attempts."""
 
     async def __call__(self, text: str, tools: Sequence[Schema]) -> Parsed:
         """Return the text and calls that the server reads in the reply `text`; an error if it left out all calls.
 
         Raises:
-            AsyncRLError: the server does not know the parser, or does not answer.
+            WaitTimeoutError: the server does not answer.
+            AsyncRLError: the server does not know the parser.
         """
-        body = {"text": text, "tool_call_parser": self.name, "tools": list(tools)}
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session,
-                session.post(f"{self.url}/parse_function_call", json=body, headers=dict(self.headers)) as reply,
-            ):
-                if reply.status != 200:
-                    raise AsyncRLError(
-                        f"the SGLang server can't read tool calls with rollout.tool_parser {self.name!r} (HTTP "
-                        f"{reply.status}): {(await reply.text())[:300]}"
-                    )
-                read = await reply.json()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise AsyncRLError(f"the SGLang server at {self.url} did not read a tool call: {error!r}") from error
+        read = await self._read({"text": text, "tool_call_parser": self.name, "tools": list(tools)})
         if read["calls"]:
             calls = tuple((call["name"], call["parameters"]) for call in read["calls"])
             return Parsed(read["normal_text"], calls)
@@ -242,3 +280,31 @@ class ServerParser:
             return Parsed(text)
         # The server's parser leaves out calls that it can't read, and calls of unknown tools.
         return Parsed(text, errors=("the reply has a tool call that is malformed, or of a tool that there is not",))
+
+    async def _read(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the server's answer; while it is slow or refuses connections, ask NUM_PARSE_ATTEMPTS times."""
+        errors: list[Exception] = []
+        while len(errors) < NUM_PARSE_ATTEMPTS:
+            if errors:
+                await asyncio.sleep(self.pause_s)
+            try:
+                return await self._ask(body)
+            except (TimeoutError, aiohttp.ClientError) as error:
+                errors.append(error)
+        raise WaitTimeoutError(
+            f"the rollout worker waited {NUM_PARSE_ATTEMPTS} times, at most {self.timeout_s:g} s each, for the SGLang "
+            f"server at {self.url} to read the tool calls of a reply with its parser {self.name}: {errors[-1]!r}"
+        ) from errors[-1]
+
+    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session,
+            session.post(f"{self.url}/parse_function_call", json=body, headers=dict(self.headers)) as reply,
+        ):
+            if reply.status != 200:
+                raise AsyncRLError(
+                    f"the SGLang server can't read tool calls with rollout.tool_parser {self.name!r} (HTTP "
+                    f"{reply.status}): {(await reply.text())[:300]}"
+                )
+            read: dict[str, Any] = await reply.json()
+            return read

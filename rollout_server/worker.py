@@ -343,7 +343,7 @@ class Worker:
             *episode_metrics(episodes),
             *(Metric(f"endpoint/{key}", count, "sum") for key, count in self._player.drain_counts().items()),
         ]
-        notes, self._notes = tuple(self._notes), []
+        notes, self._notes = (*self._notes, *(f"{self._name}: {note}" for note in self._player.drain_notes())), []
         return WorkerReport(
             metrics=tuple(metrics), notes=notes, spans=self._stats.drain_spans(),
             samples=occupancy + self._gpus.drain(),

@@ -7,12 +7,13 @@ from typing import Any
 
 from rollout_server.episodes.messages import Message, Schema, plain_messages
 
-IGNORED = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
-    "response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort",
-)  # fmt: skip
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "temperature": (), "top_p": (), "top_k": (), "min_p": (), "frequency_penalty": (), "presence_penalty": (),
+    "repetition_penalty": (), "seed": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,), "reasoning_effort": (),
+}  # fmt: skip
 """Parameters that are accepted and have no effect: they would change how the policy samples, or need a constrained
-decoder, whose logprobs are of another distribution."""
+decoder, whose logprobs are of another distribution. Each has the values that are honoured, besides null."""
 _REFUSED = {
     "n": 1, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "functions": [], "audio": None, "prediction": None,
 }  # fmt: skip
@@ -40,7 +41,7 @@ class CompletionRequest:
     stream_usage: bool
     model: str
     ignored: tuple[str, ...]
-    """The names of parameters that are set and have no effect."""
+    """The names of parameters that are set to a value without effect."""
 
     @classmethod
     def from_body(cls, body: Any) -> CompletionRequest:
@@ -55,20 +56,41 @@ class CompletionRequest:
             raise RequestRefusedError(
                 400, "unsupported", f"the policy can't be trained on a reply with {', '.join(refused)}: leave it out"
             )
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-            raise _invalid("max_tokens", "a whole number from 1", max_tokens)
-        try:
-            messages = plain_messages(body["messages"])
-        except ValueError as error:
-            raise RequestRefusedError(400, "invalid_request", str(error)) from None
-        options = body.get("stream_options")
+        tools, options = _tools(body.get("tools")), body.get("stream_options")
         return cls(
-            messages=messages, tools=_tools(body.get("tools")), max_tokens=max_tokens, stop=_stop(body.get("stop")),
+            messages=_messages(body["messages"]), max_tokens=_max_tokens(body), stop=_stop(body.get("stop")),
+            # Without their descriptions the model can hardly call tools, which is what "none" asks for.
+            tools=[] if body.get("tool_choice") == "none" else tools,
             stream=bool(body.get("stream")), model=str(body.get("model", "policy")),
             stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            ignored=tuple(key for key in IGNORED if body.get(key) is not None),
+            ignored=tuple(key for key, honoured in IGNORED.items() if body.get(key) not in (None, *honoured)),
         )  # fmt: skip
+
+
+def _messages(messages: list[Any]) -> list[Message]:
+    try:
+        plain = plain_messages(messages)
+    except ValueError as error:
+        raise RequestRefusedError(400, "invalid_request", str(error)) from None
+    has_called = False
+    for position, message in enumerate(plain):
+        has_called = has_called or "tool_calls" in message
+        if message["role"] == "tool" and not has_called:
+            raise RequestRefusedError(
+                400, "invalid_request",
+                f"messages[{position}] has the role tool, and no message before it has tool_calls: keep the reply with "
+                "the call before its result",
+            )  # fmt: skip
+    return plain
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    """Return the lowest of the two limits of a reply that a body may hold; None if it holds none."""
+    found = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise _invalid(name, "a whole number from 1", value)
+    return min(found.values(), default=None)
 
 
 def _tools(tools: Any) -> list[Schema]:

@@ -39,6 +39,10 @@ class Message(TypedDict, total=False):
     """The name of the tool whose result this message holds."""
 
 
+ROLES = ("system", "user", "assistant", "tool")
+"""The roles of messages. `developer`, OpenAI's newer name of `system`, is read as that."""
+
+
 def user(text: str) -> Message:
     """Return a message with the role `user` and this text."""
     return {"role": "user", "content": text}
@@ -48,13 +52,19 @@ def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
     """Return the messages of an agent or environment with all content as one text, also of null and lists of parts.
 
     Raises:
-        ValueError: a message has no role, content that is not text, or malformed calls of tools.
+        ValueError: a message has no role or one that is not in ROLES, content that is not text, or malformed calls of
+            tools.
     """
     plain: list[Message] = []
     for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{position}] must be an object with a role, got {message!r:.200}")
         role = "system" if message["role"] == "developer" else message["role"]
+        if role not in ROLES:
+            raise ValueError(
+                f"messages[{position}].role must be {', '.join(ROLES)} or developer, got {role!r:.200}"
+                + (": give a tool's result the role tool" if role == "function" else "")
+            )
         kept: Message = {"role": role, "content": _plain_text(message.get("content"), position)}
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
@@ -70,9 +80,23 @@ def plain_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
 def _plain_text(content: Any, position: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    raise ValueError(f"messages[{position}].content must be text or a list of text parts, got {content!r:.200}")
+    if not isinstance(content, list):
+        raise ValueError(f"messages[{position}].content must be text or a list of text parts, got {content!r:.200}")
+    return "".join(_part_text(part, position) for part in content)
+
+
+def _part_text(part: Any, position: int) -> str:
+    """Return the text of one part of a message's content: of a `text` part, or of a `refusal` of the assistant's."""
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if isinstance(text, str):
+        return text
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise ValueError(
+            f"messages[{position}].content has a part of the type {kind!r:.50}: the policy reads text only, no images, "
+            "sounds or files"
+        )
+    raise ValueError(f"messages[{position}].content must be text or a list of text parts, got the part {part!r:.200}")
 
 
 def _tool_call(call: Any, position: int) -> ToolCall:
@@ -92,13 +116,18 @@ def _tool_call(call: Any, position: int) -> ToolCall:
     }
 
 
+def tools_text(tools: Sequence[Schema]) -> str:
+    """Return the descriptions of tools as short JSON text, in which equal ones are equal."""
+    return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
 def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
     """Return the digest of the first n messages for each n = 0..len(messages).
 
     Equal digests mean the same conversation with the same tools. Agents change ids, drop `name` and reasoning, strip
     replies, and write the JSON of arguments in their own way, so none of these counts.
     """
-    digests = [_digest(b"", [json.dumps(list(tools), sort_keys=True)])]
+    digests = [_digest(b"", [tools_text(tools)])]
     for message in messages:
         digests.append(extended_digest(digests[-1], message))
     return digests

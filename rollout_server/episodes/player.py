@@ -46,6 +46,9 @@ class Player(Protocol):
     def drain_counts(self) -> dict[str, int]:
         """Return how often `requests`, `retries`, ... happened at the agents' endpoint since the last call."""
 
+    def drain_notes(self) -> list[str]:
+        """Return the lines for the console since the last call."""
+
     async def aclose(self) -> None:
         """End what the episodes needed: the endpoint of agents and the agent's process."""
 
@@ -152,6 +155,11 @@ class MultiTurnPlayer:
         """Return how often `requests`, `retries`, ... happened at the agents' endpoint since the last call."""
         counts, self._endpoint.counts = self._endpoint.counts, Counter()
         return dict(counts)
+
+    def drain_notes(self) -> list[str]:
+        """Return what agents asked for in vain, in lines for the console, since the last call."""
+        notes, self._endpoint.notes = self._endpoint.notes, []
+        return notes
 
     async def aclose(self) -> None:
         """End the endpoint of agents and the agent's process, if they were started."""

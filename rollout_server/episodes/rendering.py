@@ -6,9 +6,11 @@ are rendered behind a made-up reply, and what follows it is kept. `TurnRenderer`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -16,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.messages import Message, Schema, user
+from rollout_server.episodes.messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"
 """The made-up reply. No template trims or escapes it in an assistant message."""
@@ -24,6 +26,8 @@ _PROBE = "qzq"
 """The content of the messages with which a template is checked."""
 NUM_CACHED_STARTS = 256
 """Starts that are kept, because the episodes of a group begin with the same messages."""
+LARGE_CHARACTERS = 100_000
+"""A text of this length takes some 0.1 s to tokenize. Longer ones are rendered in a thread, and are not kept."""
 _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -36,7 +40,9 @@ class TurnRenderer:
     """Renders the start of a conversation, and what comes between one reply and the next.
 
     The texts of special tokens are removed from all messages: whoever writes them did not sample them, and a tool's
-    output must not be able to end its own message.
+    output must not be able to end its own message. Some models mark roles with added tokens that are not special: those
+    that the template writes around messages are removed from all but the model's replies, and those that it knows at
+    all, like `<tool_call>`, from the results of tools too.
 
     Args:
         end_tokens: the tokens that end a reply.
@@ -49,10 +55,18 @@ class TurnRenderer:
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._start = lru_cache(maxsize=NUM_CACHED_STARTS)(self._encoded_start)
-        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = (
-            re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
-        )
+        self._starting: dict[str, asyncio.Task[array[int]]] = {}
+        """The large starts that are being rendered, which the episodes of a group wait for together."""
+        added = tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special}
+        known = {str(token) for token in added if str(token) in (tokenizer.chat_template or "") and _is_mark(token)}
+        self._removed: dict[str, re.Pattern[str] | None] = dict.fromkeys(ROLES, _any_of(special))
+        """The texts that are removed from the messages of each role."""
+        written = self._text_around_messages()
+        marks = {text for text in known if text in written}
+        for role in ("system", "user"):
+            self._removed[role] = _any_of(special | marks)
+        self._removed["tool"] = _any_of(special | known)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.roles = frozenset(role for role in ("user", "tool", "system") if self._can_append(role))
         """The roles of messages that can be appended exactly. Others need the conversation to be rendered anew."""
@@ -69,12 +83,9 @@ class TurnRenderer:
         """Whether the tokenizer has a chat template. Without one messages are lines of plain text, without tools."""
         return bool(self._tokenizer.chat_template)
 
-    def fits(self, messages: Sequence[Message], max_tokens: int) -> bool:
-        """Return False if the messages are certainly longer than `max_tokens`, without tokenizing them."""
-        calls = (call for message in messages for call in message.get("tool_calls", ()))
-        length = sum(len(message["content"]) for message in messages)
-        length += sum(len(call["function"]["arguments"]) for call in calls)
-        return length <= max_tokens * self._longest_token
+    def fits(self, messages: Sequence[Message], tools: Sequence[Schema], max_tokens: int) -> bool:
+        """Return False if messages and tools are certainly longer than `max_tokens`, without tokenizing them."""
+        return _num_characters(messages) + len(tools_text(tools)) <= max_tokens * self._longest_token
 
     def start(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """Return the tokens of a whole conversation, up to and including the template's text that opens a reply.
@@ -84,10 +95,35 @@ class TurnRenderer:
         """
         return list(self._start(json.dumps([list(messages), list(tools)])))
 
-    def _encoded_start(self, said: str) -> tuple[int, ...]:
+    async def start_async(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+        """Return the same as `start`. A large text is rendered in a thread, once for all who want it at the same time.
+
+        Raises:
+            ValueError: the template refuses the messages, or there are tools and no template.
+        """
+        said = json.dumps([list(messages), list(tools)])
+        if len(said) <= LARGE_CHARACTERS:
+            return list(self._start(said))
+        if said not in self._starting:
+            rendering = asyncio.create_task(asyncio.to_thread(self._encoded_start, said), name="large start")
+            self._starting[said] = rendering
+            rendering.add_done_callback(lambda _: self._starting.pop(said))
+        return list(await asyncio.shield(self._starting[said]))
+
+    def _encoded_start(self, said: str) -> array[int]:
         messages, tools = json.loads(said)
         # With a chat template, the text already has the special tokens.
-        return tuple(self._encode(self._text(messages, tools), add_special_tokens=not self.has_template))
+        return array("i", self._encode(self._text(messages, tools), add_special_tokens=not self.has_template))
+
+    async def next_async(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the same as `next`. A large text is rendered in a thread.
+
+        Raises:
+            ValueError: the template refuses the messages, or one has a role that can't be appended.
+        """
+        if _num_characters(messages) <= LARGE_CHARACTERS:
+            return self.next(reply, messages)
+        return await asyncio.to_thread(self.next, reply, messages)
 
     def next(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the sampled `reply` and the next one.
@@ -118,12 +154,12 @@ class TurnRenderer:
         self, messages: Sequence[Message], before: Sequence[Message] = (), tools: Sequence[Schema] = ()
     ) -> str:
         if not self.has_template:
-            return "".join("\n" + message["content"] for message in self._cleaned(messages))
+            return "".join("\n" + message["content"] for message in self._cleaned_messages(messages))
         made_up = [user("?"), Message(role="assistant", content=_REPLY)]
         return self._text([*before, *made_up, *messages], tools).partition(_REPLY)[2]
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
-        said = [_for_template(message) for message in self._cleaned(messages)]
+    def _text(self, messages: Sequence[Message], tools: Sequence[Schema], opens_reply: bool = True) -> str:
+        said = [_for_template(message) for message in self._cleaned_messages(messages)]
         if not self.has_template:
             if tools:
                 raise ValueError(
@@ -134,9 +170,9 @@ class TurnRenderer:
             return str(
                 self._tokenizer.apply_chat_template(
                     said,
-                    tools=self._cleaned(list(tools)) or None,
+                    tools=_cleaned(list(tools), self._removed["user"]) or None,
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=opens_reply,
                     strftime_now=_DATE.strftime,
                 )
             )
@@ -150,15 +186,21 @@ class TurnRenderer:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return tokens
 
-    def _cleaned(self, value: Any) -> Any:
-        """Return a message, or a part of one, with a space in place of each text of a special token."""
-        if isinstance(value, str):
-            text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
-            # A space takes its place, so that a removal can't join two parts into another special token.
-            return self._special.sub(" ", text) if self._special else text
-        if isinstance(value, dict):
-            return {self._cleaned(key): self._cleaned(part) for key, part in value.items()}
-        return [self._cleaned(part) for part in value] if isinstance(value, list | tuple) else value
+    def _cleaned_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [_cleaned(message, self._removed[message["role"]]) for message in messages]
+
+    def _text_around_messages(self) -> str:
+        """Return what the template writes around messages of each role, where it knows the role.
+
+        It does not open a reply, because some templates begin the model's thinking there, of which a prompt may speak.
+        """
+        made_up = Message(role="assistant", content=_REPLY)
+        result = Message(role="tool", content=_PROBE, tool_call_id="call00000", name="f")
+        texts = []
+        for before, after in ([], []), ([Message(role="system", content=_PROBE)], []), ([], [result]):
+            with suppress(ValueError):  # the template does not know the role
+                texts.append(self._text([*before, user(_PROBE), made_up, *after, user(_PROBE)], (), opens_reply=False))
+        return "".join(texts)
 
     def _can_append(self, role: str) -> bool:
         """Return whether the template writes one or two messages of this role after a reply, whatever stood before."""
@@ -196,6 +238,34 @@ class TurnRenderer:
                 continue
         same: Callable[[tuple[int, ...]], bool] = lambda tokens: len(set(tokens)) == 1  # noqa: E731
         return [tokens[0] for tokens in takewhile(same, zip(*starts, strict=False))]
+
+
+def _num_characters(messages: Sequence[Message]) -> int:
+    """Return a length that the text of the messages certainly has; of one without content, that of its line's end."""
+    calls = (call for message in messages for call in message.get("tool_calls", ()))
+    length = sum(1 + len(message["content"]) for message in messages)
+    return length + sum(len(call["function"]["arguments"]) for call in calls)
+
+
+def _is_mark(token: Any) -> bool:
+    """Return whether an added token can be a mark of a template, and is no word and no white space of other texts."""
+    return len(str(token)) > 2 and not str(token).isalnum() and not str(token).isspace()
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return the pattern of any of these texts, the longest first; None if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+
+def _cleaned(value: Any, removed: re.Pattern[str] | None) -> Any:
+    """Return a message, or a part of one, with a space in place of each text that is `removed`."""
+    if isinstance(value, str):
+        text = value.encode("utf-8", "replace").decode()  # JSON may hold halves of characters, tokenizers don't
+        # A space takes its place, so that a removal can't join two parts into another mark.
+        return removed.sub(" ", text) if removed else text
+    if isinstance(value, dict):
+        return {_cleaned(key, removed): _cleaned(part, removed) for key, part in value.items()}
+    return [_cleaned(part, removed) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

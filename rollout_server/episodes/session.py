@@ -8,18 +8,20 @@ stretches of tokens, contexts (rendered) and replies (sampled) in turn:
                   └──── context ── reply          another continuation: a second row
     context ── reply                              a history that was rewritten: a new root, all of it masked
 
-Each leaf gives one trainable row. A sampled token is trained in one row only.
+Each leaf gives one trainable row. A sampled token is trained in one row only, and only if a caller has received it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
+from rollout_server.episodes.pending_replies import PendingReplies, PendingReply, RequestKey
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
 from rollout_server.episodes.rows import Node, Row, make_rows
@@ -67,12 +69,12 @@ class EpisodeOver(Exception):
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Counts of one session: conversations rendered anew, retries and late requests; and the time of the engine."""
+    """Counts of one session: conversations rendered anew, requests that joined another's reply, and late requests."""
 
     rewritten: int = 0
     """Conversations that did not continue a known one, and were rendered from the start."""
-    retried: int = 0
-    """Requests that joined the reply to an earlier, equal request."""
+    joined: int = 0
+    """Requests that got the reply to an earlier, equal request, which its caller had not received."""
     refused: int = 0
     """Requests after the end of the session."""
 
@@ -97,22 +99,26 @@ class Session:
         self._known_replies: dict[bytes, Node] = {}
         """By the digest of the conversation up to and including the reply."""
         self._replies: list[Node] = []
-        """In the order in which they ended."""
-        self._requests: dict[tuple[bytes, int | None, tuple[str, ...]], asyncio.Task[Reply]] = {}
-        """The last request for each conversation and its options, running or done: a retry joins it."""
+        """In the order in which they ended, also those that nobody has received."""
+        self._received: set[Node] = set()
+        self._pending: PendingReplies[Reply] = PendingReplies()
         self._running: set[asyncio.Task[Reply]] = set()
-        self._num_begun = 0
         self.is_closed = False
         self.last_answer = ""
-        """The content of the last reply."""
+        """The content of the last reply that was received."""
         self.reply_times: list[tuple[float, float]] = []
         """The begin and end of each reply's sampling by the event loop's clock, also of replies that failed."""
         self.counts = SessionCounts()
 
     @property
     def num_turns(self) -> int:
-        """The number of replies that were sampled to their end: the turns that the episode has taken."""
-        return len(self._replies)
+        """The number of replies that were received: the turns that the episode has taken."""
+        return len(self._received)
+
+    @property
+    def num_undelivered(self) -> int:
+        """The number of replies that were sampled to their end, and that nobody has received."""
+        return len(self._replies) - len(self._received)
 
     @property
     def generate_s(self) -> float:
@@ -121,7 +127,7 @@ class Session:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(node.tokens) for node in self._replies)
+        return sum(len(node.tokens) for node in self._received)
 
     @property
     def num_observed_tokens(self) -> int:
@@ -137,23 +143,55 @@ class Session:
         stop: Sequence[str] = (),
         is_retry: bool = False,
     ) -> Reply:
-        """Return the model's next message in the conversation `messages`.
+        """Return the model's next message in the conversation `messages`; see `offer` for the arguments and errors."""
+        async with self.offer(messages, tools, max_tokens=max_tokens, stop=stop, is_retry=is_retry) as reply:
+            return reply
 
-        The same conversation again gets another sample, unless the request is a retry. A caller that is cancelled does
-        not end the sampling, because it may come back with a retry; `close` does.
+    @asynccontextmanager
+    async def offer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        is_retry: bool = False,
+    ) -> AsyncIterator[Reply]:
+        """Yield the model's next message in the conversation `messages`. It is received when the block ends.
+
+        If the block raises, or the caller is cancelled before, nobody has received the reply: the next equal request
+        gets it, and if there is none by the end, it is in no row and takes no turn. Equal requests whose callers are
+        all there get a sample each.
 
         Args:
             max_tokens: lowers the limit of this reply.
             stop: cut the reply after the first token that completes one of these texts.
-            is_retry: join the reply to an earlier, equal request, if there is one that has not failed.
+            is_retry: the caller did not receive the reply to an earlier, equal request. If one is under way, this
+                request waits to see whether its reply becomes free.
 
         Raises:
             EpisodeOver: the session is closed, has no turn left, or the conversation leaves no room for a reply.
             ValueError: the conversation has no message to reply to, or the chat template refuses it.
         """
-        if self.is_closed:
-            self.counts.refused += 1
-            raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
+        self._check(messages, tools)
+        digests = prefix_digests(messages, tools)
+        key = (digests[-1], max_tokens, tuple(stop))
+        pending = await self._free_reply(key, is_retry) or await self._begin(messages, tools, digests, key)
+        try:
+            reply = await asyncio.shield(pending.sampling)
+            yield reply
+        except BaseException:
+            self._pending.release(pending)
+            raise
+        node = self._replies[reply.turn]
+        self._received.add(node)
+        self._known_replies.setdefault(extended_digest(digests[-1], reply.message), node)
+        self.last_answer = reply.message["content"]
+        self._pending.remove(pending)
+
+    def _check(self, messages: Sequence[Message], tools: Sequence[Schema]) -> None:
+        """Raise EpisodeOver or ValueError if there can be no reply to these messages."""
+        self._check_open()
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(f"a conversation must end with a message to reply to, got {_roles(messages)}")
         if tools and not self._reader.reads_calls:
@@ -161,56 +199,79 @@ class Session:
                 "tools can't be called: the format of this model's calls is not known. Set rollout.tool_parser to the "
                 "name of the format"
             )
-        digests = prefix_digests(messages, tools)
-        key = (digests[-1], max_tokens, tuple(stop))
-        earlier = self._requests.get(key)
-        if is_retry and earlier and not _has_failed(earlier):
-            self.counts.retried += 1
-            return await asyncio.shield(earlier)
-        if self._num_begun >= self._limits.max_turns:
-            raise EpisodeOver("turns", f"all {self._limits.max_turns} turns of the episode are taken")
-        context = self._contexts.get(digests[-1]) or self._new_context(messages, tools, digests)
+        if not self._renderer.fits(messages, tools, self._limits.max_tokens):
+            what = "messages and tools do" if tools else "messages do"
+            raise EpisodeOver("length", f"the {what} not fit into {self._limits.max_tokens} tokens")
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            self.counts.refused += 1
+            raise EpisodeOver("ended", "the episode has ended, and samples no further reply")
+
+    async def _free_reply(self, key: RequestKey, is_retry: bool) -> PendingReply[Reply] | None:
+        """Return a reply to an equal request whose caller has gone; None if there is none.
+
+        A retry waits for the replies whose callers are still there, one of which may be its own earlier one: the end of
+        a connection can be noticed late. This wait ends with the sampling, whose time is limited, and with `close`.
+        """
+        while (pending := self._pending.take(key)) is None and is_retry:
+            if not await self._pending.wait(key):
+                break
+            self._check_open()
+        self.counts.joined += pending is not None
+        return pending
+
+    async def _begin(
+        self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes], key: RequestKey
+    ) -> PendingReply[Reply]:
+        """Start to sample a reply. If no turn is left, one is taken back from a reply that nobody waits for.
+
+        Raises:
+            EpisodeOver: the session is closed, no turn is left, or the conversation is too long.
+        """
+        self._check_turns()
+        context = self._contexts.get(digests[-1]) or await self._new_context(messages, tools, digests)
+        self._check_open()
+        _, max_tokens, stop = key
         room = self._room(context, max_tokens)
+        if self._check_turns() == 0:
+            self._pending.give_up()
         if context.parent is None and self._contexts and digests[-1] not in self._contexts:
             self.counts.rewritten += 1
         self._contexts[digests[-1]] = context
-        self._num_begun += 1
-        task = asyncio.create_task(self._sample(context, room, digests[-1], tools, stop), name="session reply")
-        self._requests[key] = task
-        self._running.add(task)
-        task.add_done_callback(self._on_done)
-        return await asyncio.shield(task)
+        sampling = asyncio.create_task(self._sample(context, room, tools, stop), name="session reply")
+        self._running.add(sampling)
+        sampling.add_done_callback(self._running.discard)
+        return self._pending.add(key, sampling)
+
+    def _check_turns(self) -> int:
+        """Return the number of turns that are left. EpisodeOver: none is, and none can be taken back."""
+        left = self._limits.max_turns - self.num_turns - len(self._pending)
+        if left == 0 and not self._pending.can_give_up():
+            raise EpisodeOver("turns", f"all {self._limits.max_turns} turns of the episode are taken")
+        return left
 
     def add_reward(self, turn: int, reward: float) -> None:
         """Add `reward` to the reward of reply number `turn`, which its row gives at the reply's last token."""
         self._replies[turn].reward += reward
 
     def rows(self) -> list[Row]:
-        """Return the trainable rows of all completed replies; a row's last reply decides its place in the list."""
-        return make_rows(self._replies)
+        """Return the trainable rows of all received replies; a row's last reply decides its place in the list."""
+        return make_rows([reply for reply in self._replies if reply in self._received])
 
     async def close(self) -> None:
         """End all running requests and accept no further one. Later calls do nothing."""
         self.is_closed = True
+        self._pending.wake_all()
         for task in self._running:
             task.cancel()
         if self._running:
             await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
-    def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
+    async def _new_context(self, messages: Sequence[Message], tools: Sequence[Schema], digests: list[bytes]) -> Node:
         """Return a node for a conversation: it continues the longest part that is known, or is a new root.
 
-        Raises:
-            EpisodeOver: the conversation is certainly too long.
-        """
-        if not self._renderer.fits(messages, self._limits.max_tokens):
-            raise EpisodeOver("length", f"the messages do not fit into {self._limits.max_tokens} tokens")
-        return self._continuation(messages, digests) or Node(None, self._renderer.start(messages, tools))
-
-    def _continuation(self, messages: Sequence[Message], digests: list[bytes]) -> Node | None:
-        """Return a node with the messages that follow the last known reply.
-
-        It is None if no reply in the conversation is known, or if the messages can't be rendered after it.
+        It is a new root too if the messages after the known part can't be rendered without the others.
         """
         for known in range(len(messages) - 1, 0, -1):
             reply = self._known_replies.get(digests[known])
@@ -218,9 +279,9 @@ class Session:
                 continue
             new = messages[known:]
             if not self._renderer.roles.issuperset(message["role"] for message in new):
-                return None
-            return Node(reply, self._renderer.next(reply.tokens, new))
-        return None
+                break
+            return Node(reply, await self._renderer.next_async(reply.tokens, new))
+        return Node(None, await self._renderer.start_async(messages, tools))
 
     def _room(self, context: Node, max_tokens: int | None) -> int:
         limits, length = self._limits, context.num_tokens
@@ -231,28 +292,20 @@ class Session:
             )
         return room if max_tokens is None else max(1, min(room, max_tokens))
 
-    async def _sample(
-        self, context: Node, room: int, digest: bytes, tools: Sequence[Schema], stop: Sequence[str]
-    ) -> Reply:
+    async def _sample(self, context: Node, room: int, tools: Sequence[Schema], stop: Sequence[str]) -> Reply:
         began_s = asyncio.get_running_loop().time()
         try:
             sampled = await self._generate(context.all_tokens(), room)
-        except BaseException:
-            self._num_begun -= 1
-            raise
         finally:
             self.reply_times.append((began_s, asyncio.get_running_loop().time()))
         if stop:
             sampled = self._reader.cut(sampled, stop)
         node = Node(context, sampled.tokens.tolist(), sampled)
-        turn = len(self._replies)
-        self._replies.append(node)
         read = await self._reader.read(node.tokens, tools, stop)
-        message = read.message
+        message, turn = read.message, len(self._replies)
+        self._replies.append(node)  # only now: a reply that can't be read is no reply
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
-        self.last_answer = message["content"]
-        self._known_replies.setdefault(extended_digest(digest, message), node)
         return Reply(
             message=message,
             call_errors=read.errors,
@@ -261,15 +314,6 @@ class Session:
             num_prompt_tokens=context.num_tokens,
             num_tokens=len(node.tokens),
         )
-
-    def _on_done(self, task: asyncio.Task[Reply]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as seen, because a caller that went away does not
-
-
-def _has_failed(task: asyncio.Task[Reply]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _roles(messages: Sequence[Message]) -> list[str]:

@@ -58,5 +58,9 @@ class SingleTurnPlayer:
         """Return no counts: there is no endpoint for agents."""
         return {}
 
+    def drain_notes(self) -> list[str]:
+        """Return no lines for the console: nobody asks for anything."""
+        return []
+
     async def aclose(self) -> None:
         """Do nothing: there is nothing to end."""

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -11,55 +10,17 @@ import openai
 import pytest
 
 from rollout_server.engines.base import Completion
+from rollout_server.episodes import openai_endpoint
 from rollout_server.episodes.messages import user
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
 from rollout_server.episodes.tools import Tool
+from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, TOKENIZER, client, post, with_session
 from tests.rollout_server.episodes.example_tools import add
-from tests.rollout_server.episodes.fake_engine import completion, scripted
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.rollout_server.episodes.fake_engine import completion
 
-TOKENIZER, ENDS = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
 ADD = Tool.from_function(add).schema
 CALL = 'I add.\n<tool_call>\n{"name":"add",  "arguments":{"a":17,"b":25}}\n</tool_call>'
 TWO_CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
-Use = Callable[[OpenAIEndpoint, OpenSession], Awaitable[None]]
-
-
-def with_session(use: Use, *replies: str, generate: Any = None, **limits: int) -> Session:
-    """Let `use` reach a session through the endpoint, and return the session."""
-
-    async def run() -> Session:
-        endpoint = OpenAIEndpoint()
-        await endpoint.start()
-        sizes = SessionLimits(**{"max_tokens": 1000, "max_reply_tokens": 200, "max_turns": 9, **limits})
-        reader = ReplyReader(TOKENIZER, ENDS, JsonParser("hermes"))
-        session = Session(generate or scripted(TOKENIZER, replies), TurnRenderer(TOKENIZER, ENDS), reader, sizes)
-        try:
-            await use(endpoint, endpoint.open(session))
-        finally:
-            await session.close()
-            await endpoint.aclose()
-        return session
-
-    return asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def client(opened: OpenSession, **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=opened.base_url, api_key="none", **options)
-
-
-async def post(opened: OpenSession, body: Any, **headers: str) -> tuple[int, dict[str, Any], Any]:
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(f"{opened.base_url}/chat/completions", json=body, headers=headers) as reply,
-    ):
-        return reply.status, await reply.json(), reply.headers
-
-
-ASK = {"model": "policy", "messages": [user("hi")]}
 
 
 def test_a_tool_loop_of_the_openai_sdk_is_one_exact_row() -> None:
@@ -150,10 +111,19 @@ def test_a_retry_after_a_timeout_finds_the_reply_that_is_under_way() -> None:
         ({"logprobs": True}, "logprobs"),
         ({"messages": []}, "must end with a message to reply to"),
         ({"messages": "hi"}, "messages must be a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text or a list of text parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url': the policy reads text on"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be text or a list of text parts"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "must be text or a list of text parts"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "must be system, user, assistant, tool or developer"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "got 'wizard'"),
+        ({"messages": [{"role": "function", "content": "4"}]}, "got 'function': give a tool's result the role tool"),
+        ({"messages": [user("a"), {"role": "tool", "content": "4"}]}, "messages[1] has the role tool, and no message"),
         ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "must end with a message to reply to"),
         ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")]}, "function.name"),
         ({"max_tokens": 0.5}, "max_tokens must be a whole number from 1"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number from 1, got 0"),
+        ({"max_completion_tokens": "5", "max_tokens": 5}, "max_completion_tokens must be"),
         ({"tools": [{"type": "web_search"}]}, "tools must be objects of the type function"),
         ({"stop": [5]}, "stop must be texts"),
     ],
@@ -241,17 +211,126 @@ def test_an_engine_that_fails_is_kept_for_the_runner() -> None:
     with_session(agent, generate=broken)
 
 
-def test_an_agent_that_floods_is_slowed_and_nothing_is_lost() -> None:
+def test_requests_above_the_limit_wait_and_each_gets_a_sample_of_its_own() -> None:
+    running, most = 0, 0
+
     async def slow(tokens: list[int], max_tokens: int) -> Completion:
-        await asyncio.sleep(0.3)
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.2)
+        running -= 1
         return completion([5, ENDS[0]])
 
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        statuses = [status for status, *_ in await asyncio.gather(*(post(opened, ASK) for _ in range(100)))]
-        assert sorted(set(statuses)) == [200, 429] and statuses.count(200) == 64
+        answers = await asyncio.gather(*(post(opened, ASK, **{"x-stainless-retry-count": "0"}) for _ in range(100)))
+        assert {status for status, *_ in answers} == {200}
+        assert len({body["id"] for _, body, _ in answers}) == 100 and opened.num_running == 0
 
     session = with_session(agent, generate=slow, max_turns=200)
-    assert session.num_turns == len(session.rows()) == 64
+    assert session.num_turns == len(session.rows()) == 100 and most == openai_endpoint.MAX_RUNNING
+
+
+def test_a_wait_for_a_place_ends_with_an_error_that_says_on_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_endpoint, "MAX_RUNNING", 1)
+    monkeypatch.setattr(openai_endpoint, "PLACE_S", 0.05)
+    may_end = asyncio.Event()
+
+    async def held(tokens: list[int], max_tokens: int) -> Completion:
+        await may_end.wait()
+        return completion([5, ENDS[0]])
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        first = asyncio.create_task(post(opened, ASK))
+        while not opened.num_running:
+            await asyncio.sleep(0)
+        status, body, headers = await post(opened, ASK)
+        assert (status, headers["x-should-retry"]) == (429, "true")
+        assert "waited 0.05 s on the engine, which has not ended 1 earlier requests" in body["error"]["message"]
+        may_end.set()
+        assert (await first)[0] == 200
+
+    assert with_session(agent, generate=held).num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/responses", 404, "call set_default_openai_api('chat_completions')"),
+        ("POST", "/completions", 404, "there is no POST /completions below the base_url, only POST /chat/completions"),
+        ("POST", "/chat/completions/", 404, "and GET /models"),
+        ("GET", "/models/policy", 404, "there is no GET /models/policy"),
+        ("GET", "/chat/completions", 405, "there is no GET /chat/completions"),
+    ],
+)
+def test_an_unknown_address_is_told_what_exists(method: str, path: str, status: int, said: str) -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        async with aiohttp.ClientSession() as http, http.request(method, opened.base_url + path, json=ASK) as reply:
+            error = (await reply.json())["error"]
+        assert (reply.status, error["code"], reply.headers["x-should-retry"]) == (status, "unknown_address", "false")
+        assert said in error["message"] and opened.key not in error["message"]
+
+    with_session(agent)
+
+
+def test_the_sdk_shows_what_exists_in_place_of_responses() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        async with client(opened) as llm:
+            with pytest.raises(openai.NotFoundError, match="only POST /chat/completions"):
+                await llm.responses.create(model="policy", input="hi")
+
+    with_session(agent)
+
+
+def test_a_body_above_the_limit_is_told_the_limit() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        status, body, _ = await post(opened, {"messages": [user("x" * 2**24)]})
+        assert status == 413 and "at most 16777216 bytes (16 MiB)" in body["error"]["message"]
+        assert (await post(opened, ASK))[0] == 200
+
+    with_session(agent, "a")
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=nonsense", "application/json; charset=utf-16", "text/plain", "x"]
+)
+def test_a_body_is_read_as_json_whatever_its_header_says(content_type: str) -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        assert (await post(opened, ASK, **{"Content-Type": content_type}))[0] == 200
+
+    with_session(agent, "a")
+
+
+def test_tool_choice_none_leaves_the_tools_out_of_the_prompt() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        for choice, is_call in (("auto", True), ("none", False)):
+            _, body, _ = await post(opened, {**ASK, "tools": [ADD], "tool_choice": choice})
+            assert ("tool_calls" in body["choices"][0]["message"]) is is_call
+        assert endpoint.counts["ignored/tool_choice"] == 0 and endpoint.notes == []
+
+    with_tool, without = with_session(agent, CALL, CALL).rows()
+    assert "Add" in TOKENIZER.decode(with_tool.tokens) and "Add" not in TOKENIZER.decode(without.tokens)
+
+
+def test_the_console_is_told_once_of_what_has_no_effect() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        asked = {"response_format": {"type": "json_object"}, "tool_choice": "required", "parallel_tool_calls": True}
+        for extra in ({}, {"response_format": {"type": "text"}}, {"seed": 5}):
+            await post(opened, {**ASK, **asked, **extra})
+        assert endpoint.counts["ignored/response_format"] == 2 and endpoint.counts["ignored/tool_choice"] == 3
+        first, second = endpoint.notes
+        assert "agents set response_format, tool_choice: the policy samples as" in first and "set seed:" in second
+
+    with_session(agent, "a", "b", "c")
+
+
+def test_a_refusal_in_the_history_is_text() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]}
+        assert (await post(opened, {"messages": [user("a"), said, user("b")]}))[0] == 200
+
+    (row,) = with_session(agent, "a").rows()
+    assert "assistant\nI can't.<|im_end|>" in TOKENIZER.decode(row.tokens)
 
 
 def test_stop_and_max_tokens_shorten_a_reply() -> None:

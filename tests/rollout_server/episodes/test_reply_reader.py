@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from aiohttp import web
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WaitTimeoutError
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.messages import user
+from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, Parsed, ReplyReader, ServerParser, json_calls, open_parser
+from rollout_server.episodes.session import Session, SessionLimits
 from tests.conftest import EngineInThread
+from tests.rollout_server.episodes.fake_engine import completion
 from tests.rollout_server.episodes.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')
@@ -69,6 +78,30 @@ def test_a_good_call_beside_a_malformed_one_is_kept() -> None:
     assert parsed.calls == (ADD,) and len(parsed.errors) == 1
 
 
+LONG = 1_000_000
+"""Characters of a reply which nobody would wait for if its reading took the square of them."""
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>a" + " " * LONG + "b", "<tool_call>" + "\n" * LONG + "b", "\n" * LONG + "b",
+        "<|python_tag|>" + " " * LONG + "b", '{"name": "f", "parameters": {}}' + " " * LONG + "b",
+        '{"name": "f", "parameters": {}}' + " ;" * LONG, "<tool_call>" * (LONG // 10), "</think" * (LONG // 10),
+        "<tool_call>{}</tool_call>" * (LONG // 100),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_a_degenerate_reply_is_read_in_the_time_of_its_length(name: str, text: str) -> None:
+    assert isinstance(json_calls(text, name), Parsed)
+
+
+def test_the_calls_of_llama_may_hold_semicolons() -> None:
+    text = '{"name": "add", "parameters": {"a": "1; 2"}} ;\n{"name": "add", "parameters": {"a": ";"}}'
+    assert [json.loads(arguments) for _, arguments in json_calls(text, "llama3").calls] == [{"a": "1; 2"}, {"a": ";"}]
+
+
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_2"])
 def test_a_reply_is_read_without_its_end(family: str) -> None:
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
@@ -107,6 +140,83 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
     assert {parsed.content for parsed in read if not parsed.calls} <= set("abcdefgh")
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser 'no\.such:thing' can't be imported"):
         open_parser("no.such:thing", template("qwen2_5"), "", {})
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (KeyError("name"), "can't be read: KeyError: 'name'"),
+        (ValueError("bad call"), "can't be read: ValueError: bad call"),
+        ({"calls": []}, "TypeError: a parser must return a Parsed"),
+        (Parsed("", (("add", {"a": 1}),)), "TypeError: a parser must return a Parsed"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(result: Any, said: str) -> None:
+    async def parse(text: str, tools: Any) -> Parsed:
+        if isinstance(result, Exception):
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    read = asyncio.run(ReplyReader(tokenizer, ends, parse).read(tokenizer("It is 4.")["input_ids"], [SCHEMA]))
+    assert read.message == {"role": "assistant", "content": "It is 4."}
+    (error,) = read.errors
+    assert said in error
+
+
+def with_parser_server(answer: Any, use: Callable[[ServerParser], Awaitable[Any]]) -> Any:
+    """Let `use` have the parser of a server whose address for parsing is served by `answer`."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post("/parse_function_call", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await use(ServerParser(f"http://127.0.0.1:{runner.addresses[0][1]}", "glm45", (), 0.5, 0.01))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_a_server_that_is_slow_once_is_asked_again() -> None:
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await asyncio.sleep(600)  # longer than the limit of a test
+        return web.json_response({"normal_text": "so", "calls": [{"name": "add", "parameters": '{"a": 1}'}]})
+
+    parsed = with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
+    assert parsed == Parsed("so", (ADD,)) and asked == 2
+
+
+def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(600)
+        return web.Response()
+
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    messages = [user("hi")]
+
+    async def use(parser: ServerParser) -> Session:
+        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+            return completion([5, ends[0]])
+
+        reader = ReplyReader(tokenizer, ends, dataclasses.replace(parser, timeout_s=0.05))
+        limits = SessionLimits(max_tokens=900, max_reply_tokens=50, max_turns=1)
+        session = Session(generate, TurnRenderer(tokenizer, ends), reader, limits)
+        for is_retry in (False, True):  # the second one has a turn left
+            with pytest.raises(WaitTimeoutError, match=r"waited 4 times, .* for the SGLang server at http.* glm45"):
+                await session.reply(messages, [SCHEMA], is_retry=is_retry)
+        return session
+
+    session = with_parser_server(answer, use)
+    assert session.num_turns == session.num_undelivered == 0 and session.rows() == []
 
 
 def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:

@@ -108,33 +108,6 @@ def test_a_rewritten_history_is_a_new_root_and_masked() -> None:
     assert num_shared_tokens(session.rows(), 100) == 0
 
 
-def test_a_retry_joins_the_running_or_finished_reply() -> None:
-    async def talk() -> Session:
-        session = session_with("r1", "r2", "r3")
-        replies = await asyncio.gather(ask(session, "a"), ask(session, "a", is_retry=True))
-        replies.append(await ask(session, "a", is_retry=True))
-        assert replies == ["r1"] * 3
-        assert await ask(session, "a", is_retry=True, max_tokens=2) == "r2"  # another request, that was lost before
-        assert await ask(session, "a") == "r3"
-        return session
-
-    session = asyncio.run(talk())
-    assert session.counts.retried == 2 and session.num_turns == 3
-
-
-def test_a_caller_that_goes_away_finds_its_reply_when_it_comes_back() -> None:
-    async def talk() -> None:
-        session = session_with("r1")
-        first = asyncio.create_task(ask(session, "a"))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        assert await ask(session, "a", is_retry=True) == "r1"
-        assert session.num_turns == 1
-
-    asyncio.run(talk())
-
-
 def test_a_failed_request_leaves_no_trace_and_its_retry_samples() -> None:
     async def talk() -> None:
         calls = 0
@@ -259,6 +232,20 @@ def test_agents_may_tell_a_reply_in_their_own_way() -> None:
         assert len(session.rows()) == 1 and session.counts.rewritten == 0
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize(("sends_thinking", "num_rows"), [(True, 1), (False, 2)])
+def test_thinking_that_a_template_drops_stays_in_the_row_of_its_reply(sends_thinking: bool, num_rows: int) -> None:
+    tokenizer, ends = tokenizer_of("qwen3"), end_tokens("qwen3")
+
+    async def talk() -> Session:
+        session = session_of(scripted(tokenizer, ["<think>1</think>4", "5"]), tokenizer, ends)
+        text = await ask(session, "17+25?")
+        await ask(session, "17+25?", text if sends_thinking else text.rpartition("</think>")[2], "sure?")
+        return session
+
+    session = asyncio.run(talk())
+    assert len(session.rows()) == num_rows and session.counts.rewritten == num_rows - 1
 
 
 def test_rewards_of_turns_are_placed_at_their_last_tokens() -> None:

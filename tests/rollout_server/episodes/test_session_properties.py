@@ -1,4 +1,4 @@
-"""Random conversations with rewrites, retries and aborts: what is trained is what the engine sampled, once."""
+"""Random conversations with rewrites, retries and aborts: what is trained is what a caller has received, once."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ class Talk:
             self.engine.generate, TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, None), LIMITS
         )
         self.known: list[list[Message]] = []
+        self.received: list[int] = []
+        """The numbers of the replies that a caller has received."""
 
     def message(self, *roles: str) -> Message:
         return {"role": self.rng.choice(roles), "content": "".join(self.rng.choices(WORDS, k=3))}
@@ -61,22 +63,27 @@ class Talk:
 
     async def step(self) -> None:
         messages = [Message(**message) for message in self.conversation()]
-        action = self.rng.choice(["ask", "ask", "ask", "retry", "fork", "abandon"])
+        action = self.rng.choice(["ask", "ask", "ask", "retry", "fork", "abandon", "return"])
         asks = [asyncio.create_task(self.ask(messages))]
         if action == "retry":
             asks.append(asyncio.create_task(self.ask(messages, is_retry=True)))
         elif action == "fork":
             asks.append(asyncio.create_task(self.ask(messages)))
-        elif action == "abandon":
-            await asyncio.sleep(0)
+        elif action in ("abandon", "return"):
+            for _ in range(self.rng.randint(1, 4)):  # while it is sampled, or once it was
+                await asyncio.sleep(0)
             asks[0].cancel()
-        await asyncio.gather(*asks, return_exceptions=action == "abandon")
+        await asyncio.gather(*asks, return_exceptions=action in ("abandon", "return"))
+        if action == "return":
+            await self.ask(messages, is_retry=self.rng.random() < 0.5)
 
     async def ask(self, messages: list[Message], is_retry: bool = False) -> None:
         try:
             reply = await self.session.reply(messages, is_retry=is_retry)
         except EpisodeOver:
             return
+        assert reply.turn not in self.received
+        self.received.append(reply.turn)
         self.known.append([*messages, reply.message])
 
 
@@ -100,8 +107,9 @@ async def talked(family: str, seed: int, num_steps: int) -> Talk:
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 15))
 def test_rows_hold_exactly_what_the_engine_saw_and_sampled(family: str, seed: int, num_steps: int) -> None:
     talk = asyncio.run(talked(family, seed, num_steps))
-    rows, calls = talk.session.rows(), talk.engine.calls
-    assert len(calls) == talk.session.num_turns
+    rows, calls = talk.session.rows(), [talk.engine.calls[turn] for turn in talk.received]
+    assert len(calls) == talk.session.num_turns <= LIMITS.max_turns
+    assert len(talk.engine.calls) == talk.session.num_turns + talk.session.num_undelivered
     for seen, reply in calls:  # each call is a stretch of some row, at the right place
         sequence = [*seen, *reply.tokens.tolist()]
         assert any(row.tokens[: len(sequence)].tolist() == sequence for row in rows)

@@ -1,0 +1,228 @@
+"""A reply is received once or never: retries, callers that go away, and replies that nobody fetches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import aiohttp
+import pytest
+
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import Completion
+from rollout_server.episodes.messages import user
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.session import EpisodeOver, Session, SessionLimits
+from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, post, with_session
+from tests.rollout_server.episodes.endpoint_session import TOKENIZER as QWEN
+from tests.rollout_server.episodes.fake_engine import completion, session_of
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+class HeldEngine:
+    """Answers its n-th request with the text `n`, once the test lets it."""
+
+    def __init__(self, tokenizer: Any = TOKENIZER, end: int = END) -> None:
+        self.tokenizer, self.end = tokenizer, end
+        self.numbers = itertools.count()
+        self.may_answer = asyncio.Event()
+        self.num_running = 0
+
+    async def generate(self, tokens: list[int], max_tokens: int) -> Completion:
+        text = self.tokenizer(str(next(self.numbers)), add_special_tokens=False)["input_ids"]
+        self.num_running += 1
+        try:
+            await self.may_answer.wait()
+        finally:
+            self.num_running -= 1
+        return completion([*text, self.end])
+
+
+def session_with(engine: HeldEngine, max_turns: int = 9) -> Session:
+    limits = SessionLimits(max_tokens=200, max_reply_tokens=8, max_turns=max_turns)
+    return session_of(engine.generate, TOKENIZER, [END], limits)
+
+
+async def ask(session: Session, text: str = "a", **options: Any) -> str:
+    return (await session.reply([user(text)], **options)).message["content"]
+
+
+async def begun(session: Session, text: str = "a", **options: Any) -> asyncio.Task[str]:
+    """A request that waits for its reply."""
+    asking = asyncio.create_task(ask(session, text, **options))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return asking
+
+
+async def gone(asking: asyncio.Task[str]) -> None:
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+def trained(session: Session) -> list[str]:
+    return sorted(TOKENIZER.decode(row.tokens[row.mask], skip_special_tokens=True) for row in session.rows())
+
+
+@pytest.mark.parametrize("is_retry", [True, False])
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "under_way"])
+def test_the_next_equal_request_gets_the_reply_whose_caller_has_gone(is_retry: bool, is_sampled: bool) -> None:
+    async def talk() -> None:
+        engine = HeldEngine()
+        session = session_with(engine)
+        await gone(await begun(session))
+        if is_sampled:
+            engine.may_answer.set()
+            await asyncio.sleep(0.01)
+            assert session.num_undelivered == 1 and session.rows() == []
+        again = await begun(session, is_retry=is_retry)
+        engine.may_answer.set()
+        assert await again == "0" and session.counts.joined == 1
+        assert await ask(session, is_retry=is_retry) == "1"  # one that was received is not given again
+        assert trained(session) == ["0", "1"] and session.num_undelivered == 0
+
+    asyncio.run(talk())
+
+
+def test_other_requests_do_not_get_the_reply() -> None:
+    async def talk() -> None:
+        engine = HeldEngine()
+        engine.may_answer.set()
+        session = session_with(engine)
+        await gone(await begun(session))
+        await asyncio.sleep(0.01)
+        assert await ask(session, max_tokens=4) == "1" and await ask(session, stop=["x"]) == "2"
+        assert await ask(session, "b") == "3" and await ask(session) == "0"
+
+    asyncio.run(talk())
+
+
+def test_equal_requests_at_once_get_a_sample_each_also_if_one_is_lost() -> None:
+    async def talk() -> None:
+        engine = HeldEngine()
+        session = session_with(engine)
+        first, second, third = [await begun(session) for _ in range(3)]
+        await gone(second)
+        again = await begun(session, is_retry=True)
+        other = await begun(session)
+        assert engine.num_running == 4
+        engine.may_answer.set()
+        assert [await asking for asking in (first, third, again, other)] == ["0", "2", "1", "3"]
+        assert trained(session) == ["0", "1", "2", "3"] and session.counts.joined == 1
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_retry_waits_whether_its_earlier_request_is_received(is_lost: bool) -> None:
+    """The end of a connection may be noticed only when the reply can't be written to it."""
+
+    async def talk() -> None:
+        engine = HeldEngine()
+        session = session_with(engine)
+
+        async def write() -> None:
+            async with session.offer([user("a")]):
+                if is_lost:
+                    raise ConnectionError
+
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0)
+        again = await begun(session, is_retry=True)
+        assert engine.num_running == 1
+        engine.may_answer.set()
+        assert await again == ("0" if is_lost else "1")
+        await asyncio.gather(writing, return_exceptions=True)
+        assert trained(session) == (["0"] if is_lost else ["0", "1"])
+
+    asyncio.run(talk())
+
+
+def test_a_reply_that_nobody_fetches_is_not_trained_and_gives_its_turn_back() -> None:
+    async def talk() -> None:
+        engine = HeldEngine()
+        engine.may_answer.set()
+        session = session_with(engine, max_turns=1)
+        await gone(await begun(session, "lost"))
+        await asyncio.sleep(0.01)
+        assert await ask(session, "b") == "1"
+        with pytest.raises(EpisodeOver, match="all 1 turns"):
+            await ask(session, "lost")
+        await session.close()
+        assert trained(session) == ["1"] and session.last_answer == "1"
+        assert (session.num_turns, session.num_sampled_tokens, session.num_undelivered) == (1, 2, 1)
+
+    asyncio.run(talk())
+
+
+def test_a_reply_under_way_that_is_given_up_is_no_longer_sampled() -> None:
+    async def talk() -> None:
+        engine = HeldEngine()
+        session = session_with(engine, max_turns=1)
+        await gone(await begun(session, "lost"))
+        asking = await begun(session, "b")
+        await asyncio.sleep(0.01)
+        assert engine.num_running == 1
+        with pytest.raises(EpisodeOver, match="all 1 turns"):
+            await ask(session, "c")
+        engine.may_answer.set()
+        assert await asking == "1" and session.num_undelivered == 0
+
+    asyncio.run(talk())
+
+
+def test_the_end_of_the_session_ends_the_wait_of_a_retry() -> None:
+    async def talk() -> None:
+        session = session_with(HeldEngine())
+        asking = [await begun(session), await begun(session, is_retry=True)]
+        await session.close()
+        first, retry = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(first, asyncio.CancelledError) and isinstance(retry, EpisodeOver)
+        assert retry.reason == "ended"
+
+    asyncio.run(talk())
+
+
+async def hang_up(opened: OpenSession, engine: HeldEngine, body: dict[str, Any]) -> None:
+    """Send a request, and close its connection as soon as the engine samples the reply."""
+    async with aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(http.post(f"{opened.base_url}/chat/completions", json=body).__aenter__())
+        while not engine.num_running:
+            await asyncio.sleep(0)
+        await gone(asking)
+    while opened.num_running:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("header", [{}, {"x-stainless-retry-count": "1"}])
+def test_a_reply_whose_connection_broke_goes_to_the_next_equal_request(stream: bool, header: dict[str, str]) -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        await hang_up(opened, engine, {**ASK, "stream": stream})
+        engine.may_answer.set()
+        _, body, _ = await post(opened, ASK, **header)
+        assert body["choices"][0]["message"]["content"] == "0"
+        _, body, _ = await post(opened, ASK, **header)
+        assert body["choices"][0]["message"]["content"] == "1"
+        endpoint.end(opened.key)
+        assert (endpoint.counts["joined"], endpoint.counts["undelivered"]) == (1, 0)
+
+    engine = HeldEngine(QWEN, ENDS[0])
+    session = with_session(agent, generate=engine.generate)
+    assert session.num_turns == len(session.rows()) == 2
+
+
+def test_replies_that_could_not_be_delivered_are_counted_and_in_no_row() -> None:
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        await hang_up(opened, engine, ASK)
+        engine.may_answer.set()
+        await post(opened, {"messages": [user("something else")]})
+        endpoint.end(opened.key)
+        assert (endpoint.counts["joined"], endpoint.counts["undelivered"]) == (0, 1)
+
+    engine = HeldEngine(QWEN, ENDS[0])
+    (row,) = with_session(agent, generate=engine.generate).rows()
+    assert QWEN.decode(row.tokens[row.mask]) == "1<|im_end|>"

@@ -23,8 +23,8 @@ from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_th
 MAX_RESULT_CHARACTERS = 10_000
 """The longest result of a tool; longer ones lose their middle."""
 MAX_CALLS = 16
-"""The calls of one reply that are run or told as malformed. All episodes of a worker share the places for calls, so that
-hundreds in one reply would hold up the others."""
+"""The calls of one reply that are run, or told to be malformed. All episodes of a worker share the places for calls, so
+that hundreds in one reply would hold up the others."""
 _KEY = "task.tools"
 
 

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rollout_server.episodes.faults import CodeExitError, GuardedCoroutine
+
 CANCEL_S = 1.0
 """How long a task that was cancelled may take to end. After that it is given up and runs on by itself."""
 _CREATED: contextvars.ContextVar[set[asyncio.Task[Any]] | None] = contextvars.ContextVar("created_tasks", default=None)
@@ -24,7 +26,8 @@ class OverdueError(TimeoutError):
 class ForeignCode:
     """Runs the code of one episode's environment, tools or agent under time limits.
 
-    It knows the tasks that this code creates and does not end (asyncio.create_task), and can end them.
+    It knows the tasks that this code creates and does not end (asyncio.create_task), and can end them. None of its
+    tasks can end the event loop: SystemExit and KeyboardInterrupt become a CodeExitError in the task that raised them.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,7 @@ class ForeignCode:
 
         Raises:
             OverdueError: the call took longer than `limit_s`.
+            CodeExitError: the function raised SystemExit, CancelledError, or another error that is no Exception.
         """
         _record_created_tasks()
         task = asyncio.get_running_loop().create_task(_awaited(function), name=what, context=self._context)
@@ -54,9 +58,12 @@ class ForeignCode:
             self._cancelled.add(task)
             raise
         if task.done():
-            if task.cancelled():
-                raise RuntimeError(f"{what} was cancelled by its own code")
-            return task.result()
+            try:
+                return task.result()
+            except Exception:
+                raise
+            except BaseException as error:  # nobody here has cancelled it
+                raise CodeExitError(error) from error
         await self._end((task,))
         raise OverdueError(f"{what} took longer than {limit_s:g} s")
 
@@ -103,18 +110,22 @@ def _record_created_tasks() -> None:
 
 
 class _RecordingFactory:
-    """A task factory for the event loop that adds each task to the set `_CREATED` of its context, if that has one."""
+    """A task factory for the event loop that guards the coroutines of foreign code and records their tasks.
+
+    Foreign code has a set `_CREATED` in its context, to which each task is added.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner or _new_task
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        task = self._inner(loop, coroutine, **options)
         context = options.get("context")
         created = _CREATED.get() if context is None else context.get(_CREATED)
-        if created is not None:
-            created.add(task)
-            task.add_done_callback(created.discard)
+        if created is None:
+            return self._inner(loop, coroutine, **options)
+        task = self._inner(loop, GuardedCoroutine(coroutine), **options)
+        created.add(task)
+        task.add_done_callback(created.discard)
         return task
 
 
@@ -124,6 +135,8 @@ def _new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -
 
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Run a function that may block in a daemon thread of its own, and return its result.
+
+    An error that is no Exception (SystemExit, ...) is raised as a CodeExitError.
 
     asyncio.to_thread has few threads, and one that hangs is lost to all callers. If the caller is cancelled, the thread
     runs on, and its result is dropped.
@@ -140,9 +153,9 @@ async def in_thread(function: Callable[[], Result]) -> Result:
         outcome: tuple[Callable[[Any], None], Any]
         try:
             outcome = (future.set_result, context.run(function))
-        except (Exception, SystemExit) as error:
-            stopped = isinstance(error, StopIteration | SystemExit)  # a future can't hold these
-            outcome = (future.set_exception, RuntimeError(repr(error)) if stopped else error)
+        except BaseException as error:
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # a future can hold these
+            outcome = (future.set_exception, error if is_plain else CodeExitError(error))
         with suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(settle, *outcome)
 

@@ -16,6 +16,7 @@ from transformers.utils import get_json_schema
 
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
+from rollout_server.episodes.faults import CodeExitError
 from rollout_server.episodes.mcp_server import PREFIX, McpServer
 from rollout_server.episodes.messages import Message, Schema, ToolCall
 from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_thread
@@ -102,6 +103,7 @@ class ToolCounts:
     """Counts of the tool calls of one episode (all, failed, overdue), and the time that they took."""
 
     calls: int = 0
+    """Calls in the model's replies, whoever answers them: a tool of the run, the environment, or the agent."""
     failed: int = 0
     """Calls that gave an error: of the tool, of its arguments, of its name, or of the format."""
     timeouts: int = 0
@@ -161,7 +163,8 @@ class ToolCaller:
             self.counts.timeouts += 1
             self.counts.failed += 1
         except Exception as error:
-            text = _shortened(f"error: {type(error).__name__}: {error}")
+            raised = error.__cause__ if isinstance(error, CodeExitError) else error
+            text = _shortened(f"error: {type(raised).__name__}: {raised}")
             self.counts.failed += 1
         return Message(role="tool", content=text, tool_call_id=call["id"], name=name)
 

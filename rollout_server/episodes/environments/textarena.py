@@ -27,6 +27,8 @@ except ImportError as error:
 Result = TypeVar("Result")
 _RANDOM = threading.Lock()
 """Held by the game that uses Python's global random numbers, from which all games of textarena draw."""
+LOCK_S = 20.0
+"""How long a game may wait for the others. A step of a game takes milliseconds, so one of them hangs."""
 
 
 class TextArena:
@@ -79,8 +81,17 @@ class TextArena:
         return user("\n".join(text for speaker, text, _ in seen if speaker == textarena.GAME_ID))
 
     def _with_own_random(self, function: Callable[[], Result]) -> Result:
-        """Return function(), called with Python's global random numbers in the state in which this game left them."""
-        with _RANDOM:
+        """Return function(), called with Python's global random numbers in the state in which this game left them.
+
+        Raises:
+            TimeoutError: another game has not returned for LOCK_S.
+        """
+        if not _RANDOM.acquire(timeout=LOCK_S):
+            raise TimeoutError(
+                f"the game {self._name} waited {LOCK_S:g} s for another game of textarena in this process to return "
+                "from its step: that one hangs, and no other can be played before it ends"
+            )
+        try:
             others = random.getstate()
             random.setstate(self._state)
             try:
@@ -88,3 +99,5 @@ class TextArena:
             finally:
                 self._state = random.getstate()
                 random.setstate(others)
+        finally:
+            _RANDOM.release()

@@ -79,13 +79,14 @@ class EpisodeFacts:
     turns: int
     """The number of replies of the model."""
     tool_calls: int
+    """The number of calls of tools in these replies."""
     generate_s: float
     """The time that the engine took, summed over all replies."""
     tool_s: float
     """The time that its tools took, summed over all calls."""
     duration_s: float
     end: str
-    """`done`, `length`, `turns` (a limit on tokens or on turns ended it) or `timeout`."""
+    """`done`, `length`, `turns` (a limit on tokens or on turns ended it), `timeout` or `error` (its agent raised)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the environment logged."""
 

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from async_rl.types import Prompt
-from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.episode import End, Episode
 
 SHOWN_CHARACTERS = 300
 _KEPT_GROUPS = 16
 """The number of newest groups of which the warning describes the answers."""
+_TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with an error of the agent"}
+"""The ends of an episode, in words, that give a reward which is not that of its last answer."""
 
 
 class FlatRewards:
@@ -27,10 +29,14 @@ class FlatRewards:
         self._count = 0
         self._reward = 0.0
         self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
+        self.has_only_errors = True
+        """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
+        model."""
 
     def add(self, prompt: Prompt, episodes: Sequence[Episode]) -> str:
         """Count a group; return the warning if it is the `limit`-th in a row with the same reward, else ""."""
         episodes = [episode for episode in episodes if episode.rows]
+        self.has_only_errors &= all(episode.end == "error" for episode in episodes)
         rewards = {episode.reward for episode in episodes}
         if rewards != {self._reward}:
             self._count, self._reward = 0, episodes[0].reward
@@ -46,10 +52,20 @@ class FlatRewards:
         cut = sum(episode.rows[-1].finish_reason == "length" for _, episode in answers)
         found = [self._has_answer(prompt, episode.answer) for prompt, episode in answers]
         parts = [f"{cut / len(answers):.0%} were cut off by a limit on tokens (rollout.max_response_tokens) or turns"]
+        in_trouble = [episode for _, episode in answers if episode.end in _TROUBLES]
+        for end, words in _TROUBLES.items():
+            if number := sum(episode.end == end for episode in in_trouble):
+                parts.append(f"{number / len(answers):.0%} {words} (episode/end_{end})")
         if None not in found:
             parts.append(f"in {found.count(False) / len(answers):.0%} the reward found no answer")
+        if 2 * len(in_trouble) > len(answers):
+            newest = f"The newest of those ended so: {in_trouble[-1].error}"
+        else:
+            answer = next(episode.answer for _, episode in reversed(answers) if episode.end not in _TROUBLES)
+            newest = f"The newest one ends: {answer[-SHOWN_CHARACTERS:]!r}"
+        *others, last = parts
+        told = f"{', '.join(others)}, and {last}" if others else last
         return (
             f"{self._limit} rollout groups in a row had the same reward, {self._reward:g}, for every answer: they have "
-            f"nothing to teach. Of their last {len(answers)} answers {', and '.join(parts)}. The newest one ends: "
-            f"{answers[-1][1].answer[-SHOWN_CHARACTERS:]!r}"
+            f"nothing to teach. Of their last {len(answers)} answers {told}. {newest}"
         )

@@ -15,8 +15,8 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ from async_rl.telemetry.timeline import Sample
 from async_rl.types import Prompt, RolloutGroup, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
-from rollout_server.episodes.episode import ENDS, MAX_ATTEMPTS, Episode, episode_metrics
+from rollout_server.episode_log import EpisodeLog
+from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
 from rollout_server.episodes.player import open_player
@@ -68,24 +69,17 @@ class Worker:
         self._task = task
         self._reward = reward
         log_file = config.run_dir / "logs" / f"agent-{index}.log"
-        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file)
+        self._stats = WorkerStats(self._name)
+        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self._stats.waiting)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
         self._gate = TurnGate(self._name, config.timeouts.generate_s + config.timeouts.push_s)
-        self._stats = WorkerStats(self._name)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
         self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
-        self._episodes: list[Mapping[str, float]] = []
-        """The metrics of each episode of several turns since the last report."""
-        self._noted: set[str] = set()
-        """The kinds of errors that were noted for the console, each with the place where it was raised."""
-        self._notes: list[str] = []
-        """Lines for the console that were not reported yet."""
-        self._report_now = asyncio.Event()
-        """Set for notes, which must not come after the end of a run that they explain."""
+        self._log = EpisodeLog(self._name, config)
         batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
         self._flat = FlatRewards(max(2, round(batches)), task.has_answer)
         self._group_ended = asyncio.Event()
@@ -97,17 +91,18 @@ class Worker:
         """Make groups until `stop` is called, and yield a report of them twice a second.
 
         Raises:
-            RewardError: task.max_failures groups in a row failed. The message has the cause of the last failure.
+            RewardError: task.max_failures groups in a row failed, or all episodes so far ended with an error of the
+                agent. The message has the cause of the last failure.
             AsyncRLError: the engine or the buffer does not answer.
         """
         self._admitting = asyncio.create_task(self._admit())
-        self._admitting.add_done_callback(lambda _: self._report_now.set())
+        self._admitting.add_done_callback(lambda _: self._log.report_now.set())
         try:
             while not self._is_stopped:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_INTERVAL_S):
-                        await self._report_now.wait()
-                self._report_now.clear()
+                        await self._log.report_now.wait()
+                self._log.report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
                 yield await self._report()
@@ -201,9 +196,11 @@ class Worker:
         except RewardError as error:
             await self._fail(slot, error)
             return
-        if not self._config.reward_model.path and (warning := self._flat.add(prompt, episodes)):
-            self._notes.append(f"{self._name}: {warning}")
-            self._report_now.set()
+        warning = self._flat.add(prompt, episodes)
+        if warning and self._flat.has_only_errors:
+            raise RewardError(f"{self._name}: {warning}")
+        if warning and not self._config.reward_model.path:
+            self._log.note(warning)
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, prompt_tokens=rows.prompt_tokens, rollouts=rows.rollouts,
@@ -248,10 +245,8 @@ class Worker:
             RewardError: the reward function failed.
         """
         task = self._config.task
-        with self._playing():
-            episodes = await self._player.play(request)
-        for episode in episodes:
-            self._add_metrics(episode)
+        episodes = await self._player.play(request)
+        self._log.add(episodes, are_trained=request.group_id >= 0)
         if task.gives_rewards:
             return episodes
         can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
@@ -262,7 +257,7 @@ class Worker:
                 rewards = iter(await self._threads.run(calls))
         except RewardError as error:
             cause = error.__cause__ or error
-            self._note_once(
+            self._log.note_once(
                 f"{type(cause).__name__} {raised_at(cause)}",
                 f"a reward failed: {error}. Its group is dropped; in an evaluation the answer counts as wrong. Further "
                 "errors of this kind are only counted (rollout/failed)",
@@ -290,33 +285,6 @@ class Worker:
                     f"{self._config.rollout.engine} engine to answer group {request.group_id}"
                 ) from None
 
-    def _playing(self) -> AbstractContextManager[None]:
-        """Let `status` show a group of episodes of several turns as being played."""
-        task, limit_s = self._config.task, self._config.timeouts.episode_s
-        if not task.has_turns:
-            return nullcontext()
-        waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
-        return self._stats.waiting("plays", waits_on, MAX_ATTEMPTS * limit_s)
-
-    def _add_metrics(self, episode: Episode) -> None:
-        """Add the metrics of an episode of several turns to the next report, and its error to the console's notes."""
-        if self._config.task.has_turns:
-            ends = {f"end_{end}": float(episode.end == end) for end in ENDS}
-            dropped_rows = max(0, len(episode.rows) - self._config.rollout.max_rows)
-            self._episodes.append(episode.metrics | ends | {"dropped_rows": dropped_rows})
-        if error := episode.error:
-            self._note_once(
-                f"{episode.end} {error.partition(':')[0]} {error.rpartition(', at ')[2]}",
-                f"an episode ended with `{episode.end}`: {error}. Further ones are only counted, in "
-                f"episode/end_{episode.end}",
-            )
-
-    def _note_once(self, kind: str, note: str) -> None:
-        """Add a line for the console to the next report, unless this worker has reported one of its `kind` before."""
-        if kind not in self._noted:
-            self._noted.add(kind)
-            self._notes.append(f"{self._name}: {note}")
-
     async def _fail(self, slot: Slot, error: RewardError) -> None:
         self._counts["failed"] += 1
         self._failures_in_a_row += 1
@@ -334,16 +302,15 @@ class Worker:
         load, now_s = await self._engine.load(), time.time()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
-        episodes, self._episodes = self._episodes, []
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._stats.in_flight),
             Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
             *self._stats.drain_groups(),
-            *episode_metrics(episodes),
+            *self._log.drain_metrics(),
             *(Metric(f"endpoint/{key}", count, "sum") for key, count in self._player.drain_counts().items()),
         ]
-        notes, self._notes = (*self._notes, *(f"{self._name}: {note}" for note in self._player.drain_notes())), []
+        notes = (*self._log.drain_notes(), *(f"{self._name}: {note}" for note in self._player.drain_notes()))
         return WorkerReport(
             metrics=tuple(metrics), notes=notes, spans=self._stats.drain_spans(),
             samples=occupancy + self._gpus.drain(),

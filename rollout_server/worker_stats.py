@@ -20,6 +20,7 @@ class _Wait:
     began_s: float
     """Time of the monotonic clock."""
     limit_s: float
+    noun: str
 
 
 class WorkerStats:
@@ -68,9 +69,14 @@ class WorkerStats:
             self._num_evaluations -= 1
 
     @contextlib.contextmanager
-    def waiting(self, doing: str, waits_on: str, limit_s: float) -> Iterator[None]:
-        """Let `status` show a request as waiting while the `with` block runs. `limit_s` is only shown, not enforced."""
-        wait = _Wait(doing, waits_on, time.monotonic(), limit_s)
+    def waiting(self, doing: str, waits_on: str, limit_s: float, noun: str = "requests") -> Iterator[None]:
+        """Let `status` show a request as waiting while the `with` block runs.
+
+        Args:
+            limit_s: is shown to the watchdog, which takes a process for dead that waits much longer; not enforced here.
+            noun: the plural of what waits, if it is no request.
+        """
+        wait = _Wait(doing, waits_on, time.monotonic(), limit_s, noun)
         self._waits[id(wait)] = wait
         try:
             yield
@@ -86,8 +92,8 @@ class WorkerStats:
                 doing, waits_on = f"prepares {self.in_flight} groups", ""
             return Status(doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s)
         first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
-        counts = Counter(wait.doing for wait in self._waits.values())
-        doing = ", ".join(f"{doing} {number} requests" for doing, number in sorted(counts.items()))
+        counts = Counter((wait.doing, wait.noun) for wait in self._waits.values())
+        doing = ", ".join(f"{doing} {number} {noun}" for (doing, noun), number in sorted(counts.items()))
         # The duration is from the monotonic clock, so that no wait looks overdue after the system clock was set.
         since_s = now_s - (time.monotonic() - first.began_s)
         return Status(doing=doing, waits_on=first.waits_on, since_s=since_s, told_s=now_s, limit_s=first.limit_s)

@@ -23,7 +23,7 @@ from async_rl.messages.limits import MAX_METRICS, Limits
 from async_rl.messages.message_reader import FLOAT64, INT32, MAX_NAME_CHARS, Fields, pack_array, refusal
 from async_rl.types import BoolArray, EpisodeFacts, IntArray, RolloutGroup
 
-ENDS = ("done", "length", "turns", "timeout")
+ENDS = ("done", "length", "turns", "timeout", "error")
 REWARD_ROUNDING = 1e-6
 """The largest difference, relative to the sum of the absolute values, between an episode's reward and the sum of the
 rewards of its turns."""

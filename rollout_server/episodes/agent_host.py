@@ -1,10 +1,12 @@
 """The program of an agent process: python agent_host.py MODULE:NAME. It uses the standard library only.
 
-So the environment of the agent need not have this package. Lines of JSON come on standard input:
+So the environment of the agent need not have this package. Lines of JSON come by the pipe that is standard input:
 
     {"call": 5, "question": {...}, "base_url": "...", "api_key": "..."}       {"cancel": 5}
 
-and go to standard output: {"call": 5, "reward": 1.0} or {"call": 5, "error": "..."}. It ends when standard input ends.
+and go to the one that is standard output: {"call": 5, "reward": 1.0} or {"call": 5, "fault": [fields of a Fault]}. The
+process ends when its input does. Neither the agent nor its children see these pipes: what they print goes to the log,
+and where they read standard input, it is empty.
 """
 
 import asyncio
@@ -16,26 +18,36 @@ import sys
 import threading
 import types
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
+
+if __name__ != "__main__":
+    from rollout_server.episodes.faults import CodeExitError, Fault, GuardedCoroutine
+else:  # a program has no package around it
+    from faults import CodeExitError, Fault, GuardedCoroutine  # type: ignore[import-not-found, no-redef]
+
+    del sys.modules["faults"]  # the agent may have a module of this name
 
 CANCEL_S = 2.0
 """How long agents may take to end once the worker has ended."""
 
-class Host:
-    """Calls the agent for many questions at once, as the lines of standard input ask, and writes its rewards."""
 
-    def __init__(self, agent: Any, replies: Any) -> None:
+class Host:
+    """Calls the agent for many questions at once, as the lines of `requests` ask, and writes its rewards."""
+
+    def __init__(self, agent: Any, requests: IO[str], replies: IO[str]) -> None:
         self._agent = agent
+        self._requests = requests
         self._replies = replies
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Start and cancel calls of the agent as the lines of standard input ask; end the process when they end."""
+        """Start and cancel calls of the agent as the requests ask; end the process when they end."""
         loop = asyncio.get_running_loop()
+        loop.set_task_factory(_guarded_task)
         lines: asyncio.Queue[str] = asyncio.Queue()
 
         def read() -> None:
-            for line in sys.stdin:
+            for line in self._requests:
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             # The worker has ended. Agents get a moment to end too; those that hang must not hold this process.
             ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), loop)
@@ -68,8 +80,8 @@ class Host:
         try:
             reward = await _result(self._agent, question, base_url=request["base_url"], api_key=request["api_key"])
             reply: dict[str, Any] = {"call": number, "reward": float(reward)}
-        except Exception as error:
-            reply = {"call": number, "error": f"{type(error).__name__}: {error}"}
+        except BaseException as error:  # a cancelled call has nobody who waits for its reply
+            reply = {"call": number, "fault": Fault.of(error)}
         self._replies.write(json.dumps(reply) + "\n")
         self._replies.flush()
 
@@ -84,7 +96,8 @@ async def _result(agent: Any, *args: Any, **options: Any) -> Any:
         try:
             outcome, value = future.set_result, agent(*args, **options)
         except BaseException as error:
-            outcome, value = future.set_exception, RuntimeError(f"{type(error).__name__}: {error}")
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # a future can hold these
+            outcome, value = future.set_exception, error if is_plain else CodeExitError(error)
         loop.call_soon_threadsafe(lambda: None if future.done() else outcome(value))
 
     threading.Thread(target=work, daemon=True).start()
@@ -92,16 +105,34 @@ async def _result(agent: Any, *args: Any, **options: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
+def _guarded_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(GuardedCoroutine(coroutine), loop=loop, **options)
+
+
+def _take_pipes() -> tuple[IO[str], IO[str]]:
+    """Return standard input and standard output as files of this process alone, and put others into their places."""
+    requests, replies = os.dup(0), os.dup(1)  # programs that are started do not inherit these
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+
+    def forget() -> None:  # a forked child inherits all; one that outlives this process would keep its pipes open
+        os.dup2(nothing, requests, inheritable=False)
+        os.dup2(nothing, replies, inheritable=False)
+
+    os.register_at_fork(after_in_child=forget)
+    return os.fdopen(requests, encoding="utf-8"), os.fdopen(replies, "w", encoding="utf-8")
+
+
 def main() -> None:
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the agent prints goes to the log
+    requests, replies = _take_pipes()
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an agents.py, as the agent's packages may have
     sys.path[:] = [*(folder for folder in sys.path if folder != own_folder), os.getcwd()]
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')
     replies.flush()
-    asyncio.run(Host(agent, replies).run())
+    asyncio.run(Host(agent, requests, replies).run())
 
 
 if __name__ == "__main__":

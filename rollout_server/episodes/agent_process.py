@@ -17,6 +17,8 @@ from typing import Any
 
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.episodes import agent_host
+from rollout_server.episodes.episode import EpisodeFailedError
+from rollout_server.episodes.faults import AgentRaisedError, Fault
 from rollout_server.question import Question
 
 MAX_DEATHS = 3
@@ -52,8 +54,8 @@ class AgentProcess:
         """Let the agent work on a question, and return its reward. If cancelled, cancel the agent too.
 
         Raises:
-            ConnectionError: the process died meanwhile.
-            RuntimeError: the agent raised, or returned no number.
+            EpisodeFailedError: the process died meanwhile.
+            AgentRaisedError: the agent raised, or returned no number.
             ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
             WaitTimeoutError: the process did not import the agent within `start_s`.
         """
@@ -65,9 +67,7 @@ class AgentProcess:
         body = {"call": number, "question": dataclasses.asdict(question), "base_url": base_url, "api_key": api_key}
         try:
             process.stdin.write(json.dumps(body, default=str).encode() + b"\n")
-            reward = await future
-            self._num_deaths = 0
-            return reward
+            return await future
         except asyncio.CancelledError:
             with suppress(OSError, RuntimeError):  # the process has died
                 process.stdin.write(json.dumps({"cancel": number}).encode() + b"\n")
@@ -127,22 +127,39 @@ class AgentProcess:
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Give each reply to its call, until the process ends; then fail the calls that it has not answered."""
+        """Give each reply to its call, until the process ends; then fail the calls that it has not answered.
+
+        A process that writes anything but replies is killed: no later reply of it could be trusted, or even read.
+        """
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            reply: dict[str, Any] = json.loads(line)
-            _, future = self._calls.get(reply["call"], (process, None))
-            if future is None or future.done():
-                continue
-            if "error" in reply:
-                future.set_exception(RuntimeError(reply["error"]))
-            else:
-                future.set_result(reply["reward"])
+        reason = ""
+        try:
+            while line := await process.stdout.readline():
+                self._answer(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:  # ValueError: no JSON, or longer than _MAX_LINE_BYTES
+            reason = f": it was killed, because what it wrote is no reply ({error!r:.200})"
+            process.kill()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    while await process.stdout.read(2**16):  # asyncio reports an end only after that of the output
+                        pass
         self._num_deaths += 1
-        await process.wait()  # its output has ended, so it ends now
+        code = await process.wait()  # its output has ended, so it ends now
+        ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        died = f"the process of the agent {self._name} died with {ended}{reason}. Its log: {self._log_file}"
         for asked, future in self._calls.values():
             if asked is process and not future.done():
-                future.set_exception(ConnectionError(f"the process of the agent {self._name} died"))
+                future.set_exception(EpisodeFailedError(died))
+
+    def _answer(self, reply: dict[str, Any]) -> None:
+        _, future = self._calls.get(reply["call"], (None, None))
+        self._num_deaths = 0
+        if future is None or future.done():
+            return
+        if "fault" in reply:
+            future.set_exception(AgentRaisedError(Fault(*reply["fault"])))
+        else:
+            future.set_result(reply["reward"])
 
 
 async def _wait_for_end(process: asyncio.subprocess.Process) -> None:

@@ -12,11 +12,21 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from async_rl.errors import AsyncRLError, raised_at
-from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
+from async_rl.errors import AsyncRLError
+from rollout_server.episodes.episode import (
+    Attempt,
+    Episode,
+    EpisodeFailedError,
+    EpisodeLimits,
+    ModelAtFaultError,
+    finite,
+    first_success,
+)
+from rollout_server.episodes.faults import Fault
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import CANCEL_S, OverdueError, in_thread
@@ -32,15 +42,18 @@ class AgentRunner:
 
     Args:
         max_concurrent_agents: how many calls of the agent run at once; further episodes wait.
+        playing: entered while an episode is played, for the worker's status; not while it waits for a place.
     """
 
     def __init__(
-        self, agent: Agent, endpoint: OpenAIEndpoint, limits: EpisodeLimits, max_concurrent_agents: int
+        self, agent: Agent, endpoint: OpenAIEndpoint, limits: EpisodeLimits, max_concurrent_agents: int,
+        playing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent = agent
         self._endpoint = endpoint
         self._limits = limits
         self._places = asyncio.Semaphore(max_concurrent_agents)
+        self._playing = playing
 
     async def run(self, question: Question, open_session: Callable[[], Session]) -> Episode:
         """Return the episode in which the agent worked on a question; if it fails, play once more with a fresh session.
@@ -49,16 +62,19 @@ class AgentRunner:
             AsyncRLError: the engine failed.
         """
         async with self._places:
-            return await first_success(partial(self._attempt, question, open_session))
+            with self._playing():
+                return await first_success(partial(self._attempt, question, open_session))
 
     async def _attempt(self, question: Question, open_session: Callable[[], Session]) -> Episode:
         session = open_session()
         opened = self._endpoint.open(session)
-        attempt = Attempt(self._limits, session, ToolCounts())
+        counts = ToolCounts()
+        attempt = Attempt(self._limits, session, counts)
         rewards: list[float] = []
 
         async def end() -> None:
             self._endpoint.end(opened.key)
+            counts.calls = session.counts.tool_calls
 
         episode = await attempt.run(partial(self._play, question, opened, attempt, rewards), end)
         return episode.with_reward(rewards[0]) if rewards and episode.rows else episode
@@ -69,7 +85,8 @@ class AgentRunner:
         Raises:
             OverdueError: the agent asked for no reply within timeouts.turn_s.
             EpisodeOver: the agent failed after it was told that no turn or no room is left.
-            EpisodeFailedError: the agent failed.
+            ModelAtFaultError: the agent raised after a reply of the model, which may have caused such an error.
+            EpisodeFailedError: the agent failed in another way.
             AsyncRLError: the engine failed.
         """
         call = partial(_called, self._agent, question, opened)
@@ -84,9 +101,10 @@ class AgentRunner:
                 raise opened.error from error
             if opened.over is not None:
                 raise opened.over from error
-            raise EpisodeFailedError(
-                f"the agent raised {type(error).__name__}: {error}, at {raised_at(error)}"
-            ) from error
+            fault = Fault.of(error)
+            may_be_models = opened.session.num_turns and not opened.error and not fault.is_outside
+            kind = ModelAtFaultError if may_be_models else EpisodeFailedError
+            raise kind(f"the agent raised {fault}", fault) from error
         finally:
             if not running.done():
                 running.cancel()

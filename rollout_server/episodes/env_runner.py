@@ -6,16 +6,19 @@ env.start ──► messages ──► session.reply ──► reply ──► t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from async_rl.errors import AsyncRLError, raised_at
+from async_rl.errors import AsyncRLError
 from async_rl.messages.limits import MAX_METRICS
 from async_rl.messages.message_reader import MAX_NAME_CHARS
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
+from rollout_server.episodes.faults import Fault
 from rollout_server.episodes.messages import Message, plain_messages
 from rollout_server.episodes.session import Session
 from rollout_server.episodes.time_limits import OverdueError
@@ -29,10 +32,15 @@ class EnvRunner:
 
     Args:
         max_concurrent_calls: how many calls of tools and environments run at once.
+        playing: entered while an episode is played, for the worker's status.
     """
 
-    def __init__(self, limits: EpisodeLimits, max_concurrent_calls: int) -> None:
+    def __init__(
+        self, limits: EpisodeLimits, max_concurrent_calls: int,
+        playing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._limits = limits
+        self._playing = playing
         self._places = asyncio.Semaphore(max_concurrent_calls)
 
     async def run(self, open_env: Callable[[], Env], open_session: Callable[[], Session]) -> Episode:
@@ -41,16 +49,17 @@ class EnvRunner:
         Raises:
             AsyncRLError: the engine failed.
         """
-        return await first_success(lambda: _EnvAttempt(self._limits, self._places, open_session()).run(open_env))
+        with self._playing():
+            return await first_success(lambda: _EnvAttempt(self._limits, self._places, open_session()).run(open_env))
 
 
 class _EnvAttempt:
     """One attempt to play an episode with an environment."""
 
     def __init__(self, limits: EpisodeLimits, places: asyncio.Semaphore, session: Session) -> None:
-        counts = ToolCounts()
-        self._attempt = Attempt(limits, session, counts)
-        self._tools = ToolCaller((), limits.tool_s, places, self._attempt.foreign, counts)
+        self._counts = ToolCounts()
+        self._attempt = Attempt(limits, session, self._counts)
+        self._tools = ToolCaller((), limits.tool_s, places, self._attempt.foreign, self._counts)
         self._turn_s = limits.turn_s
         self._places = places
         self._session = session
@@ -73,12 +82,16 @@ class _EnvAttempt:
             if (calls or reply.call_errors) and self._tools.can_answer(calls):
                 messages += [said, *await self._tools.answer(calls, reply.call_errors)]
                 continue
+            self._counts.calls += len(calls) + len(reply.call_errors)
             step = _checked(await self._call(partial(env.step, said), "the environment's step"))
             self._session.add_reward(reply.turn, step.reward)
             self._attempt.metrics.update(step.metrics)
             if len(self._attempt.metrics) > MAX_METRICS:
-                names = ", ".join(self._attempt.metrics)
-                raise EpisodeFailedError(f"an episode may log at most {MAX_METRICS} metrics, got {names:.400}")
+                names = [repr(name) for name in self._attempt.metrics]
+                raise EpisodeFailedError(
+                    f"an episode may log metrics of at most {MAX_METRICS} names, got {len(names)}: "
+                    f"{', '.join(names[:3])}, ..., {names[-1]}"
+                )
             if step.done:
                 return
             messages += [said, *_messages(step.messages)]
@@ -89,10 +102,9 @@ class _EnvAttempt:
             self._tools.tools = tuple(env.tools)
         except AsyncRLError:
             raise
-        except Exception as error:
-            raise EpisodeFailedError(
-                f"the environment can't be created: {type(error).__name__}: {error}, at {raised_at(error)}"
-            ) from error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            fault = Fault.of(error)
+            raise EpisodeFailedError(f"the environment can't be created: {fault}", fault) from error
         return env
 
     async def _call(self, method: Callable[[], Awaitable[Result]], what: str) -> Result:
@@ -104,15 +116,28 @@ class _EnvAttempt:
         """
         try:
             async with self._places:
-                return await self._attempt.foreign.call(method, self._turn_s, what)
-        except (OverdueError, AsyncRLError):
+                return await self._attempt.foreign.call(partial(_awaited, method, what), self._turn_s, what)
+        except (OverdueError, AsyncRLError, EpisodeFailedError):
             raise
         except Exception as error:
-            raise EpisodeFailedError(f"{what} raised {type(error).__name__}: {error}, at {raised_at(error)}") from error
+            fault = Fault.of(error)
+            raise EpisodeFailedError(f"{what} raised {fault}", fault) from error
 
     async def _close(self) -> None:
         if self._env is not None:
-            await self._env.close()
+            await _awaited(self._env.close, "the environment's close")
+
+
+async def _awaited(method: Callable[[], Awaitable[Result]], what: str) -> Result:
+    """Return the result of a method of an environment.
+
+    Raises:
+        EpisodeFailedError: it is a plain `def`.
+    """
+    result = method()
+    if not inspect.isawaitable(result):
+        raise EpisodeFailedError(f"{what} must be an `async def`, got a `def` that returned {result!r:.200}")
+    return await result
 
 
 def _messages(messages: Any) -> list[Message]:
@@ -121,6 +146,11 @@ def _messages(messages: Any) -> list[Message]:
     Raises:
         EpisodeFailedError: `messages` are no messages with a role and text.
     """
+    if isinstance(messages, str | Mapping):
+        raise EpisodeFailedError(
+            f"the environment's messages must be a list of messages, got {messages!r:.200}. One message is "
+            "[user('its text')], with `user` of rollout_server.episodes.messages"
+        )
     try:
         return plain_messages(messages)
     except (TypeError, ValueError) as error:

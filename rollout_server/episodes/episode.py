@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from async_rl.telemetry.metrics import Metric
+from rollout_server.episodes.faults import Fault
 from rollout_server.episodes.rows import Row
+from rollout_server.episodes.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.session import EpisodeOver, Session
-from rollout_server.episodes.time_limits import ForeignCode, OverdueError
+from rollout_server.episodes.time_limits import CANCEL_S, ForeignCode, OverdueError
 from rollout_server.episodes.tools import ToolCounts
 
 CLOSE_S = 10.0
@@ -22,8 +25,12 @@ CLOSE_S = 10.0
 MAX_ATTEMPTS = 2
 """How often an episode is played if its environment or agent fails, each time with a fresh session."""
 
-End = Literal["done", "length", "turns", "timeout", "failed"]
-ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "failed")
+END_S = SESSION_CLOSE_S + CLOSE_S + 4 * CANCEL_S
+"""How long an attempt may take to end after its time limit: the waits of `Attempt.run` for what it cancels and closes.
+"""
+
+End = Literal["done", "length", "turns", "timeout", "error", "failed"]
+ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "error", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,11 @@ class EpisodeLimits:
     on_timeout: Literal["zero", "partial", "drop"] = "zero"
     """The reward of an episode that ran out of time: 0, that of its turns so far, or none: the episode is dropped."""
 
+    @property
+    def longest_s(self) -> float:
+        """The time after which an episode has surely ended, all its attempts included."""
+        return MAX_ATTEMPTS * (self.episode_s + END_S)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
@@ -49,9 +61,15 @@ class Episode:
     answer: str
     """The content of the model's last reply."""
     end: End
-    """done: the environment ended it, or it answers a question. length, turns: no room, or no turn was left. timeout,
-    failed: see `error`."""
+    """done: the environment ended it, or it answers a question. length, turns: no room, or no turn was left. timeout:
+    see `error`. error: the agent raised because of what the model replied, and the reward is 0. failed: the environment
+    or the agent failed, and the episode has no rows."""
     error: str = ""
+    """The reason for the end, in a sentence; empty if the episode is done."""
+    error_kind: str = ""
+    """Equal for errors of one class that were raised in one place, whatever their texts say."""
+    traceback: str = ""
+    """The traceback of what the environment or the agent raised."""
     reply_times: tuple[tuple[float, float], ...]
     """The begin and end of each reply's sampling by the event loop's clock, in the order in which they ended."""
     ended_s: float
@@ -102,7 +120,22 @@ class EpisodeFailedError(Exception):
     """An environment or an agent raised, or returned something wrong. The message says what and where.
 
     The episode ends as `failed`, and is played once more.
+
+    Args:
+        fault: what it raised.
     """
+
+    end: End = "failed"
+
+    def __init__(self, message: str, fault: Fault | None = None) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class ModelAtFaultError(EpisodeFailedError):
+    """An agent raised because of what the model replied. The episode ends as `error`: with its rows, and reward 0."""
+
+    end: End = "error"
 
 
 def finite(value: Any, what: str) -> float:
@@ -149,7 +182,8 @@ class Attempt:
         """Play within the time limit of the episode, close the session, call `close`, and return the episode.
 
         Args:
-            play: returns when the episode is done, or raises EpisodeOver, OverdueError or EpisodeFailedError.
+            play: returns when the episode is done, or raises EpisodeOver, OverdueError, EpisodeFailedError or
+                ModelAtFaultError.
             close: is called in any case, with a time limit.
 
         Raises:
@@ -157,50 +191,54 @@ class Attempt:
         """
         began_s = asyncio.get_running_loop().time()
         end: End = "done"
-        error = ""
+        error: tuple[str, str, str] | None = None
         try:
             async with asyncio.timeout(self._limits.episode_s) as limit:
                 await play()
         except EpisodeOver as over:
             end = "failed" if over.reason == "ended" else over.reason
-            error = str(over)
+            error = _described(over)
         except TimeoutError as overdue:
             if not (limit.expired() or isinstance(overdue, OverdueError)):
                 raise
             end = "timeout"
-            error = str(overdue) or f"the episode took longer than {self._limits.episode_s:g} s (timeouts.episode_s)"
+            error = _described(
+                overdue, f"the episode took longer than {self._limits.episode_s:g} s (timeouts.episode_s)"
+            )
         except EpisodeFailedError as failed:
-            end, error = "failed", str(failed)
+            end, error = failed.end, _described(failed)
         finally:
             num_leaked, close_error = await self._close(close)
         ended_s = asyncio.get_running_loop().time()
+        said, kind, lines = error or close_error
         return Episode(
-            rows=self._rows(end), answer=self._session.last_answer, end=end, error=error or close_error,
-            reply_times=tuple(self._session.reply_times), ended_s=ended_s,
+            rows=self._rows(end), answer=self._session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
+            traceback=lines, reply_times=tuple(self._session.reply_times), ended_s=ended_s,
             metrics={
                 **self._metrics(ended_s - began_s, num_leaked, end),
                 **{f"env/{name}": value for name, value in self.metrics.items()},
             },
         )  # fmt: skip
 
-    async def _close(self, close: Callable[[], Awaitable[None]]) -> tuple[int, str]:
-        """Close the session and the environment. Return (number of tasks left behind, the error of `close` or "")."""
-        error = ""
+    async def _close(self, close: Callable[[], Awaitable[None]]) -> tuple[int, tuple[str, str, str]]:
+        """Close the session and the environment. Return (number of tasks left behind, the error of `close`)."""
+        error = ("", "", "")
         await self._session.close()
         await self.foreign.end_cancelled_calls()
         try:
             await self.foreign.call(close, CLOSE_S, "the environment's close")
         except Exception as raised:
-            error = f"the environment's close raised {type(raised).__name__}: {raised}"
+            fault = Fault.of(raised)
+            error = _described(EpisodeFailedError(f"the environment's close raised {fault}", fault))
         return await self.foreign.end_created_tasks(), error
 
     def _rows(self, end: End) -> tuple[Row, ...]:
         rows = self._session.rows()
         if not rows or end == "failed" or (end == "timeout" and self._limits.on_timeout == "drop"):
             return ()
-        if end == "timeout" and self._limits.on_timeout == "zero":
+        if end == "error" or (end == "timeout" and self._limits.on_timeout == "zero"):
             rows = [replace(row, turn_rewards=(0.0,) * len(row.turn_rewards)) for row in rows]
-        if end != "done":
+        if end not in ("done", "error"):
             rows[-1] = replace(rows[-1], finish_reason="timeout" if end == "timeout" else "length")
         return tuple(rows)
 
@@ -212,3 +250,15 @@ class Attempt:
             session.counts.rewritten, num_leaked, self.foreign.num_given_up,
         )  # fmt: skip
         return dict(zip(EPISODE_METRICS, values, strict=True))
+
+
+def _described(error: Exception, default: str = "") -> tuple[str, str, str]:
+    """Return (what an error says or `default`, its kind, the traceback of the user's code that raised it or "").
+
+    The kind holds the places in this package that it came through, and class and place of what the user's code raised.
+    """
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+    fault = error.fault if isinstance(error, EpisodeFailedError) else None
+    if fault is None:
+        return str(error) or default, " ".join(places), ""
+    return str(error), f"{' '.join(places)} {fault.name} {fault.at}", fault.traceback

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +34,9 @@ from rollout_server.episodes.session import Generate, Session, SessionLimits
 from rollout_server.episodes.single_turn import SingleTurnPlayer
 from rollout_server.episodes.tools import load_tools
 
+Waiting = Callable[[str, str, float, str], AbstractContextManager[None]]
+"""Shows a wait in the worker's status; see WorkerStats.waiting."""
+
 
 class Player(Protocol):
     """Plays all episodes of one worker, many at once."""
@@ -54,12 +59,12 @@ class Player(Protocol):
 
 
 def open_player(
-    config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path
+    config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path, waiting: Waiting
 ) -> Player:
     """Return the player of the configured task; see MultiTurnPlayer for the arguments and the errors."""
     if not config.task.has_turns:
         return SingleTurnPlayer(tokenizer, generate)
-    return MultiTurnPlayer(config, tokenizer, generate, server_url, log_file)
+    return MultiTurnPlayer(config, tokenizer, generate, server_url, log_file, waiting)
 
 
 class MultiTurnPlayer:
@@ -69,6 +74,7 @@ class MultiTurnPlayer:
         generate: has the engine answer a request.
         server_url: the address of the engine, whose parsers of tool calls may be needed.
         log_file: gets what an agent in a process of its own prints.
+        waiting: is entered for each episode while it is played. One that waits for a place is not.
 
     Raises:
         ConfigError: the environment, the agent, a tool, or the format of tool calls can't be used as configured, or the
@@ -76,7 +82,8 @@ class MultiTurnPlayer:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path
+        self, config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path,
+        waiting: Waiting = lambda *_: nullcontext(),
     ) -> None:
         task, timeouts = config.task, config.timeouts
         self._config = config
@@ -87,7 +94,9 @@ class MultiTurnPlayer:
         ends = end_tokens(config.model.path)
         self._renderer = TurnRenderer(tokenizer, ends)
         self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
-        self._envs = EnvRunner(limits, task.max_concurrent_calls)
+        waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
+        playing = partial(waiting, "plays", waits_on, limits.longest_s, "episodes")
+        self._envs = EnvRunner(limits, task.max_concurrent_calls, playing)
         self._tools = load_tools(task.tools)
         if self._tools and "tool" not in self._renderer.roles:
             raise ConfigError(
@@ -107,7 +116,7 @@ class MultiTurnPlayer:
             if task.agent_python:
                 self._agent_process = AgentProcess(task.agent, log_file, task.agent_python)
             agent = self._agent_process or load_agent(task.agent)
-            self._agents = AgentRunner(agent, self._endpoint, limits, task.max_concurrent_calls)
+            self._agents = AgentRunner(agent, self._endpoint, limits, task.max_concurrent_calls, playing)
         self._starting: asyncio.Task[None] | None = None
 
     async def play(self, request: GenerationRequest) -> list[Episode]:

@@ -77,6 +77,8 @@ class SessionCounts:
     """Requests that got the reply to an earlier, equal request, which its caller had not received."""
     refused: int = 0
     """Requests after the end of the session."""
+    tool_calls: int = 0
+    """Calls of tools in the replies, also those that can't be read."""
 
 
 class Session:
@@ -304,6 +306,7 @@ class Session:
         read = await self._reader.read(node.tokens, tools, stop)
         message, turn = read.message, len(self._replies)
         self._replies.append(node)  # only now: a reply that can't be read is no reply
+        self.counts.tool_calls += len(message.get("tool_calls", ())) + len(read.errors)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
         return Reply(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 from openai import AsyncOpenAI
 
@@ -109,3 +111,39 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
             said = reply.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
     return float(len(said))
+
+
+async def _ask(question: Question, base_url: str) -> None:
+    async with aiohttp.ClientSession() as client:
+        async with client.post(f"{base_url}/chat/completions", json={"messages": list(question.messages)}) as reply:
+            assert reply.status == 200
+
+
+async def break_by_turns(question: Question, base_url: str, api_key: str) -> float:
+    """An agent whose tool raises in every second episode."""
+    await _ask(question, base_url)
+    return _price("plum" if next(_numbers) % 2 else "pear")
+
+
+async def break_always(question: Question, base_url: str, api_key: str) -> float:
+    await _ask(question, base_url)
+    return _price("plum")
+
+
+async def fall_silent(question: Question, base_url: str, api_key: str) -> float:
+    await _ask(question, base_url)
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def take_a_while(question: Question, base_url: str, api_key: str) -> float:
+    await asyncio.sleep(0.15)
+    await _ask(question, base_url)
+    return float(next(_numbers))
+
+
+_numbers = itertools.count()
+
+
+def _price(item: str) -> float:
+    return {"pear": 5.0}[item]

@@ -39,8 +39,7 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
     """Have the server play a task, and return the weighted sum of its rewards. If cancelled, end the task there too.
 
     Raises:
-        ConnectionError: the server does not answer.
-        RuntimeError: the server says that the task failed.
+        ConnectionError: the server does not answer, or says that it could not play the task.
     """
     here = _connections.setdefault(asyncio.get_running_loop(), {})
     address = question.extra["address"]
@@ -65,8 +64,7 @@ class Connection:
         """Have the server play a task with the model behind `base_url`; return the weighted sum of its rewards.
 
         Raises:
-            ConnectionError: the server does not answer.
-            RuntimeError: the server says that the task failed.
+            ConnectionError: the server does not answer, or says that it could not play the task.
         """
         try:
             async with asyncio.timeout(HEALTH_S):
@@ -81,7 +79,7 @@ class Connection:
         reply = await self._ask(b"run", request, rewards)
         if not reply["success"] or not rewards:
             reason = reply["error"] or reply["head"]["errors"]
-            raise RuntimeError(f"the verifiers server {self._address} did not play the task to its end: {reason}")
+            raise ConnectionError(f"the verifiers server {self._address} did not play the task to its end: {reason}")
         return sum(
             reward["score"] * reward["weight"] for trace in rewards.values() for reward in trace.values() if reward
         )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import stat
+import subprocess
+import sys
 import time
 import urllib.request
 from typing import Any
@@ -39,6 +43,41 @@ def die(question: Any, base_url: str, api_key: str) -> float:
 
 def fail(question: Any, base_url: str, api_key: str) -> float:
     raise KeyError("oops")
+
+
+async def misbehave(question: Any, base_url: str, api_key: str) -> float:
+    """Does what the question's `act` says, after a reply; without one it works."""
+    reward = await asyncio.to_thread(solve, question, base_url, api_key)
+    act = question.extra.get("act")
+    if act == "read":
+        subprocess.run("cat", shell=True, check=True)  # whatever standard input holds
+    if act == "read itself":
+        sys.stdin.read()
+    if act == "exit":
+        sys.exit(2)
+    if act == "exit in a task":
+        await asyncio.create_task(exit_later())
+    if act == "cancel":
+        raise asyncio.CancelledError
+    if act == "lose":
+        raise ConnectionResetError("gone")
+    if act == "fork and die":
+        if os.fork() == 0:
+            time.sleep(20)  # the child outlives the process, with copies of its files
+            os._exit(0)
+        os._exit(3)
+    if act == "shout":
+        raise RuntimeError("x" * 2**25)
+    if act == "garble":
+        for descriptor in os.listdir("/proc/self/fd"):  # the pipe to the worker is one of them
+            with contextlib.suppress(OSError):
+                if int(descriptor) > 2 and stat.S_ISFIFO(os.fstat(int(descriptor)).st_mode):
+                    os.write(int(descriptor), b"x" * 2**25 + b"\n")
+    return reward
+
+
+async def exit_later() -> None:
+    sys.exit(2)
 
 
 async def hang(question: Any, base_url: str, api_key: str) -> float:

@@ -13,6 +13,7 @@ from rollout_server.episodes.agents import AgentRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
+from tests.rollout_server.episodes import example_agents
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 
 pytestmark = pytest.mark.processes
@@ -76,7 +77,70 @@ def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> Non
 
 def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -> None:
     (episode,) = played("fail", tmp_path)
-    assert episode.end == "failed" and "KeyError: 'oops'" in episode.error
+    line = example_agents.fail.__code__.co_firstlineno + 1
+    said = f"the agent raised KeyError: 'oops', at {example_agents.__file__}:{line}"
+    assert (episode.end, episode.error) == ("failed", said) and "in fail" in episode.traceback
+
+
+def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:
+    """Episodes in one process of an agent: first those of `acts` at once, then `count` that work, one after the other.
+    """
+
+    async def play() -> list[Episode]:
+        endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{PLACE}:misbehave", folder / "agent.log")
+        await endpoint.start()
+        runner = AgentRunner(agent, endpoint, limits, 64)
+
+        async def run(act: str) -> Episode:
+            question = Question(messages=({"role": "user", "content": "2+2?"},), answer="4", extra={"act": act})
+            return await runner.run(
+                question, lambda: session_of(scripted(TOKENIZER, ["4"] * 2), TOKENIZER, [TOKENIZER.eos_token_id])
+            )
+
+        try:
+            return [*await asyncio.gather(*map(run, acts)), *[await run("") for _ in range(count)]]
+        finally:
+            await agent.aclose()
+            await endpoint.aclose()
+
+    return asyncio.run(asyncio.wait_for(play(), 100))
+
+
+@pytest.mark.parametrize("act", ["read", "read itself"])
+def test_what_reads_standard_input_gets_nothing_of_the_other_episodes(act: str, tmp_path: Path) -> None:
+    episodes = acted(tmp_path, act)
+    assert [(episode.end, episode.reward) for episode in episodes] == [("done", 1.0)] * 6
+
+
+@pytest.mark.parametrize(
+    ("act", "end", "num_failed", "said"),
+    [
+        ("exit", "error", 0, "SystemExit: 2"), ("exit in a task", "error", 0, "SystemExit: 2"),
+        ("cancel", "failed", 2, "CancelledError"), ("lose", "failed", 2, "ConnectionResetError: gone"),
+        ("shout", "error", 0, "RuntimeError: xxx"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_ends_ends_no_other(act: str, end: str, num_failed: int, said: str, tmp_path: Path) -> None:
+    bad, *good = acted(tmp_path, act, "", "", count=2)
+    assert (bad.end, bad.metrics["failed"], bad.reward) == (end, num_failed, 0.0)
+    assert f"the agent raised {said}" in bad.error and f", at {example_agents.__file__}:" in bad.error
+    assert len(bad.error) < 3000 and "misbehave" in bad.traceback
+    assert [(episode.end, episode.reward, episode.metrics["failed"]) for episode in good] == [("done", 1.0, 0)] * 4
+
+
+def test_a_process_whose_output_is_no_reply_is_replaced(tmp_path: Path) -> None:
+    (bad, *good) = acted(tmp_path, "garble", count=2)
+    assert bad.end == "failed" and "died with signal 9: it was killed, because what it wrote is no reply" in bad.error
+    assert [(episode.end, episode.reward) for episode in good] == [("done", 1.0)] * 2
+
+
+def test_a_process_that_dies_is_noticed_although_its_children_live(tmp_path: Path) -> None:
+    (bad, good) = acted(tmp_path, "fork and die", count=1)
+    log = tmp_path / "agent.log"
+    assert (bad.end, bad.error) == (
+        "failed", f"the process of the agent {PLACE}:misbehave died with exit code 3. Its log: {log}"
+    )
+    assert (good.end, good.reward) == ("done", 1.0)
 
 
 def test_an_agent_is_cancelled_in_its_process(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -13,9 +15,12 @@ from rollout_server.engines.base import Completion
 from rollout_server.episodes.agents import AgentRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.session import SessionLimits
+from rollout_server.episodes.rendering import TurnRenderer
+from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.session import Session, SessionLimits
 from rollout_server.question import Question
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -82,19 +87,104 @@ def test_an_agent_without_room_ends_its_episode_as_it_stands(end: str, sizes: di
     assert text_of(episode) == ["2+2?<sep>5<eos>"] and episode.rows[0].finish_reason == "length"
 
 
-def test_an_agent_that_raises_is_called_once_more() -> None:
-    num_calls = 0
+def raising(error: BaseException, *, before_asking: bool = False, times: int = 99) -> Any:
+    """An agent that raises so many times, after it has asked twice or before, and then works."""
+    left = times
 
     async def agent(question: Question, base_url: str, api_key: str) -> float:
-        nonlocal num_calls
-        num_calls += 1
+        nonlocal left
+        left -= 1
+        if left >= 0 and before_asking:
+            raise error
         reward = await two_turns(question, base_url, api_key)
-        if num_calls == 1:
-            raise KeyError("oops")
+        if left >= 0:
+            raise error
         return reward
 
-    episode = played(agent, "5", "4")
+    return agent
+
+
+@pytest.mark.parametrize("before_asking", [True, False])
+def test_an_agent_that_fails_for_no_fault_of_the_model_is_called_once_more(before_asking: bool) -> None:
+    error = KeyError("oops") if before_asking else ConnectionResetError("oops")
+    episode = played(raising(error, before_asking=before_asking, times=1), "5", "4")
     assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)
+    episode = played(raising(error, before_asking=before_asking), "5", "4", "5", "4")
+    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("plum"), "KeyError: 'plum'"), (SystemExit(2), "SystemExit: 2"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_raises_after_a_reply_is_scored_zero_with_its_rows(error: BaseException, said: str) -> None:
+    episode = played(raising(error), "5", "4")
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == ("error", 0.0, 0)
+    assert text_of(episode) == ["2+2?<sep>5<eos>\nsure?<sep>4<eos>"]
+    assert episode.rows[0].turn_rewards == (0.0, 0.0) and episode.rows[0].finish_reason == "stop"
+    line = raising.__code__.co_firstlineno + 11
+    assert episode.error == f"the agent raised {said}, at {__file__}:{line}" and "in agent" in episode.traceback
+
+
+def test_an_agent_that_cancels_itself_fails_and_no_other_notices() -> None:
+    episode = played(raising(asyncio.CancelledError(), times=1), "5", "4")
+    assert (episode.end, episode.metrics["failed"]) == ("done", 1)
+
+
+def test_calls_of_an_agents_tools_are_counted() -> None:
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    tool = {"type": "function", "function": {"name": "price", "description": "", "parameters": {"type": "object"}}}
+    calls = '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>\n' * 2 + "<tool_call>\nhm\n</tool_call>"
+
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+            messages: list[Any] = list(question.messages)
+            await llm.chat.completions.create(model="policy", messages=messages, tools=[tool])  # type: ignore[list-item]
+        return 1.0
+
+    async def play() -> Episode:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
+        sizes = SessionLimits(max_tokens=4000, max_reply_tokens=200, max_turns=6)
+        session = Session(scripted(tokenizer, [calls]), TurnRenderer(tokenizer, ends), reader, sizes)
+        try:
+            return await AgentRunner(agent, endpoint, LIMITS, 8).run(QUESTION, lambda: session)
+        finally:
+            await endpoint.aclose()
+
+    assert asyncio.run(play()).metrics["tool_calls"] == 3  # two, and one that can't be read
+
+
+def test_an_agent_that_waits_for_its_place_is_not_shown_as_played() -> None:
+    """Four episodes share one place: the worker's status shows one after the other, each from its own begin."""
+    shown = most = 0
+
+    @contextmanager
+    def playing() -> Iterator[None]:
+        nonlocal shown, most
+        shown += 1
+        most = max(most, shown)
+        yield
+        shown -= 1
+
+    async def play() -> list[Episode]:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        runner = AgentRunner(two_turns, endpoint, LIMITS, 1, playing)
+        try:
+            return await asyncio.gather(*(
+                runner.run(QUESTION, lambda: session_of(scripted(TOKENIZER, ["5", "4"]), TOKENIZER, [END]))
+                for _ in range(4)
+            ))  # fmt: skip
+        finally:
+            await endpoint.aclose()
+
+    assert [episode.end for episode in asyncio.run(play())] == ["done"] * 4
+    assert (shown, most) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,10 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     ("step", "said"),
     [
         (Step(reward=float("nan"), done=True), "must be a finite number, got nan"),
-        (Step(metrics={str(i): 0.0 for i in range(65)}, done=True), "an episode may log at most 64 metrics, got 0, 1"),
+        (
+            Step(metrics={str(i): 0.0 for i in range(100)}, done=True),
+            "an episode may log metrics of at most 64 names, got 100: '0', '1', '2', ..., '99'",
+        ),
         (Step(metrics={"m" * 201: 0.0}, done=True), "the name of a metric of a step must be printable text of"),
         (Step(metrics={"\ud800": 0.0}, done=True), r"must be printable text of at most 200 characters, got '\ud800'"),
         (Step(metrics={1: 0.0}, done=True), "must be printable text of at most 200 characters, got 1"),  # type: ignore
@@ -190,6 +193,8 @@ def test_an_environment_that_raises_twice_drops_its_episode() -> None:
         (Step(messages=({"content": "me"},)), "must be an object with a role"),  # type: ignore[typeddict-item]
         (Step(messages=("me",)), "must be an object with a role"),  # type: ignore[arg-type]
         (Step(messages=5), "can't be shown to the model"),  # type: ignore[arg-type]
+        (Step(messages="more"), "messages must be a list of messages, got 'more'. One message is [user("),  # type: ignore
+        (Step(messages=user("more")), "messages must be a list of messages, got {'role': "),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_step_is_the_fault_of_its_environment(step: Any, said: str) -> None:

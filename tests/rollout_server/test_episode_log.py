@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.telemetry.metrics import reduce_metrics
+from rollout_server.episode_log import EpisodeLog
+from rollout_server.episodes.env import Env, Step
+from rollout_server.episodes.episode import EPISODE_METRICS, Episode
+from tests.rollout_server.episodes.test_env_runner import MORE, Scripted, played
+
+CONFIG = Config(model=ModelConfig(path="none"), task=TaskConfig(env="my_env:MyEnv"))
+
+
+def log() -> EpisodeLog:
+    return EpisodeLog("rollout/0", CONFIG)
+
+
+def an_episode(**changes: Any) -> Episode:
+    plain = Episode(
+        rows=(), answer="", end="done", reply_times=(), ended_s=0.0, metrics=dict.fromkeys(EPISODE_METRICS, 2.0)
+    )
+    return replace(plain, **changes)
+
+
+def ended_by_length(num_tokens: int) -> Episode:
+    """The conversation is too long by another number of tokens each time."""
+    return played(Scripted(MORE, MORE, MORE), sizes={"max_tokens": num_tokens})
+
+
+def test_further_errors_of_a_kind_are_only_counted_whatever_numbers_they_hold() -> None:
+    episodes = [ended_by_length(num_tokens) for num_tokens in (6, 7, 13, 14, 21)]
+    assert len({episode.error for episode in episodes}) > 2
+    seen = log()
+    seen.add(episodes, are_trained=True)
+    (note,) = seen.drain_notes()
+    assert note == (
+        f"rollout/0: an episode ended with `length`: {episodes[0].error}. Further ones of this kind are only counted, "
+        "in episode/end_length"
+    )
+    assert reduce_metrics(seen.drain_metrics())["episode/end_length"] == 1
+
+
+def test_errors_of_two_places_are_two_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise KeyError("plum")
+
+    def wrong(reward: float) -> Env:
+        return Scripted({"reward": reward})  # type: ignore[arg-type]
+
+    seen = log()
+    for number in range(3):
+        seen.add([played(wrong(number / 7), wrong(number / 7))], are_trained=True)
+        seen.add([played(*(Scripted(MORE, Step(done=True), act=fail) for _ in range(2)))], are_trained=True)
+    notes = seen.drain_notes()
+    assert len(notes) == 2 and "step must return a Step, got {'reward': 0.0}." in notes[0]
+    assert f"the environment's step raised KeyError: 'plum', at {__file__}:" in notes[1]
+    (record,) = caplog.records  # the traceback is in the worker's log, once
+    assert "Traceback (most recent call last)" in record.getMessage() and "in fail" in record.getMessage()
+
+
+def test_held_out_and_greedy_episodes_do_not_count_in_the_metrics_of_the_training() -> None:
+    seen = log()
+    seen.add([an_episode()], are_trained=True)
+    seen.add([an_episode(metrics=dict.fromkeys(EPISODE_METRICS, 50.0), end="timeout", error="late")], are_trained=False)
+    values = reduce_metrics(seen.drain_metrics())
+    assert values["episode/turns"] == 2 and values["episode/end_done"] == 1 and values["episode/end_timeout"] == 0
+    assert seen.drain_notes() == (
+        "rollout/0: a held-out or greedy episode ended with `timeout`: late. Further ones of this kind are not shown",
+    )
+    assert reduce_metrics(seen.drain_metrics()) == {} and seen.drain_notes() == ()
+
+
+def test_an_error_that_is_scored_zero_is_told_so() -> None:
+    seen = log()
+    seen.add([an_episode(end="error", error="the agent raised KeyError: 'plum', at a.py:5")], are_trained=True)
+    (note,) = seen.drain_notes()
+    assert note.endswith("at a.py:5. Its reward is 0. Further ones of this kind are only counted, in episode/end_error")

@@ -1,0 +1,84 @@
+"""The worker with agents that raise, hang, or wait for a place."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, TaskConfig
+from async_rl.errors import RewardError
+from async_rl.telemetry.status import Status
+from rollout_server.worker import Worker
+from tests.rollout_server.episode_cases import TalkingEngine
+from tests.rollout_server.test_worker import config_of, metric_values, rolled_out
+from tests.rollout_server.test_worker_episodes import CASES, no_reward
+from tests.tiny_folder import save_tiny_model
+
+
+def config_for(agent: str, folder: Path, **changes: Any) -> Config:
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    config = config_of(str(folder))
+    task = TaskConfig(
+        name="reasoning_gym/spell_backward", agent=f"{CASES}:{agent}", size=50, max_prompt_tokens=64, max_failures=5
+    )
+    return replace(
+        config, task=replace(task, **changes), rollout=replace(config.rollout, max_episode_tokens=200, max_turns=4)
+    )
+
+
+def engine() -> TalkingEngine:
+    return TalkingEngine(lambda last, number, n: "z")
+
+
+def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tmp_path: Path) -> None:
+    """The review's case: the tool of a framework raises KeyError for half of the items."""
+    (batch,), reports, *_ = rolled_out(config_for("break_by_turns", tmp_path), engine(), no_reward)
+    for group in batch.groups:
+        assert len(group.episodes) == 3, "none is left out"
+        ends = {reward: facts.end for reward, facts in zip(group.episode_rewards, group.episodes, strict=True)}
+        assert all(end == ("done" if reward else "error") for reward, end in ends.items())
+    values = metric_values(reports)
+    assert 0 < values["episode/end_error"] < 1 and values["episode/failed"] == values["rollout/failed"] == 0
+    (note,) = [note for report in reports for note in report.notes]
+    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "episode_cases.py:" in note
+
+
+def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
+    expected = r"rollout/0: 8 rollout groups in a row had the same reward, 0, .* 100% ended with an error of the agent " \
+        r"\(episode/end_error\).* The newest of those ended so: the agent raised KeyError: 'plum', at .*cases\.py:\d+$"
+    config = config_for("break_always", tmp_path)
+    with pytest.raises(RewardError, match=expected):
+        rolled_out(replace(config, timeouts=replace(config.timeouts, batch_s=5)), engine(), no_reward, steps=99)
+
+
+def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answer(tmp_path: Path) -> None:
+    config = config_for("fall_silent", tmp_path)
+    config = replace(config, timeouts=replace(config.timeouts, turn_s=2))
+    _, reports, *_ = rolled_out(config, engine(), no_reward, steps=3)
+    (note,) = [note for report in reports for note in report.notes if "in a row" in note]
+    assert "100% ran out of time (episode/end_timeout)" in note and "The newest one ends" not in note
+    assert note.endswith("The newest of those ended so: the agent asked for no reply within 2 s (timeouts.turn_s)")
+
+
+def test_the_status_shows_the_agents_that_have_a_place_and_not_those_that_wait(tmp_path: Path) -> None:
+    """One place for 48 episodes that take long: the wait that the watchdog sees is that of the running one."""
+    config = config_for("take_a_while", tmp_path, max_concurrent_calls=1)
+    config = replace(config, timeouts=replace(config.timeouts, episode_s=30))
+    statuses: list[Status] = []
+
+    async def look(worker: Worker) -> None:
+        while len(statuses) < 60:
+            if (status := worker.status()).doing.startswith("plays"):
+                statuses.append(status)
+            await asyncio.sleep(0.01)
+
+    rolled_out(config, engine(), no_reward, beside=look)
+    assert {status.doing.partition(",")[0] for status in statuses} == {"plays 1 episodes"}
+    begins = {round(status.since_s, 1) for status in statuses}
+    assert len(begins) > 1, "each episode's wait begins when it gets the place"
+    limit_s = statuses[0].limit_s
+    assert 2 * 30 < limit_s < 2 * 30 + 60 and {status.waits_on for status in statuses} == {"its agent"}

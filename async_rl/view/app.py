@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -22,10 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.errors import AsyncRLError
 from async_rl.view import run_data, run_pages, sweep_pages
+from async_rl.view.hosts import HostCheck
 from async_rl.view.library import Library, UnknownRunError
 from async_rl.view.pages import STATIC, page
 
-LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 HEADERS = {
     # Pages run no script and load nothing but the files of this server, whatever a model wrote into an answer.
     "Content-Security-Policy": (
@@ -37,17 +36,18 @@ HEADERS = {
 }
 
 
-def make_app(library: Library, is_loopback: bool = True) -> Starlette:
-    """Return the application that shows the runs of a library.
+def make_app(library: Library, is_loopback: bool = True, names: Collection[str] = ()) -> Starlette:
+    """Return the application that shows the runs of a library, for requests whose Host passes HostCheck.
 
     Args:
-        is_loopback: whether it is reached by names of this machine only; requests with another name are then refused,
-            so that no page of another site can read this one.
+        is_loopback: whether only programs of this machine reach it.
+        names: the names besides `localhost` under which it may be asked for.
     """
     run_routes: list[BaseRoute] = [*run_pages.ROUTES, *run_data.ROUTES]
-    middleware = [Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)]
-    if is_loopback:
-        middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES))
+    middleware = [
+        Middleware(_Headers), Middleware(HostCheck, is_loopback=is_loopback, names=names),
+        Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1),
+    ]  # fmt: skip
     app = Starlette(
         routes=[
             Route("/", _first_page, name="home"),
@@ -58,7 +58,7 @@ def make_app(library: Library, is_loopback: bool = True) -> Starlette:
             *sweep_pages.ROUTES,
         ],
         middleware=middleware,
-        exception_handlers={AsyncRLError: _error, HTTPException: _error, ValueError: _error},
+        exception_handlers={AsyncRLError: _error, HTTPException: _error, ValueError: _error, Exception: _fault},
         lifespan=_lifespan,
     )
     app.state.library = library
@@ -104,8 +104,20 @@ def _error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404 if is_missing else 400
     text = str(error.detail if isinstance(error, HTTPException) else error)
     if isinstance(error, HTTPException) and status == 404:
-        text = f"There is no page {request.url.path}."
-    if "/data/" in request.url.path:
+        text = f"There is no page {request.scope['path']}."
+    return _error_page(request, text, status)
+
+
+def _fault(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that met a fault of this program; the server then logs where it was raised."""
+    text = f"This page met a fault of async-rl, {type(error).__name__}; the output of `async-rl view` says where."
+    response = _error_page(request, text, 500)
+    response.headers.update(HEADERS)  # Starlette sends this answer from outside of all middleware
+    return response
+
+
+def _error_page(request: Request, text: str, status: int) -> Response:
+    if "/data/" in request.scope["path"]:
         return JSONResponse({"error": text}, status)
     facts: dict[str, Any] = {"text": text, "run": None}
     return page(request, "error.html", facts, status)

@@ -18,7 +18,7 @@ from async_rl.view.library import Library
 DEFAULT_PORT = 8717
 """A fixed port, so that a link to a rollout works for everyone who has the run directory."""
 NICENESS = 10
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
 SHUTDOWN_LIMIT_S = 5
 END_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -35,18 +35,18 @@ def serve(folder: Path, port: int, host: str) -> None:
     import uvicorn
 
     from async_rl.view.app import make_app
+    from async_rl.view.hosts import is_loopback, own_names, shown_name
 
     os.nice(NICENESS)  # the run needs the cores more
-    is_loopback = host in LOOPBACK
-    app = make_app(library, is_loopback)
+    is_local = is_loopback(listener)
+    app = make_app(library, is_local, [] if is_local else [host, *own_names()])
     config = uvicorn.Config(
         app, log_level="warning", access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
     )  # fmt: skip
-    shown_host = "localhost" if is_loopback else socket.gethostname()
     advice = "  (Ctrl-C ends it)" if sys.stdin.isatty() else ""
-    print(f"{folder}: http://{shown_host}:{listener.getsockname()[1]}{advice}", flush=True)
-    if not is_loopback:
+    print(f"{folder}: http://{shown_name(listener)}:{listener.getsockname()[1]}{advice}", flush=True)
+    if not is_local:
         print(f"Whoever reaches {host} can read this run: there is no password.", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
         server = uvicorn.Server(config)
@@ -61,7 +61,7 @@ def shown(run_dir: Path) -> Iterator[None]:
     The port is DEFAULT_PORT, or a free one if that is taken.
     """
     try:
-        open_port(LOOPBACK[0], DEFAULT_PORT).close()
+        open_port(LOOPBACK, DEFAULT_PORT).close()
         port = DEFAULT_PORT
     except ConfigError:
         port = 0

@@ -13,11 +13,15 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from async_rl.errors import ConfigError
 from async_rl.view.library import Library, OpenRun
 
 FOLDER = Path(__file__).parent
 STATIC = FOLDER / "static"
 MISSING = "\N{EN DASH}"
+MAX_DIGITS = 15
+MAX_SHOWN_CHARS = 80
+"""The most characters of a wrong value that an error quotes."""
 TABS = (
     ("overview", "Overview"), ("overlap", "Overlap"), ("rollouts", "Rollouts"), ("staleness", "Staleness"),
 )  # fmt: skip
@@ -51,6 +55,18 @@ def run_page(request: Request, template: str, tab: str, facts: dict[str, Any]) -
     run = run_of(request).files
     head = {"run": run, "state": run.state, "tab": tab, "step": run.metrics.refresh().last_step, "steps": run.steps}
     return page(request, template, head | facts)
+
+
+def whole_number(name: str, text: str) -> int:
+    """Return the number that a part `name` of an address holds. All that are allowed fit into a column of SQLite.
+
+    Raises:
+        ConfigError: the part is no whole number, is negative, or has more than MAX_DIGITS digits.
+    """
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        shown = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+        raise ConfigError(f"{name} must be a whole number, at least 0, of at most {MAX_DIGITS} digits, got {shown!r}")
+    return int(text)
 
 
 def number(value: Any, form: str = "{:.3g}") -> str:

@@ -15,7 +15,7 @@ from async_rl.storage.log_ratios import read_log_ratios
 from async_rl.view.answers import answer_columns
 from async_rl.view.charts import staleness_buckets
 from async_rl.view.live import event_stream
-from async_rl.view.pages import json_finite, run_of
+from async_rl.view.pages import json_finite, run_of, whole_number
 from async_rl.view.prediction import predict
 from async_rl.view.run_files import RunFiles
 
@@ -104,7 +104,8 @@ def answer(request: Request) -> Response:
         NotKeptError: the answer does not exist, or the run directory does not hold its tokens (any more).
     """
     run = run_of(request)
-    group_id, number = request.path_params["group_id"], request.path_params["number"]
+    group_id = whole_number("group", request.path_params["group_id"])
+    number = whole_number("answer", request.path_params["number"])
     row, payload = run.files.journal.group(group_id), run.files.journal.payload(group_id)
     if row is None or payload is None or number >= len(payload.rollouts):
         raise NotKeptError(f"The tokens of answer {number} of group {group_id} are not kept in this run directory.")
@@ -133,6 +134,6 @@ ROUTES = [
     Route("/data/window", window),
     Route("/data/prediction", prediction),
     Route("/data/histogram", histogram),
-    Route("/data/answers/{group_id:int}/{number:int}", answer),
+    Route("/data/answers/{group_id}/{number}", answer),
     Route("/events", events),
 ]

@@ -18,7 +18,7 @@ from async_rl.view.charts import OVERVIEW_CHARTS, staleness_charts
 from async_rl.view.journal_reader import ORDERS, JournalError
 from async_rl.view.library import OpenRun
 from async_rl.view.metrics_file import RECENT_STEPS
-from async_rl.view.pages import page, run_of, run_page
+from async_rl.view.pages import page, run_of, run_page, whole_number
 from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import Found
 from buffer.store_rows import DROP_REASONS
@@ -119,7 +119,7 @@ def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
     order = query.get("order", "newest")
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    number = _integer("page", query.get("page", "0"))
+    number = whole_number("page", query.get("page", "0"))
     found: Found | None = None
     index = run.index
     if "text" in query:
@@ -143,7 +143,7 @@ def read_filters(query: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: a value is not a number.
     """
-    filters: dict[str, Any] = {key: _integer(key, query[key]) for key in INTEGER_FILTERS if key in query}
+    filters: dict[str, Any] = {key: whole_number(key, query[key]) for key in INTEGER_FILTERS if key in query}
     for key in NUMBER_FILTERS:
         if key in query:
             try:
@@ -155,23 +155,17 @@ def read_filters(query: Mapping[str, str]) -> dict[str, Any]:
     return filters | {key: query[key] for key in TEXT_FILTERS if key in query}
 
 
-def _integer(key: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise ConfigError(f"{key} must be a whole number, at least 0, got {text!r}")
-    return int(text)
-
-
 def group(request: Request) -> Response:
     """Return the page of one group: its answers side by side, and one of them token by token."""
     run = run_of(request)
-    group_id = request.path_params["group_id"]
+    group_id = whole_number("group", request.path_params["group_id"])
     row = run.files.journal.group(group_id)
     if row is None:
         missing = {"text": f"The journal has no group {group_id}.", "run": None}
         return page(request, "error.html", missing, 404)
     payload = run.files.journal.payload(group_id)
     siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rollouts))] if payload else []
-    answer = _integer("answer", request.query_params.get("answer", "0"))
+    answer = whole_number("answer", request.query_params.get("answer", "0"))
     color = request.query_params.get("color", "version")
     facts: dict[str, Any] = {
         "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rollouts"]) - 1)),
@@ -190,5 +184,5 @@ ROUTES = [
     Route("/overlap", overlap),
     Route("/staleness", staleness),
     Route("/rollouts", rollouts),
-    Route("/rollouts/{group_id:int}", group),
+    Route("/rollouts/{group_id}", group),
 ]

@@ -87,6 +87,8 @@ class TextIndex:
             return Found([], {}, self.missing)
         if len(text) < LEAST_CHARS:
             return Found([], {}, f"A text to search for needs at least {LEAST_CHARS} characters, got {len(text)}.")
+        if "\0" in text:
+            return Found([], {}, "A text to search for can't hold the character NUL, with code 0.")
         self._wanted.set()
         phrase = '"' + text.replace('"', '""') + '"'
         query = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class Client:
     """Asks an application for pages, without a server."""
 
-    def __init__(self, folder: Path, is_loopback: bool = True) -> None:
-        self._app = make_app(Library(folder), is_loopback)
+    def __init__(self, folder: Path, is_loopback: bool = True, names: Collection[str] = ()) -> None:
+        self._app = make_app(Library(folder), is_loopback, names)
 
-    def get(self, path: str, host: str = "localhost") -> httpx.Response:
+    def get(self, path: str, host: str = "localhost", raises: bool = True) -> httpx.Response:
         async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app, raise_app_exceptions=True)
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=raises)
             async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
                 return await client.get(path)
 

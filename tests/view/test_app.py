@@ -106,6 +106,7 @@ def test_there_is_no_prediction_without_enough_steps(tmp_path: Path) -> None:
         ("/run/data/series?after=soon", 400, "after must be a number, got 'soon'"),
         ("/run/data/answers/77/0", 400, "are not kept"),
         ("/run/data/answers/1/9", 400, "are not kept"),
+        (f"/run/data/answers/{2**63}/0", 400, "group must be a whole number"),
     ],
 )
 def test_bad_data_requests_get_one_sentence(client: Client, path: str, code: int, sentence: str) -> None:
@@ -117,10 +118,12 @@ def test_bad_data_requests_get_one_sentence(client: Client, path: str, code: int
 @pytest.mark.parametrize(
     "path, code, sentence",
     [
-        ("/run/rollouts?step=three", 400, "step must be a whole number, at least 0, got 'three'"),
+        ("/run/rollouts?step=three", 400, "step must be a whole number, at least 0, of at most 15 digits, got 'three'"),
         ("/run/rollouts?reward_min=nan", 400, "reward_min must be a number, got 'nan'"),
         ("/run/rollouts?order=random", 400, "order must be one of newest"),
         ("/run/rollouts/999", 404, "The journal has no group 999"),
+        (f"/run/rollouts/{2**63}", 400, f"group must be a whole number, at least 0, of at most 15 digits, got '{2**63}'"),
+        ("/run/rollouts?page=" + "9" * 400, 400, "9" * 80 + "..."),
         ("/run/nothing", 404, "There is no page /run/nothing"),
         ("/cells/..%2F..%2Fetc/overview", 404, "no page"),
         ("/cells/other/overview", 404, "no cell"),
@@ -140,9 +143,18 @@ def test_filters_and_search_find_groups(client: Client) -> None:
     assert "No group meets all of this" in client.get("/run/rollouts?reward_min=9").text
 
 
-def test_names_of_other_hosts_are_refused_on_loopback(run_dir: Path) -> None:
-    assert Client(run_dir).get("/run/overview", host="evil.example").status_code == 400
-    assert Client(run_dir, is_loopback=False).get("/run/overview", host="gpu-7").status_code == 200
+@pytest.mark.parametrize(
+    "host, on_loopback, beyond",
+    [
+        ("localhost:8717", 200, 200), ("LOCALHOST", 200, 200), ("127.0.0.1", 200, 200), ("127.0.0.2:80", 200, 200),
+        ("[::1]:8717", 200, 200), ("192.0.2.7:8717", 400, 200), ("[2001:db8::7]", 400, 200), ("gpu-7", 400, 200),
+        ("GPU-7:8717", 400, 200), ("gpu-8", 400, 400), ("rebound.evil.example", 400, 400), ("localhost.evil", 400, 400),
+    ],
+)  # fmt: skip
+def test_names_of_other_hosts_are_refused(run_dir: Path, host: str, on_loopback: int, beyond: int) -> None:
+    """A name that points here by DNS rebinding is refused wherever the page is served; an address can't be rebound."""
+    assert Client(run_dir).get("/run/overview", host=host).status_code == on_loopback
+    assert Client(run_dir, is_loopback=False, names=["gpu-7"]).get("/run/overview", host=host).status_code == beyond
 
 
 def test_the_chart_library_is_served_from_its_package(client: Client) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from async_rl.view.command import open_port, shown
+from async_rl.view.hosts import is_loopback, own_names, shown_name
 from async_rl.view.library import check_folder
 from async_rl.view.live import HEARTBEAT_S, LOOK_EVERY_S
 from tests.view.factories import make_run
@@ -50,6 +51,16 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
 def test_addresses_that_can_not_be_are_refused(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=r"--port|--host"):
         open_port(host, port)
+
+
+@pytest.mark.parametrize(
+    "address, name, is_local",
+    [("127.0.0.1", "localhost", True), ("127.0.0.2", "127.0.0.2", True), ("0.0.0.0", socket.gethostname(), False)],
+)
+def test_all_addresses_of_loopback_count_as_loopback(address: str, name: str, is_local: bool) -> None:
+    with open_port(address, 0) as listener:
+        assert (shown_name(listener), is_loopback(listener)) == (name, is_local)
+    assert socket.gethostname() in own_names()
 
 
 @pytest.mark.processes

@@ -58,6 +58,10 @@ def test_a_short_text_is_refused_with_a_sentence(index: TextIndex) -> None:
     assert "at least 3 characters, got 2" in index.search("ab").note
 
 
+def test_a_text_with_the_character_nul_is_refused_with_a_sentence(index: TextIndex) -> None:
+    assert "can't hold the character NUL" in index.search("a\0bc").note
+
+
 def test_without_a_tokenizer_there_is_no_search(tmp_path: Path) -> None:
     run = RunFiles(tmp_path)
     index = TextIndex(run.journal, TokenTexts(run))

@@ -1,0 +1,72 @@
+"""Whatever address is asked for: no fault of the program, the security headers, and no script but the page's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from async_rl.view.app import HEADERS
+from tests.view.conftest import Client
+from tests.view.factories import make_run
+from tests.view.hostile_addresses import Answer, Attempt, HostileClient, faults_of, random_attempt
+
+FEW, MANY = 300, 10_000
+
+
+def problems_of(folder: Path, count: int, seed: int) -> list[str]:
+    source, found = random.Random(seed), []
+
+    async def ask_all() -> None:
+        clients = [HostileClient(folder), HostileClient(folder, is_loopback=False)]
+        for _ in range(count):
+            attempt = random_attempt(source)
+            try:
+                faults = faults_of(await clients[source.random() < 0.3].ask(attempt))
+            except Exception as error:  # the application raises a fault again, after its answer
+                faults = [repr(error)[:300]]
+            if faults:
+                found.append(f"{attempt.method} {attempt.target[:120]} {attempt.headers!r:.150}: {faults}")
+
+    asyncio.run(ask_all())
+    return found
+
+
+def test_random_addresses_meet_no_fault_and_run_no_script(tmp_path: Path) -> None:
+    assert problems_of(make_run(tmp_path / "run", steps=3), FEW, seed=0) == []
+
+
+@pytest.mark.nightly
+def test_ten_thousand_random_addresses_meet_no_fault_and_run_no_script(tmp_path: Path) -> None:
+    assert problems_of(make_run(tmp_path / "run"), MANY, seed=random.SystemRandom().randrange(2**32)) == []
+
+
+def test_a_script_in_an_answer_is_found_by_this_test() -> None:
+    answer = Answer(200, {"content-type": "text/html"}, b"<p onclick=1><script>1</script><a href=' JavaScript:1'>")
+    assert [fault for fault in faults_of(answer) if "no header" not in fault] == [
+        "onclick of <p onclick=1>", "<script>", "href of <a href=' JavaScript:1'>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["/run/overview", "/nothing", "/run/rollouts?text=a%00b", "/run/data/answers/x/0"])
+@pytest.mark.parametrize("host", ["localhost", "evil.example"])
+def test_pages_errors_and_refusals_have_the_security_headers(run_dir: Path, target: str, host: str) -> None:
+    attempt = Attempt("GET", target, (("host", host),))
+    assert faults_of(asyncio.run(HostileClient(run_dir).ask(attempt))) == []
+
+
+def test_a_fault_of_the_program_is_a_page_with_the_security_headers(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("async_rl.view.run_files.RunFiles.state", property(broken))
+    with pytest.raises(RuntimeError, match="broken"):  # raised again after the answer, for the server's log
+        Client(run_dir).get("/run/overview")
+    response = Client(run_dir).get("/run/overview", raises=False)
+    assert response.status_code == 500
+    assert "met a fault of async-rl, RuntimeError" in response.text
+    assert {name: response.headers[name] for name in HEADERS} == HEADERS

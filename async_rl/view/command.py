@@ -35,13 +35,14 @@ def serve(folder: Path, port: int, host: str) -> None:
     import uvicorn
 
     from async_rl.view.app import make_app
+    from async_rl.view.connections import TimedConnection
     from async_rl.view.hosts import is_loopback, own_names, shown_name
 
     os.nice(NICENESS)  # the run needs the cores more
     is_local = is_loopback(listener)
     app = make_app(library, is_local, [] if is_local else [host, *own_names()])
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False,
+        app, log_level="warning", access_log=False, http=TimedConnection,
         timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
     )  # fmt: skip
     advice = "  (Ctrl-C ends it)" if sys.stdin.isatty() else ""

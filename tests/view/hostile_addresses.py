@@ -16,26 +16,30 @@ from async_rl.view.library import Library
 SCRIPT = "<script>window.hacked=1</script>"
 TEXTS = (
     "0", "1", "3", "-1", "007", "1e400", "nan", "-inf", "0x10", "1_000", "%D9%A3", "%C2%B2", str(2**31), str(2**63 - 1),
-    str(2**63), "9" * 18, "9" * 5000, "%00", "a%00b", "%ED%A0%80abc", "%FF%FE", "..%2f..%2fapp.py", "%2f", "%5c", "%252f",
-    "../../app.py", "", "%20", "a" * 20_000, SCRIPT, "%3Cscript%3Ewindow.hacked=1%3C/script%3E", "%22%3E%3Cimg+src=x+onerror=1%3E",
-    "'><svg/onload=1>", "javascript:alert(1)", "%E2%80%AE", "%F0%9F%92%A9", "right+answer", "hacked", '"', "%22*%22+OR",
-    "a'b;DROP", "late", "trained", "rollout/0", "newest", "stalest", "reward/mean", "true", "None", "{{7*7}}", "%0d%0aX:1",
+    str(2**63), "9" * 18, "9" * 5000, "%00", "a%00b", "%ED%A0%80abc", "%FF%FE", "..%2f..%2fapp.py", "%2f", "%5c",
+    "%252f", "../../app.py", "", "%20", "a" * 20_000, SCRIPT, "%3Cscript%3Ewindow.hacked=1%3C/script%3E",
+    "%22%3E%3Cimg+src=x+onerror=1%3E", "'><svg/onload=1>", "javascript:alert(1)", "%E2%80%AE", "%F0%9F%92%A9",
+    "right+answer", "hacked", '"', "%22*%22+OR", "a'b;DROP", "late", "trained", "rollout/0", "newest", "stalest",
+    "reward/mean", "true", "None", "{{7*7}}", "%0d%0aX:1",
 )  # fmt: skip
 NAMES = (
-    "page", "step", "prompt", "text", "order", "state", "drop_reason", "worker", "reward_min", "reward_max", "tokens_min",
-    "staleness_max", "from", "to", "after", "key", "answer", "color", "metric", "axis", "cell", SCRIPT, "%00", "ended",
+    "page", "step", "prompt", "text", "order", "state", "drop_reason", "worker", "reward_min", "reward_max",
+    "tokens_min", "staleness_max", "from", "to", "after", "key", "answer", "color", "metric", "axis", "cell", SCRIPT,
+    "%00", "ended",
 )  # fmt: skip
 PATHS = (
     "/", "/run", "/run/", "/run/overview", "/run/overview/", "/run/overview/live", "/run/header", "/run/overlap",
     "/run/staleness", "/run/rollouts", "/run/rollouts/{}", "/run/rollouts/{}/", "/run/data/series", "/run/data/window",
-    "/run/data/histogram", "/run/data/answers/{}/{}", "/run/data/prediction", "/run/data/{}", "/run/events", "/run/{}", "/sweep",
-    "/sweep/{}", "/sweep/data/points", "/sweep/events", "/cells/{}/overview", "/cells/{}/data/series", "/cells/{}", "/static/{}",
-    "/static/view.css/{}", "/bokeh/{}", "/{}", "//{}", "{}", "/run//{}", "/RUN/overview", "*", "http://evil.example/{}",
+    "/run/data/histogram", "/run/data/answers/{}/{}", "/run/data/prediction", "/run/data/{}", "/run/events", "/run/{}",
+    "/sweep", "/sweep/{}", "/sweep/data/points", "/sweep/events", "/cells/{}/overview", "/cells/{}/data/series",
+    "/cells/{}", "/static/{}", "/static/view.css/{}", "/bokeh/{}", "/{}", "//{}", "{}", "/run//{}", "/RUN/overview",
+    "*", "http://evil.example/{}",
 )  # fmt: skip
 METHODS = ("GET",) * 60 + ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "get", "X")
 HOSTS = ("localhost",) * 120 + (
-    "127.0.0.1:8717", "[::1]:80", "127.0.0.2", "LOCALHOST", "evil.example", "localhost.evil.example", "localhost:80@evil",
-    "", "[::1", "localhost:[", "localhost:99999999", "127.0.0.1.evil", "\x00", "\xff", SCRIPT, "a" * 5000, "[]", "127.1",
+    "127.0.0.1:8717", "[::1]:80", "127.0.0.2", "LOCALHOST", "evil.example", "localhost.evil.example",
+    "localhost:80@evil", "", "[::1", "localhost:[", "localhost:99999999", "127.0.0.1.evil", "\x00", "\xff", SCRIPT,
+    "a" * 5000, "[]", "127.1",
 )  # fmt: skip
 ALLOWED = {200, 206, 304, 307, 400, 404, 405, 416}
 """The statuses of answers; any other, above all 500, is a fault."""
@@ -131,5 +135,6 @@ class _Scripts(HTMLParser):
         if (tag == "script" and not is_own) or tag in ("img", "iframe", "object", "embed", "base"):
             self.found.append(self.get_starttag_text() or tag)
         bad = [name for name in values if name.startswith("on")]
-        bad += [name for name in ("href", "src", "action") if values.get(name, "").strip().lower().startswith("javascript:")]
+        links = ("href", "src", "action")
+        bad += [name for name in links if values.get(name, "").strip().lower().startswith("javascript:")]
         self.found += [f"{name} of {self.get_starttag_text()}" for name in bad]

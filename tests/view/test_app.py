@@ -122,7 +122,7 @@ def test_bad_data_requests_get_one_sentence(client: Client, path: str, code: int
         ("/run/rollouts?reward_min=nan", 400, "reward_min must be a number, got 'nan'"),
         ("/run/rollouts?order=random", 400, "order must be one of newest"),
         ("/run/rollouts/999", 404, "The journal has no group 999"),
-        (f"/run/rollouts/{2**63}", 400, f"group must be a whole number, at least 0, of at most 15 digits, got '{2**63}'"),
+        (f"/run/rollouts/{2**63}", 400, f"of at most 15 digits, got '{2**63}"),
         ("/run/rollouts?page=" + "9" * 400, 400, "9" * 80 + "..."),
         ("/run/nothing", 404, "There is no page /run/nothing"),
         ("/cells/..%2F..%2Fetc/overview", 404, "no page"),

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.view.prediction import Predictor
 from async_rl.view.run_files import RunFiles, is_run
 from async_rl.view.sweep_files import SweepFiles, is_sweep
 from async_rl.view.text_index import TextIndex
@@ -19,10 +20,15 @@ class UnknownRunError(AsyncRLError):
 
 
 class OpenRun:
-    """A run that the page shows, with its tokenizer and the index for searching its texts, both made at first use."""
+    """A run that the page shows, with its tokenizer and the index for searching its texts, both made at first use.
 
-    def __init__(self, files: RunFiles) -> None:
+    Args:
+        simulating: the lock under which the runs of one server are simulated.
+    """
+
+    def __init__(self, files: RunFiles, simulating: threading.Lock) -> None:
         self.files = files
+        self.predictor = Predictor(files, simulating)
         self._lock = threading.Lock()
         self._texts: TokenTexts | None = None
         self._index: TextIndex | None = None
@@ -61,6 +67,7 @@ class Library:
         self.folder = folder
         self.sweep = SweepFiles(folder) if is_sweep(folder) else None
         self._lock = threading.Lock()
+        self._simulating = threading.Lock()
         self._runs: dict[str, OpenRun] = {}
 
     def run(self, cell: str) -> OpenRun:
@@ -72,7 +79,7 @@ class Library:
         folder = self._folder_of(cell)
         with self._lock:
             if cell not in self._runs:
-                self._runs[cell] = OpenRun(RunFiles(folder))
+                self._runs[cell] = OpenRun(RunFiles(folder), self._simulating)
             return self._runs[cell]
 
     def _folder_of(self, cell: str) -> Path:

@@ -1,7 +1,9 @@
-"""Predicts the utilisation of a run with the simulator, from the durations that it measured so far."""
+"""Predicts the utilisation of a run with the simulator, from the durations that it measured so far, in one thread."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 from async_rl.errors import AsyncRLError
@@ -17,6 +19,38 @@ KEYS = (
 )  # fmt: skip
 """The metrics that the simulator is fed with, and those that its prediction stands beside."""
 MEANS = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync", "occupancy/rollout")
+
+
+class Predictor:
+    """Predicts one run in a thread, once for each state of its files, whoever asks and however often.
+
+    Args:
+        turn: the lock of all runs that one server shows. The simulator computes for seconds, so only one thread may.
+    """
+
+    def __init__(self, run: RunFiles, turn: threading.Lock) -> None:
+        self._run = run
+        self._turn = turn
+        self._lock = threading.Lock()
+        self._stamp = ""
+        self._found: Future[Measured | None] | None = None
+
+    def ask(self) -> Future[Measured | None]:
+        """Return the prediction that is being computed; else the one of the files as they are now, begun if needed."""
+        revision = self._run.revision()
+        stamp = f"{revision['metrics']} {revision['journal']}"
+        with self._lock:
+            if self._found is None or (self._found.done() and self._stamp != stamp):
+                self._stamp, self._found = stamp, Future()
+                threading.Thread(target=self._work, args=(self._found,), daemon=True, name="view-prediction").start()
+            return self._found
+
+    def _work(self, found: Future[Measured | None]) -> None:
+        with self._turn:
+            try:
+                found.set_result(predict(self._run))
+            except Exception as error:  # a fault: whoever waits for the prediction raises it
+                found.set_exception(error)
 
 
 def predict(run: RunFiles) -> Measured | None:

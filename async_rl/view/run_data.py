@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import asdict
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,12 +18,13 @@ from async_rl.view.answers import answer_columns
 from async_rl.view.charts import staleness_buckets
 from async_rl.view.live import event_stream
 from async_rl.view.pages import json_finite, run_of, whole_number
-from async_rl.view.prediction import predict
 from async_rl.view.run_files import RunFiles
 
 MAX_KEYS = 60
 MAX_STEPS_SHOWN = 200
 MAX_HISTOGRAM_STEPS = 200
+PREDICTION_LIMIT_S = 20.0
+"""The longest time that a request waits for the simulator."""
 
 
 class NotKeptError(AsyncRLError):
@@ -68,9 +71,17 @@ def first_step_of_timeline(run: RunFiles) -> int:
     return int(max((step for step, value in since_s.items() if value == 0.0), default=1))
 
 
-def prediction(request: Request) -> Response:
-    """Return measured beside predicted utilisation and staleness, or null if the simulator can't predict this run."""
-    found = predict(run_of(request).files)
+async def prediction(request: Request) -> Response:
+    """Return measured beside predicted utilisation and staleness, or null if the simulator can't predict this run.
+
+    A simulation that takes longer than PREDICTION_LIMIT_S is answered with `pending`; the page then asks again.
+    """
+    computing = await run_in_threadpool(run_of(request).predictor.ask)
+    try:
+        async with asyncio.timeout(PREDICTION_LIMIT_S):
+            found = await asyncio.shield(asyncio.wrap_future(computing))  # others may wait for it too
+    except TimeoutError:
+        return _json({"pending": True})
     if found is None or found.predicted is None:
         return _json(None)
     return _json(

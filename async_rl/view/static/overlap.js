@@ -103,7 +103,8 @@ function writeTables() {
 }
 
 async function predict() {
-  const found = await getJson(`${base}/data/prediction`);
+  let found = await getJson(`${base}/data/prediction`);
+  while (found?.pending) found = await getJson(`${base}/data/prediction`); // each waits for the simulator for a while
   const target = document.getElementById("prediction");
   if (!found) {
     target.replaceChildren(element("p", { className: "muted",

@@ -16,9 +16,11 @@ class Chart:
     unit: str = ""
     """`%` for shares; else it is written behind the values."""
     note: str = ""
+    each_step: bool = False
+    """Whether a step without a value is a gap in the line. Otherwise points at their usual distance are joined."""
 
     def json(self) -> dict[str, object]:
-        return {"title": self.title, "keys": self.keys, "unit": self.unit}
+        return {"title": self.title, "keys": self.keys, "unit": self.unit, "each_step": self.each_step}
 
 
 OVERVIEW_CHARTS = (
@@ -81,5 +83,5 @@ def staleness_charts(keys: Iterable[str]) -> list[Chart]:
         buckets = [n for n in staleness_buckets(keys) if f"by_staleness/{n}/{name}" in keys]
         lines = tuple((f"by_staleness/{n}/{name}", f"staleness {n}") for n in buckets)
         if lines:
-            charts.append(Chart(title, lines, unit))
+            charts.append(Chart(title, lines, unit, each_step=True))
     return charts

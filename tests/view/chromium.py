@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 try:
     from playwright.sync_api import sync_playwright
@@ -22,6 +22,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+READY_LIMIT_MS = 30_000
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None or sync_playwright is None,
     reason="needs Chromium and playwright: scripts/chromium.sh and pip install -e '.[dev]' install them",
@@ -34,3 +35,8 @@ def open_browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
+
+
+def open_page(page: Page, path: str) -> None:
+    page.goto(path)
+    page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)

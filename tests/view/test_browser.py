@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.view.chromium import needs_chromium
+from tests.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
 from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_step, make_episodes, make_group, make_run
 from tests.view.view_server import ViewServer
-
-READY_LIMIT_MS = 30_000
 
 with suppress(ImportError):  # then the tests are skipped
     from playwright.sync_api import Browser, Page, expect
@@ -24,37 +21,6 @@ with suppress(ImportError):  # then the tests are skipped
 
 pytestmark = [pytest.mark.processes, needs_chromium]
 LIGHT_AND_DARK = ("light", "dark")
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A run that goes on, and the address of its page."""
-    run_dir = make_run(tmp_path_factory.mktemp("runs") / "live-run", note="running")
-    server = ViewServer(run_dir)
-    yield run_dir, server.url
-    server.close()
-
-
-@pytest.fixture
-def page(browser: Browser, shown: tuple[Path, str]) -> Iterator[Page]:
-    """A page whose errors, and requests that leave this host, fail the test."""
-    context = browser.new_context(base_url=shown[1], viewport={"width": 1280, "height": 900})
-    page, problems = context.new_page(), []
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: problems.append(request.url) if is_elsewhere(request.url, shown[1]) else None)
-    yield page
-    context.close()
-    assert problems == []
-
-
-def is_elsewhere(url: str, home: str) -> bool:
-    return not url.startswith((home, "data:", "blob:"))
-
-
-def open_page(page: Page, path: str) -> None:
-    page.goto(path)
-    page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
 
 
 @pytest.mark.parametrize("path", ["/run/overview", "/run/overlap", "/run/staleness", "/run/rollouts/1"])

@@ -5,6 +5,7 @@ const charts = [];
 let smoothing = 0.6;
 let lastStep = -1;
 let generation = 0;
+const FEWEST_WITHOUT_DOTS = 40;
 const FEWEST_SMOOTHED = 25; // a line with fewer points, e.g. of evaluations, is drawn as it is
 
 export function formatted(value, unit) {
@@ -27,8 +28,57 @@ export function smoothed(values, weight) {
   });
 }
 
+const LEAST_SPAN = 1e-3; // of the largest value: less than this is rounding or nothing to look at, and is drawn flat
+const PADDING = 0.06;
+const MOST_TICKS = 7;
+const SUFFIXES = [[1e10, 1e9, "G"], [1e7, 1e6, "M"], [1e4, 1e3, "k"]]; // from which size on, divided by what
+
+/** The ends of an axis on which all values lie, at least LEAST_SPAN of their size apart. */
+export function axisRange(values) {
+  const known = values.filter(Number.isFinite);
+  if (!known.length) return [0, 1];
+  const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
+  const least = LEAST_SPAN * Math.max(Math.abs(low), Math.abs(high)) || 1;
+  const missing = Math.max(0, least - (high - low)) / 2;
+  const padding = PADDING * Math.max(least, high - low);
+  return [low - missing - padding, high + missing + padding];
+}
+
+/** Round values between the ends of an axis, in steps of 1, 2 or 5 times a power of ten. */
+export function axisTicks(low, high) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / MOST_TICKS));
+  const step = power * [1, 2, 5, 10].find((times) => (high - low) / (times * power) <= MOST_TICKS);
+  const first = Math.ceil(low / step), last = Math.floor(high / step);
+  return { step, ticks: Array.from({ length: last - first + 1 }, (_, at) => (first + at) * step) };
+}
+
+/** The texts of an axis, with as many digits as its steps need to differ. */
+export function axisLabels({ step, ticks }, unit) {
+  const digits = (size) => Math.max(0, -Math.floor(Math.log10(size) + 1e-9));
+  if (unit === "%") return ticks.map((tick) => `${plain(100 * tick, digits(100 * step))} %`);
+  const largest = Math.max(...ticks.map(Math.abs));
+  if (largest < 1e-3) {
+    const power = Math.floor(Math.log10(largest) + 1e-9), unit10 = 10 ** power;
+    return ticks.map((tick) => (Math.abs(tick) < step / 2 ? "0" : `${plain(tick / unit10, digits(step / unit10))}e${power}`));
+  }
+  const [, divisor, suffix] = SUFFIXES.find(([size]) => largest >= size) ?? [0, 1, ""];
+  return ticks.map((tick) => `${plain(tick / divisor, digits(step / divisor))}${suffix}`);
+}
+
+const plain = (value, digits) => value.toFixed(digits).replace(/^-(0(\.0*)?)$/, "$1"); // no "-0"
+
+/** Fit the left axis of a Bokeh figure to the values that are drawn. */
+export function fitAxis(figure, values, unit) {
+  const [low, high] = axisRange(values);
+  const marks = axisTicks(low, high), labels = axisLabels(marks, unit);
+  Object.assign(figure.y_range, { start: low, end: high });
+  const ticker = new Bokeh.FixedTicker({ ticks: marks.ticks });
+  for (const each of [figure.left[0], ...figure.center.filter((grid) => grid.dimension === 1)]) each.ticker = ticker;
+  figure.left[0].major_label_overrides = new Map(marks.ticks.map((tick, at) => [tick, labels[at]]));
+}
+
 /** Give a Bokeh figure this page's colours and no frame. */
-export function dress(figure, unit) {
+export function dress(figure) {
   const muted = color("muted"), grid = color("grid");
   figure.background_fill_alpha = 0;
   figure.border_fill_alpha = 0;
@@ -45,13 +95,12 @@ export function dress(figure, unit) {
     if (line.grid_line_color === undefined) continue;
     Object.assign(line, { grid_line_color: line.dimension === 0 ? null : grid });
   }
-  if (unit === "%") figure.left[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0%" });
-  else figure.left[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0.[000]a" });
 }
 
 export function newFigure(options = {}) {
   return Bokeh.Plotting.figure({
-    height: 190, sizing_mode: "stretch_width", tools: [], toolbar_location: null, min_border: 2, ...options,
+    height: 190, sizing_mode: "stretch_width", tools: [], toolbar_location: null, min_border: 2,
+    y_range: [0, 1], ...options,
   });
 }
 
@@ -61,7 +110,7 @@ class LineChart {
   constructor(card, spec) {
     this.card = card;
     this.spec = spec;
-    this.lines = spec.keys.map(([key, name]) => ({ key, name, step: [], value: [] }));
+    this.lines = spec.keys.map(([key, name]) => ({ key, name, step: [], value: [], stride: 1 }));
     this.readout = card.querySelector(".readout");
     card.addEventListener("keydown", (event) => this.moveByKey(event));
   }
@@ -69,19 +118,18 @@ class LineChart {
   draw() {
     const plot = this.card.querySelector(".plot");
     plot.replaceChildren();
-    const figure = newFigure({ x_range: [0, Math.max(1, lastStep)] });
-    dress(figure, this.spec.unit);
+    const figure = newFigure({ x_range: [0, lastShownStep()] });
+    dress(figure);
     const measured = this.lines.filter((line) => line.step.length);
     this.lines.forEach((line, index) => {
       line.color = seriesColor(index);
       line.source = new Bokeh.ColumnDataSource({ data: this.columns(line) });
-      const [x, raw, smooth] = ["step", "value", "smooth"].map((field) => ({ field }));
+      const [x, raw, smooth, dot] = ["step", "value", "smooth", "dot"].map((field) => ({ field }));
       figure.line(x, raw, { source: line.source, line_color: line.color, line_alpha: 0.22, line_width: 1 });
       figure.line(x, smooth, { source: line.source, line_color: line.color, line_width: 1.8 });
-      if (line.step.length < 40) {
-        figure.scatter(x, smooth, { source: line.source, size: 4, fill_color: line.color, line_color: null });
-      }
+      figure.scatter(x, dot, { source: line.source, size: 4, fill_color: line.color, line_color: null });
     });
+    this.fit(figure);
     this.span = new Bokeh.Span({ dimension: "height", line_color: color("muted"), line_width: 1, visible: false });
     figure.add_layout(this.span);
     figure.on_event("mousemove", (event) => moveCursor(Math.round(event.x)));
@@ -94,7 +142,22 @@ class LineChart {
 
   columns(line) {
     const weight = line.step.length < FEWEST_SMOOTHED ? 0 : smoothing;
-    return { step: line.step, value: line.value, smooth: smoothed(line.value, weight) };
+    const { step, value } = withGaps(line.step, line.value, this.distance(line));
+    const smooth = smoothed(value, weight);
+    const isAlone = (at) => !Number.isFinite(value[at - 1] ?? NaN) && !Number.isFinite(value[at + 1] ?? NaN);
+    const dot = smooth.map((each, at) => (line.step.length < FEWEST_WITHOUT_DOTS || isAlone(at) ? each : NaN));
+    return { step, value, smooth, dot };
+  }
+
+  /** The usual distance of two points of a line: further apart, they are not joined. */
+  distance(line) {
+    if (this.spec.each_step) return line.stride;
+    const distances = line.step.slice(1).map((step, at) => step - line.step[at]).sort((a, b) => a - b);
+    return 1.5 * Math.max(line.stride, distances[distances.length >> 1] ?? 1);
+  }
+
+  fit(figure) {
+    fitAxis(figure, this.lines.flatMap((line) => [...line.source.data.value, ...line.source.data.smooth]), this.spec.unit);
   }
 
   add(series) {
@@ -105,17 +168,19 @@ class LineChart {
       grew = true;
       line.step = line.step.concat(found.step);
       line.value = line.value.concat(found.value.map((value) => value ?? NaN));
+      line.stride = Math.max(line.stride, found.stride);
     }
     if (grew && this.figure) this.refresh();
   }
 
   clear() {
-    for (const line of this.lines) { line.step = []; line.value = []; }
+    for (const line of this.lines) Object.assign(line, { step: [], value: [], stride: 1 });
   }
 
   refresh() {
-    this.figure.x_range.end = Math.max(1, lastStep);
+    this.figure.x_range.end = lastShownStep();
     for (const line of this.lines) line.source.data = this.columns(line);
+    this.fit(this.figure);
     this.card.classList.toggle("empty", !this.lines.some((line) => line.step.length));
     this.read(null);
   }
@@ -124,10 +189,11 @@ class LineChart {
   read(step) {
     this.readout.replaceChildren(...this.lines.filter((line) => line.step.length).map((line) => {
       const at = step === null ? line.step.length - 1 : nearest(line.step, step);
-      const value = line.value[at];
+      const isMissing = step !== null && this.spec.each_step && Math.abs(line.step[at] - step) >= line.stride;
+      const value = isMissing ? NaN : line.value[at];
       const swatch = element("span", { className: "swatch" });
       swatch.style.background = line.color;
-      const isFar = step !== null && Math.abs(line.step[at] - step) > lastStep / 50; // e.g. the nearest evaluation
+      const isFar = step !== null && !isMissing && Math.abs(line.step[at] - step) > lastStep / 50; // e.g. the nearest evaluation
       return element("span", { className: "entry" }, swatch, `${line.name} `,
         element("b", { textContent: formatted(value, this.spec.unit) }), isFar ? ` at step ${line.step[at]}` : "");
     }));
@@ -141,6 +207,22 @@ class LineChart {
     moveCursor(Math.max(0, (cursor ?? lastStep) + move));
   }
 }
+
+/** Return the points of a line with a point without a value between two that are further apart than `distance`. */
+export function withGaps(steps, values, distance) {
+  const step = [], value = [];
+  steps.forEach((each, at) => {
+    if (at && each - steps[at - 1] > distance) {
+      step.push((each + steps[at - 1]) / 2);
+      value.push(NaN);
+    }
+    step.push(each);
+    value.push(values[at]);
+  });
+  return { step, value };
+}
+
+const lastShownStep = () => 1.01 * Math.max(1, lastStep); // the last point is not cut in half
 
 /** Index of the step that is nearest to `step`, in an ascending list. */
 function nearest(steps, step) {

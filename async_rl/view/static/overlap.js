@@ -38,7 +38,7 @@ async function draw() {
   const pools = Object.keys(shown.lanes).reverse();
   const figure = newFigure({ height: 74 + 46 * pools.length, x_range: [0, shown.duration_s],
     y_range: [-0.6, pools.length - 0.4] });
-  dress(figure, "");
+  dress(figure);
   figure.add_tools(new Bokeh.PanTool({ dimensions: "width" }), new Bokeh.WheelZoomTool({ dimensions: "width" }));
   figure.toolbar.active_scroll = figure.toolbar.tools[1];
   for (const grid of figure.center) grid.grid_line_color = null;

@@ -1,5 +1,5 @@
 // The page on staleness: a stacked histogram over the steps, and the charts by bucket.
-import { dress, drawCharts, newFigure } from "./charts.js";
+import { dress, drawCharts, fitAxis, newFigure } from "./charts.js";
 import { base, color, element, getJson, onChange, onTheme } from "./page.js";
 
 const place = document.getElementById("histogram");
@@ -9,11 +9,10 @@ const bucketColor = (bucket) => color(`stale-${Math.min(Number(bucket), 8)}`);
 
 async function draw() {
   place.replaceChildren();
-  const figure = newFigure({ height: 210 });
-  dress(figure, "%");
-  figure.y_range.start = 0;
-  figure.y_range.end = 1;
-  figure.x_range.range_padding = 0;
+  const figure = newFigure({ height: 210, x_range: [found.first[0] - 0.5, found.last.at(-1) + 0.5] });
+  dress(figure);
+  fitAxis(figure, [0, 1], "%");
+  Object.assign(figure.y_range, { start: 0, end: 1 });
   const totals = found.first.map((_, at) => Object.values(found.rollouts).reduce((sum, list) => sum + list[at], 0));
   let bottom = totals.map(() => 0);
   for (const [bucket, list] of Object.entries(found.rollouts)) {

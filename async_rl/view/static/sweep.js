@@ -1,5 +1,5 @@
 // The page of a sweep: metrics over axes with error bars as cells arrive, and chosen cells side by side.
-import { dress, formatted, newFigure, seriesColor, smoothed } from "./charts.js";
+import { dress, fitAxis, formatted, newFigure, seriesColor, smoothed } from "./charts.js";
 import { color, element, getJson, onChange, onTheme } from "./page.js";
 
 const metric = document.getElementById("any-metric");
@@ -15,7 +15,9 @@ async function drawPoints(card) {
   const labels = [...new Set(found.lines.flatMap((line) => line.labels))];
   const areNumbers = labels.every((label) => label !== "" && !Number.isNaN(Number(label)));
   const figure = newFigure({ height: card.id === "any" ? 300 : 220, ...(areNumbers ? {} : { x_range: labels }) });
-  dress(figure, /^(learner|rollout|occupancy|gpu_\w+|truncated)$|utilisation/.test(key) ? "%" : "");
+  dress(figure);
+  const drawn = found.lines.flatMap((line) => line.mean.flatMap((value, at) => [value - line.error[at], value + line.error[at]]));
+  fitAxis(figure, drawn, /^(learner|rollout|occupancy|gpu_\w+|truncated)$|utilisation/.test(key) ? "%" : "");
   figure.below[0].axis_label = over;
   if (areNumbers) figure.below[0].ticker = new Bokeh.FixedTicker({ ticks: labels.map(Number) });
   found.lines.forEach((line, index) => drawLine(figure, line, areNumbers, seriesColor(index)));
@@ -69,13 +71,16 @@ async function compare() {
     const card = element("figure", { className: "card" }, element("figcaption", {}, element("h2", { textContent: key })), plot);
     place.append(card);
     const figure = newFigure();
-    dress(figure, key.startsWith("utilisation") ? "%" : "");
+    dress(figure);
+    const drawn = [];
     found.forEach(({ series }, index) => {
       const { step, value } = series[key];
       const data = { step, value: smoothed(value.map((each) => each ?? NaN), key.startsWith("eval") ? 0 : 0.6) };
+      drawn.push(...data.value);
       figure.line({ field: "step" }, { field: "value" },
         { source: new Bokeh.ColumnDataSource({ data }), line_color: seriesColor(index), line_width: 1.6 });
     });
+    fitAxis(figure, drawn, key.startsWith("utilisation") ? "%" : "");
     nameLines(card, cells.map((name) => ({ name })));
     if (!found.some(({ series }) => series[key].step.length)) {
       plot.textContent = "No chosen cell measured this.";

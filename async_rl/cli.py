@@ -185,12 +185,11 @@ def _end_text(summary: Mapping[str, Any]) -> str:
 
 def _sft(args: argparse.Namespace) -> int:
     from async_rl.config.loading import dump_config, load_config
-    from async_rl.storage.model_folder import SFT_MARKER, writing
+    from async_rl.storage.model_folder import SFT_MARKER, written_whole
 
     config = load_config(args.config, args.overrides)
     target = Path(config.model.path)
-    config_copy = target / SFT_MARKER
-    if target.is_file() or (target.exists() and not config_copy.is_file() and any(target.iterdir())):
+    if target.is_file() or (target.exists() and not (target / SFT_MARKER).is_file() and any(target.iterdir())):
         raise ConfigError(
             f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
             "Set model.path to a new folder for the result, and sft.base to the model to start from"
@@ -201,20 +200,19 @@ def _sft(args: argparse.Namespace) -> int:
 
     tokenizer = base_tokenizer(config)
     source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        config_copy.write_text(dump_config(config))  # written first, so that an interrupted run can be repeated
     count = config.sft.steps * config.sft.batch_size
-    if isinstance(source, Demonstrator):
-        episodes = source.play(count)
-        print(summary_of(episodes), flush=True)
-        rows = [row for episode in episodes for row in episode.rows]
-        examples = [Example(row.tokens.tolist(), row.mask.tolist()) for row in rows]
-    else:
-        examples = [answer_example(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
-    for report in train_sft(config, examples, target):
-        values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
-        print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
+    with written_whole(target) as folder:
+        (folder / SFT_MARKER).write_text(dump_config(config))
+        if isinstance(source, Demonstrator):
+            episodes = source.play(count)
+            print(summary_of(episodes), flush=True)
+            rows = [row for episode in episodes for row in episode.rows]
+            examples = [Example(row.tokens.tolist(), row.mask.tolist()) for row in rows]
+        else:
+            examples = [answer_example(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
+        for report in train_sft(config, examples, folder):
+            values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
+            print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
     print(f"model saved in {target}")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
+from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.policy import write_folder
 from tests.tiny_folder import save_tiny_model
 
@@ -157,6 +159,19 @@ def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     assert main(["sft", str(config_file)]) == 0
 
 
+def test_sft_that_is_ended_leaves_no_half_model_and_can_be_run_again(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Callable[..., MarkedCommand]
+) -> None:
+    command = start("sft", str(config_file), "sft.steps=100000")
+    wait_until(lambda: "sft step 20/" in command.text(), 120, "a report of sft")
+    command.process.terminate()
+    command.wait(30)
+    assert main(["train", str(config_file), "--dry-run"]) == 2
+    assert "is not a folder. `async-rl sft` ended before it was whole: run it again" in capsys.readouterr().err
+    assert main(["sft", str(config_file)]) == 0
+    assert main(["train", str(config_file), "--dry-run"]) == 0
+
+
 def test_sft_learns_the_episodes_of_an_oracle(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     guess = "rollout_server.episodes.environments.guess"
     oracle, env = f"sft.oracle={guess}:oracle", f"task={{env: {guess}:Guess, size: 6}}"
@@ -201,7 +216,7 @@ def test_sft_to_a_folder_that_it_can_not_write_ends_with_a_sentence(
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
     assert main(["sft", str(config_file)]) == 2
-    assert f"{tmp_path}/model can't be written: No space left on device. Name a folder" in capsys.readouterr().err
+    assert f"{tmp_path}/model.partial can't be written: No space left on device. Name a folder" in capsys.readouterr().err
 
 
 def test_sft_from_a_truncated_base_names_the_file(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 SFT_MARKER = "sft_config.yaml"
 """The file that only a folder written by `async-rl sft` holds, which the next one may overwrite."""
+_LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
+"""What a path of two words begins with if it is not the name of a model on the Hugging Face hub."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -102,6 +105,33 @@ def writing(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{folder} can't be written: {reason}. Name a folder on a disk with room for it") from None
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside `folder` to write a model into; at the end of the block it takes the place of `folder`.
+
+    So `folder` holds a whole model at any time, or none. If the block raises, what it has written is removed.
+    """
+    target = folder.resolve()
+    partial = _partial_of(target)
+    with writing(folder):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with writing(folder):
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _partial_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
 
 
 def check_role_folder(key: str, path: str) -> None:
@@ -208,15 +238,12 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
     from transformers import AutoConfig
 
     if not folder.is_dir():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.is_dir():
-            hint = f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
-        else:
-            hint = "If the sft section of your config makes it, run first: async-rl sft CONFIG"
-        raise ConfigError(f"{key} {folder} is not a folder. {hint}")
+        raise ConfigError(f"{key} {folder} is not a folder. {_how_to_get(folder)}")
     file = folder / "config.json"
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-        raise ConfigError(f"{key} {folder} is no Hugging Face model: no config.json. Found: {found}")
+        hint = ". If `async-rl sft` was interrupted, run it again" if (folder / SFT_MARKER).is_file() else ""
+        raise ConfigError(f"{key} {folder} is no Hugging Face model: no config.json. Found: {found}{hint}")
     try:
         model: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many types
@@ -225,6 +252,18 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
     if architectures and endings and not any(name.endswith(endings) for name in architectures):
         raise ConfigError(f"{file} must describe a model {' or '.join(endings)}, got {', '.join(architectures)}")
     return model.get_text_config()
+
+
+def _how_to_get(folder: Path) -> str:
+    """Return what a user may do to get the model in `folder`, which does not exist."""
+    if _partial_of(folder).is_dir():
+        return "`async-rl sft` ended before it was whole: run it again"
+    first = str(folder).partition("/")[0]
+    if first == "models":
+        return f"If it is on the Hugging Face hub: hf download OWNER/{folder.name} --local-dir {folder}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and first not in _LOCAL_FOLDERS and not folder.parent.is_dir():
+        return f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
+    return "If the sft section of your config makes it, run first: async-rl sft CONFIG"
 
 
 def _first_lines(error: Exception) -> str:

@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, Mamba2Config
 
 from async_rl.errors import ConfigError
-from async_rl.storage.model_folder import check_model_folder, check_trainable, end_tokens, load_tokenizer
+from async_rl.storage.model_folder import (
+    check_model_folder,
+    check_trainable,
+    end_tokens,
+    load_tokenizer,
+    written_whole,
+)
 from learner.models.tiny_model import character_tokenizer, tiny_model
 
 
@@ -131,6 +137,48 @@ def test_a_missing_folder_is_refused_with_how_to_create_it(tmp_path: Path) -> No
         ConfigError, match=r"hf download Qwen/Qwen2\.5-0\.5B --local-dir models/Qwen2\.5-0\.5B"
     ):
         check_model_folder("Qwen/Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize(("folder", "hint"), [
+    ("models/Qwen2.5-0.5B", "hf download OWNER/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"),
+    ("models/there/Qwen2.5-0.5B", "hf download OWNER/Qwen2.5-0.5B --local-dir models/there/Qwen2.5-0.5B"),
+    ("runs/mine", "run first: async-rl sft CONFIG"),
+])
+def test_a_path_that_is_no_name_on_the_hub_is_not_taken_for_one(
+    folder: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as failure:
+            check_model_folder(folder)
+        assert str(failure.value).endswith(hint)
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)  # other models are there
+
+
+def test_a_model_that_fine_tuning_has_not_finished_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "model.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"`async-rl sft` ended before it was whole: run it again$"):
+        check_model_folder(tmp_path / "model")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "sft_config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"Found: sft_config.yaml. If `async-rl sft` was interrupted, run it again$"):
+        check_model_folder(tmp_path / "half")
+
+
+def test_a_model_is_whole_or_not_there(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for _ in range(2):  # also where an earlier one is
+        with written_whole(folder) as partial:
+            (partial / "config.json").write_text("new")
+            assert not folder.exists() or (folder / "config.json").read_text() == "old"
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert (folder / "config.json").read_text() == "new"
+        (folder / "config.json").write_text("old")
+    with pytest.raises(KeyboardInterrupt), written_whole(folder) as partial:
+        (partial / "config.json").write_text("half")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (folder / "config.json").read_text() == "old"
 
 
 def folder_of(path: Path, model_type: str, weight: str = "lm_head.weight", **changes: object) -> Path:

@@ -1,4 +1,4 @@
-"""Network interfaces, torch.distributed stores, and the API key of rollout servers that other hosts can reach."""
+"""Network interfaces, torch.distributed stores, and the API key of rollout servers."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def interface_of(host: str) -> str:
 
 
 def api_key(network: NetworkConfig) -> str:
-    """Return the API key of a run's rollout servers, made of the clients' key; "" on loopback or without keys.
+    """Return the API key of a run's rollout servers, made of the clients' key; "" without network.keys.
 
     Raises:
         ConfigError: the folder network.keys has no client key that can be read.
     """
-    if not network.keys or ipaddress.IPv4Address(network.host).is_loopback:
+    if not network.keys:
         return ""
     file = Path(network.keys) / "client.key_secret"
     try:

@@ -43,6 +43,7 @@ from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
+from buffer.protocol.keys import own_keys
 
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
@@ -82,7 +83,7 @@ def run(
 
 def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[str, Any]:
     run_dir = config.run_dir
-    with contextlib.closing(RunLog(config)) as log, open_ray(config):
+    with contextlib.closing(RunLog(config)) as log, own_keys(config, run_dir / "keys") as config, open_ray(config):
         signals.install()
         signals.check()
         log.logger.note(f"run directory: {run_dir}")

@@ -11,6 +11,7 @@ time is that of all processes of a row together; on a machine that has other wor
     buffer      a producer of encoded groups, buffer and consumer in a process each: slots, checks, acknowledgements
     journal     as `buffer`, with the journal
     clients     as `buffer`, with the clients of a run: every group is encoded, sent from asyncio, and decoded again
+    keys        as `clients`, encrypted with keys such as a run makes for itself
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.machine import machine_text
 from benchmarks.tables import Table
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
+from buffer.protocol.keys import own_keys
 from buffer.protocol.wire import pack_request, read_reply, read_slots
 from buffer.server import BufferServer
 
@@ -141,7 +143,7 @@ def run_client_producer(config: Config, address: str) -> None:
     """
 
     async def run() -> None:
-        client = WorkerClient(address, WORKER, config.timeouts)
+        client = WorkerClient(address, WORKER, config.timeouts, config.network.keys)
         tasks: set[asyncio.Task[Any]] = set()
         while True:
             for slot in await client.admit(config.max_slots):
@@ -163,7 +165,7 @@ def through_buffer(
     address = received(ours, "the buffer's address")
     producing = context.Process(target=producer, args=(config, address), daemon=True)
     producing.start()
-    learner = LearnerClient(address, config.timeouts)
+    learner = LearnerClient(address, config.timeouts, config.network.keys)
     learner.served(0)
     processes = [psutil.Process(pid) for pid in (producing.pid, buffer.pid, None)]
     start_s, cpu_s = 0.0, [0.0]
@@ -251,15 +253,17 @@ def with_journal(config: Config, folder: str, number: int) -> Config:
 
 
 def measured(config: Config, steps: int, rounds: int) -> dict[str, Figures]:
-    figures: dict[str, list[Figures]] = {"plain": [], "forwarded": [], "buffer": [], "journal": [], "clients": []}
-    with tempfile.TemporaryDirectory() as folder:
+    rows = ("plain", "forwarded", "buffer", "journal", "clients", "keys")
+    figures: dict[str, list[Figures]] = {row: [] for row in rows}
+    with tempfile.TemporaryDirectory() as folder, own_keys(config, Path(folder) / "keys") as with_keys:
         for number in range(rounds):
             figures["plain"].append(plain(config, 4 * steps))
             figures["forwarded"].append(plain(config, 2 * steps, forwarded=True))
             figures["buffer"].append(through_buffer(config, steps))
             figures["journal"].append(through_buffer(with_journal(config, folder, number), steps))
             figures["clients"].append(through_buffer(config, steps, run_client_producer, decode=True))
-    return {row: tuple(map(statistics.median, zip(*rounds, strict=True))) for row, rounds in figures.items()}
+            figures["keys"].append(through_buffer(with_keys, steps, run_client_producer, decode=True))
+    return {row: tuple(map(statistics.median, zip(*measured, strict=True))) for row, measured in figures.items()}
 
 
 def table(figures: dict[str, Figures], size: int) -> Table:

@@ -36,12 +36,14 @@ import aiohttp
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
+from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.types import RolloutGroup
 from benchmarks.generation import roll_out
 from benchmarks.machine import machine_text
 from benchmarks.tables import Table, write_page
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
+from buffer.protocol.keys import own_keys
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import Engine, open_engine
 from rollout_server.tasks.base import Task, open_task
@@ -125,7 +127,9 @@ async def bare_load(config: Config, url: str, groups: Sequence[list[list[Turn]]]
     slots, ends_s, start_s = asyncio.Semaphore(config.rollout.concurrency), [], time.monotonic()
     timeout = aiohttp.ClientTimeout(total=config.timeouts.generate_s)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=authorization(config.network)
+    ) as session:
 
         async def send(turns: Sequence[Turn], key: str) -> float:
             """Send a request for the replies of `turns`, and return the seconds until they came."""
@@ -246,7 +250,8 @@ def main() -> None:
         character_tokenizer().save_pretrained(folder)
         config = load_config(args.config, [*SETTINGS, f"model.path={folder}", *args.overrides])
         logs = args.out.with_name(f"{args.out.name}-server")
-        rounds = asyncio.run(measure(config, args.batches, args.rounds, args.hang, logs))
+        with own_keys(config, Path(folder) / "keys") as config:
+            rounds = asyncio.run(measure(config, args.batches, args.rounds, args.hang, logs))
     episodes = (args.batches - 1) * config.learner.prompts_per_step * config.rollout.group_size
     numbers = {"command": command, "episodes": episodes, "rounds": [dataclasses.asdict(each) for each in rounds]}
     write_page(args.out, report(command, config, rounds, episodes), numbers)

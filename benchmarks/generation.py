@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,11 +32,13 @@ import aiohttp
 from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.config.loading import load_config
 from async_rl.errors import AsyncRLError
+from async_rl.network import api_key, authorization
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.types import Batch
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
+from buffer.protocol.keys import own_keys
 from buffer.server import BufferServer
 from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
@@ -71,7 +74,8 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
             assert len(answers) == rollout.group_size
             return sum(len(answer["output_ids"]) for answer in answers)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    headers = authorization(config.network)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
         start_s = time.monotonic()
         tokens = await asyncio.gather(*(one(session, i) for i in range(groups)))
         seconds = time.monotonic() - start_s
@@ -100,7 +104,7 @@ async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> 
     worker = Worker(config, 0, engine, task, open_reward(config, task), tokenizer, server.address)
 
     def consume() -> Rolled:
-        client = LearnerClient(server.address, config.timeouts)
+        client = LearnerClient(server.address, config.timeouts, config.network.keys)
         client.served(0)
         rolled = Rolled([], [])
         for version in range(batches):
@@ -156,6 +160,7 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
                 "--output-file", result.name, "--disable-tqdm", "--disable-stream",  # the pipeline streams none either
             ],
             capture_output=True, text=True, timeout=config.timeouts.generate_s,
+            env=os.environ | {"OPENAI_API_KEY": api_key(config.network)},
         )  # fmt: skip
         if done.returncode:
             raise AsyncRLError(f"SGLang's benchmark ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
@@ -211,7 +216,8 @@ def main() -> None:
         if arguments.groups % config.learner.prompts_per_step:
             parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")
         logs = arguments.out.with_name(f"{arguments.out.stem}-server")
-        rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench, logs))
+        with own_keys(config, Path(folder) / "keys") as config:
+            rates = asyncio.run(measure(config, arguments.groups, arguments.rounds, arguments.sglang_bench, logs))
     medians = {key: statistics.median(series) for key, series in rates.items()}
     ratios = {"ratio": medians["pipeline"] / medians["plain"]}
     if arguments.sglang_bench:

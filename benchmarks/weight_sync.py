@@ -47,6 +47,7 @@ from benchmarks.machine import describe_machine, machine_text
 from benchmarks.random_model import SIZES, save_random_model
 from benchmarks.tables import Table, write_page
 from benchmarks.weight_receiver import ReceiverProcess, end
+from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync"
@@ -212,7 +213,8 @@ def main() -> None:
         )  # fmt: skip
         if arguments.sglang:
             save_random_model(arguments.sglang, Path(folder))
-            rows = asyncio.run(sglang_rows(base, arguments))
+            with own_keys(base, Path(folder) / "keys") as base:
+                rows = asyncio.run(sglang_rows(base, arguments))
         else:
             torch.set_num_threads(1)
             rows = receiver_rows(base, arguments)

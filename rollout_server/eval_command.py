@@ -11,6 +11,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import reduce_metrics
+from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -37,8 +38,8 @@ async def _evaluate(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
-    with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as logs:
-        engine = open_engine(config, 0, Path(logs))
+    with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name, own_keys(config, Path(name) / "keys") as config:
+        engine = open_engine(config, 0, Path(name))
         try:
             await engine.start()
             worker = Worker(config, 0, engine, task, reward, tokenizer, _NO_BUFFER)

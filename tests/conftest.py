@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import hypothesis
 import pytest
 import yaml
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.config import Config, LearnerConfig, ModelConfig, NetworkConfig, RolloutConfig, TaskConfig
 from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
@@ -97,6 +98,11 @@ class EngineInThread:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
+    @property
+    def overrides(self) -> list[str]:
+        """What makes a run use this server, and no other."""
+        return [f"rollout.server_url={self.engine.url}", f"network.keys={self.config.network.keys}"]
+
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
@@ -114,6 +120,14 @@ def sglang_config(model: Path, **rollout: Any) -> Config:
         rollout=RolloutConfig(engine="sglang", max_response_tokens=512, concurrency=32, **rollout),
         learner=LearnerConfig(prompts_per_step=32),
     )
+
+
+def with_keys(config: Config, folder: Path) -> Config:
+    """The config with new keys in `folder`, as the servers of a run have them."""
+    from buffer.protocol.keys import new_keys
+
+    new_keys(folder)
+    return replace(config, network=NetworkConfig(keys=str(folder)))
 
 
 @pytest.fixture
@@ -147,7 +161,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
-    server = EngineInThread(sglang_config(model_folder), tmp_path_factory.mktemp("logs"))
+    folder = tmp_path_factory.mktemp("logs")
+    server = EngineInThread(with_keys(sglang_config(model_folder), folder / "keys"), folder)
     server.run(server.engine.start())
     yield server
     server.close()

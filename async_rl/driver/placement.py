@@ -104,9 +104,7 @@ def ray_bundles(
 
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """Return the config with the settings that depend on the placement: the weight transport in place of `auto`, and,
-    for a run over several hosts that has no network.keys, newly made keys (unless network.insecure).
-    """
+    """Return the config with the setting that depends on the placement: the weight transport in place of `auto`."""
     parts = reservation.bundles
     if config.weight_sync.transport == "auto":
         shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
@@ -118,14 +116,6 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
     check_ipc(config, parts)
-    network = config.network
-    if config.placement.num_nodes > 1 and not (network.keys or network.insecure):
-        from buffer.protocol.keys import new_keys
-
-        keys = config.run_dir / "keys"
-        if not (keys / "client.key_secret").is_file():  # a resumed run has its keys already
-            new_keys(keys)
-        config = replace(config, network=replace(network, keys=str(keys)))
     return config
 
 

@@ -1,4 +1,6 @@
-"""Authenticates buffer and clients to each other by ZMQ CURVE keys in a folder, made by `async-rl keys new`.
+"""Authenticates buffer and clients to each other by ZMQ CURVE keys in a folder.
+
+A run makes keys of its own when it starts (`own_keys`), unless network.keys names those that `async-rl keys new` made.
 
     server.key   server.key_secret     the buffer's keys: its clients talk to nobody else
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
@@ -10,6 +12,10 @@ client.key_secret and server.key.
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
+from async_rl.config import Config
 from async_rl.errors import ConfigError
 
 DOMAIN = "buffer"
@@ -64,6 +71,26 @@ def new_keys(folder: Path) -> None:
         raise ConfigError(f"keys can't be written to {folder}: {error}") from None
     finally:
         os.umask(umask)
+
+
+@contextmanager
+def own_keys(config: Config, folder: Path) -> Iterator[Config]:
+    """Yield the config with newly made keys in `folder` as its network.keys; they are removed at the end of the block.
+
+    A config that has network.keys, or wants none (network.insecure), is yielded as it is.
+
+    Raises ConfigError if the keys can't be written.
+    """
+    network = config.network
+    if network.keys or network.insecure:
+        yield config
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    new_keys(folder)
+    try:
+        yield replace(config, network=replace(network, keys=str(folder)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_keys(folder: str) -> None:

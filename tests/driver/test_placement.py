@@ -225,18 +225,15 @@ def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:
     assert resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
 
 
-def test_a_run_on_several_nodes_gets_keys_and_asks_for_an_api_key_made_from_them(tmp_path: Path) -> None:
-    asked = config(rollout=RolloutPlacement(nodes=1), run_dir=str(tmp_path))
-    resolved = resolve_placement(asked, Reservation(None, host_demands(asked), ["10.0.0.1", "10.0.0.2"]))
-    assert (Path(resolved.network.keys) / "client.key_secret").is_file()
-    away = dataclasses.replace(resolved.network, host="10.0.0.1")
-    assert authorization(away) == {"Authorization": f"Bearer {api_key(away)}"}
-    assert len(api_key(away)) == 64
-    resumed = resolve_placement(asked, Reservation(None, host_demands(asked), ["10.0.0.1", "10.0.0.2"]))
-    assert resumed.network == resolved.network, "its keys are in the run directory already"
-    assert authorization(resolved.network) == {}  # loopback
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_rollout_servers_ask_for_an_api_key_made_from_the_clients_key(tmp_path: Path, host: str) -> None:
+    new_keys(tmp_path / "keys")
+    network = NetworkConfig(host=host, keys=str(tmp_path / "keys"))
+    assert authorization(network) == {"Authorization": f"Bearer {api_key(network)}"}
+    assert len(api_key(network)) == 64
     new_keys(tmp_path / "others")
-    assert api_key(dataclasses.replace(away, keys=str(tmp_path / "others"))) != api_key(away)
+    assert api_key(dataclasses.replace(network, keys=str(tmp_path / "others"))) != api_key(network)
+    assert authorization(NetworkConfig(host=host, insecure=True)) == {}
 
 
 def test_the_interface_of_an_address_is_found_or_the_addresses_are_listed() -> None:

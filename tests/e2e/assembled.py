@@ -20,6 +20,7 @@ from async_rl.storage.model_folder import load_tokenizer
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.types import Batch
 from buffer.client import LearnerClient
+from buffer.protocol.keys import own_keys
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
 from learner.trainer import Learner
@@ -58,6 +59,11 @@ def run_assembled(config: Config, after_step: Callable[[], None] = lambda: None)
     Args:
         after_step: is called in the learner's thread after each step, with its push.
     """
+    with own_keys(config, config.run_dir / "keys") as config:
+        return _run(config, after_step)
+
+
+def _run(config: Config, after_step: Callable[[], None]) -> Run:
     result = Run()
     engine = EngineInThread(config, config.run_dir)
     engine.run(engine.engine.start(), config.timeouts.server_start_s)

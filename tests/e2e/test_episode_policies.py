@@ -52,11 +52,11 @@ class SmallTalk:
         pass
 
 
-def configure(smoke_yaml: Path, tmp_path: Path, case: Case, url: str) -> Config:
+def configure(smoke_yaml: Path, tmp_path: Path, case: Case, *overrides: str) -> Config:
     mode, late, on_update = case
     return load_config(smoke_yaml, [
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"staleness.mode={mode}",
-        f"staleness.late={late}", f"weight_sync.on_update={on_update}", f"rollout.server_url={url}",
+        f"staleness.late={late}", f"weight_sync.on_update={on_update}", *overrides,
         "task.name=", "task.params={}", "task.env=tests.e2e.test_episode_policies:SmallTalk", "task.size=100",
         "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "eval.size=4", "eval.every_steps=2",
     ])
@@ -117,5 +117,5 @@ def check_waits(run: Run) -> None:
 def test_episodes_keep_the_bound_under_each_policy(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
 ) -> None:
-    config = configure(smoke_yaml, tmp_path, case, sglang_server.engine.url)
+    config = configure(smoke_yaml, tmp_path, case, *sglang_server.overrides)
     check(run_assembled(config), config, case)

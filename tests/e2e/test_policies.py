@@ -43,13 +43,13 @@ def slow_for_some(prompt: str, response: str, answer: str, extra: dict[str, Any]
     return sum(letter in "aeiou" for letter in response) / 64
 
 
-def configure(smoke_yaml: Path, tmp_path: Path, case: Case, bound: int, url: str = "") -> Config:
+def configure(smoke_yaml: Path, tmp_path: Path, case: Case, bound: int, *overrides: str) -> Config:
     mode, late, on_update = case
     return load_config(smoke_yaml, [
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={bound}", f"staleness.mode={mode}",
         f"staleness.late={late}", f"weight_sync.on_update={on_update}", "rollout.max_response_tokens=64",
         "task.reward=tests.e2e.test_policies:slow_for_some", "eval.size=0",
-        *([f"rollout.server_url={url}"] if url else []),
+        *overrides,
     ])
 
 
@@ -86,7 +86,7 @@ def check(run: Run, config: Config, case: Case) -> None:
 def test_a_run_keeps_its_bound_under_each_policy(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case
 ) -> None:
-    config = configure(smoke_yaml, tmp_path, case, 2, sglang_server.engine.url)
+    config = configure(smoke_yaml, tmp_path, case, 2, *sglang_server.overrides)
     check(run_assembled(config), config, case)
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_mixes_in_used_groups_keeps_its_bound_for_each_use(
 ) -> None:
     case = ("bounded", "wait", "in_place")
     config = replace(
-        configure(smoke_yaml, tmp_path, case, 2, sglang_server.engine.url),
+        configure(smoke_yaml, tmp_path, case, 2, *sglang_server.overrides),
         buffer=BufferConfig(max_uses=2, fresh_fraction=0.5),
     )
     run = run_assembled(config)
@@ -119,7 +119,7 @@ def test_a_run_that_mixes_in_used_groups_keeps_its_bound_for_each_use(
 def test_a_run_keeps_its_bound_under_every_combination(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, case: Case, bound: int
 ) -> None:
-    config = configure(smoke_yaml, tmp_path, case, bound, sglang_server.engine.url)
+    config = configure(smoke_yaml, tmp_path, case, bound, *sglang_server.overrides)
     check(run_assembled(config), config, case)
 
 

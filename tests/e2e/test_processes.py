@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from benchmarks.marked_command import MarkedCommand, wait_until
+from buffer.protocol.socket import FREE_PORTS
+from tests.rollout_server.engines.strangers import status_of
 
 pytestmark = pytest.mark.e2e
 
@@ -44,6 +48,48 @@ def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: P
     )
     wait_until(lambda: metrics_lines(tmp_path / "crash") > 2, 180, "two steps")
     assert_a_crash_ends_the_run(command, "BufferActor", "buffer")
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
+    smoke_yaml: Path, tmp_path: Path, start: Start, insecure: bool
+) -> None:
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=closed", "run.steps=10000", "rollout.engine=hf",
+        f"network.insecure={str(insecure).lower()}",
+    )
+    run_dir = tmp_path / "closed"
+    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
+    engine, buffer = (ports_of(find_victim(command, words)) for words in ("RolloutActor", "BufferActor"))
+    paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/ready") == 200]
+    heard = [port for port in buffer if FREE_PORTS[0] <= port and is_heard(port)]
+    assert (len(paused), len(heard)) == (insecure, insecure)
+    assert (run_dir / "keys").exists() != insecure
+    assert "keys: ''" in (run_dir / "config.yaml").read_text()  # so that a resume makes new ones
+    command.interrupt()
+    assert command.wait(120) == 130
+    assert not (run_dir / "keys").exists()
+
+
+def ports_of(process: psutil.Process) -> list[int]:
+    return [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
+def status_or_0(url: str) -> int:
+    """The status with which a GET is answered; 0 if what listens there speaks no HTTP."""
+    try:
+        return status_of("GET", url, {})
+    except (OSError, HTTPException):
+        return 0
+
+
+def is_heard(port: int) -> bool:
+    """Whether a client without keys gets any answer from the buffer."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(b"anything")
+        return bool(socket.poll(3000))
 
 
 def assert_a_crash_ends_the_run(command: MarkedCommand, victim: str, expected: str) -> None:

@@ -67,7 +67,7 @@ def test_with_the_hf_engine_batches_and_losses_are_those_of_a_plain_loop(
 def test_with_sglang_losses_are_those_of_a_plain_loop_on_its_groups(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread
 ) -> None:
-    config = synchronous(smoke_yaml, tmp_path, f"rollout.server_url={sglang_server.engine.url}")
+    config = synchronous(smoke_yaml, tmp_path, *sglang_server.overrides)
     run = run_assembled(config)
     for batch in run.batches:
         assert [group.group_id for group in batch.groups] == list(range(4 * batch.version, 4 * batch.version + 4))

@@ -72,7 +72,7 @@ def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answe
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
 def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Path, on_update: str) -> None:
     case = ("bounded", "wait", on_update)
-    config = configure(vllm_yaml, tmp_path, case, url="")
+    config = configure(vllm_yaml, tmp_path, case)
     run = run_assembled(config)
     check(run, config, case)
     assert any("mismatch/mean_abs" in step for step in run.steps)

@@ -32,7 +32,11 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
 class WeightEndpoints:
-    """The hf engine's HTTP server for weight pushes. A refused request gets status 400 with the reason as `message`."""
+    """The hf engine's HTTP server for weight pushes. A refused request gets status 400 with the reason as `message`.
+
+    Only requests with the run's API key are answered (without network.keys there is none), and only those whose Host is
+    this server's address: with another, a web page has had a browser ask under a name of its own.
+    """
 
     def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
@@ -46,7 +50,7 @@ class WeightEndpoints:
 
     async def start(self) -> str:
         """Start to serve on a free port, in the running event loop, and return the base URL."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_key])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_sender])
         app.router.add_get("/ready", _as_endpoint(self._accept))
         for path, handler in {
             "/init_weights_update_group": self._join,
@@ -65,15 +69,20 @@ class WeightEndpoints:
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
-        return f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self._address = f"{self._host}:{self._runner.addresses[0][1]}"
+        return f"http://{self._address}"
 
     async def aclose(self) -> None:
         await self._runner.cleanup()
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+    async def _check_sender(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+        if request.host != self._address:
+            message = f"the Host must be {self._address}, got {request.host[:100]}"
+            return web.json_response({"success": False, "message": message}, status=403)
         for name, value in self._headers.items():
-            if not secrets.compare_digest(request.headers.get(name, ""), value):
+            given = request.headers.get(name, "").encode(errors="surrogateescape")
+            if not secrets.compare_digest(given, value.encode()):
                 return web.json_response({"success": False, "message": "wrong API key"}, status=401)
         return await handler(request)
 

@@ -17,7 +17,7 @@ from async_rl.cli import main
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from buffer.client import LearnerClient
-from buffer.protocol.keys import check_keys, new_keys
+from buffer.protocol.keys import check_keys, new_keys, own_keys
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.buffer.factories import make_config, serving
@@ -123,6 +123,27 @@ def test_secret_keys_are_never_readable_by_others_not_even_in_a_folder_that_is(
         assert os.umask(0o022) == 0o022  # as before
     finally:
         os.umask(before)
+
+
+def test_a_run_has_keys_of_its_own_for_as_long_as_it_goes_on(tmp_path: Path) -> None:
+    config = make_config()
+    secrets = []
+    for _ in range(2):
+        with own_keys(config, tmp_path / "keys") as with_keys:
+            check_keys(with_keys.network.keys)
+            assert with_keys == dataclasses.replace(config, network=NetworkConfig(keys=str(tmp_path / "keys")))
+            secrets.append((tmp_path / "keys" / "client.key_secret").read_bytes())
+        assert not (tmp_path / "keys").exists()
+        new_keys(tmp_path / "keys")  # as a run that was killed leaves them
+    assert secrets[0] != secrets[1]
+
+
+@pytest.mark.parametrize("network", [NetworkConfig(insecure=True), NetworkConfig(keys="some")])
+def test_a_run_with_keys_of_its_user_or_without_any_makes_none(tmp_path: Path, network: NetworkConfig) -> None:
+    config = dataclasses.replace(make_config(), network=network)
+    with own_keys(config, tmp_path / "keys") as same:
+        assert same is config
+        assert not (tmp_path / "keys").exists()
 
 
 def test_keys_are_never_overwritten(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import EngineInThread
+from tests.conftest import EngineInThread, with_keys
 from tests.rollout_server.engines.hf_cases import save_sharp_model
 from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
 
@@ -22,7 +22,8 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
     """Serves `vllm_model` at version 0 or, after a test that updates weights, at a later one."""
     needs_vllm()
-    server = EngineInThread(vllm_config(vllm_model), tmp_path_factory.mktemp("vllm-logs"))
+    folder = tmp_path_factory.mktemp("vllm-logs")
+    server = EngineInThread(with_keys(vllm_config(vllm_model), folder / "keys"), folder)
     server.run(server.engine.start(), START_S)
     yield server
     server.close()

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
+from tests.conftest import with_keys
 from tests.rollout_server.engines.hf_cases import (
     config_for,
     recomputed_logprobs,
@@ -21,6 +23,7 @@ from tests.rollout_server.engines.hf_cases import (
     sharp_model,
     with_engine,
 )
+from tests.rollout_server.engines.strangers import answered, status_of
 
 pytestmark = pytest.mark.processes
 
@@ -153,9 +156,40 @@ def test_a_second_end_of_the_same_push_is_refused(folder: Path, tmp_path: Path) 
     assert with_engine(config_for(folder), end_twice) == [200, 400]
 
 
-def test_ready_answers(folder: Path) -> None:
-    async def ready(engine: HFEngine) -> int:
-        async with aiohttp.ClientSession() as session, session.get(engine.url + "/ready") as reply:
-            return reply.status
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_strangers_get_no_answer_from_the_engine(folder: Path, tmp_path: Path, has_keys: bool) -> None:
+    config = config_for(folder)
+    if has_keys:
+        config = with_keys(config, tmp_path / "keys")
+    key = authorization(config.network)
 
-    assert with_engine(config_for(folder), ready) == 200
+    async def ask(engine: HFEngine) -> None:
+        resources = engine._endpoints._runner.app.router.routes()  # type: ignore[union-attr]
+        routes = {(route.method, route.resource.canonical) for route in resources if route.resource}
+        assert ("POST", "/pause_generation") in routes
+        if has_keys:
+            assert await asyncio.to_thread(answered, engine.url, routes) == set()
+        # A page whose name a name server has turned into this host's address, so that a browser sends no Origin.
+        rebound = key | {"Host": f"evil.example:{engine.url.rpartition(':')[2]}"}
+        statuses = {await asyncio.to_thread(status_of, *_to(engine, route), rebound) for route in routes}
+        assert statuses == {403}
+        assert await asyncio.to_thread(status_of, "GET", engine.url + "/ready", key) == 200
+        assert len(await engine.generate(request_for(4))) == 4  # nobody has paused it
+
+    with_engine(config, ask)
+
+
+def _to(engine: HFEngine, route: tuple[str, str]) -> tuple[str, str]:
+    return route[0], engine.url + route[1]
+
+
+def test_a_key_that_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
+    async def ask(engine: HFEngine) -> bytes:
+        reader, writer = await asyncio.open_connection(*engine.url.removeprefix("http://").split(":"))
+        host = engine.url.removeprefix("http://").encode()
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: " + host + b"\r\nAuthorization: Bearer \xff\xe4\r\n\r\n")
+        answer = await reader.readline()
+        writer.close()
+        return answer
+
+    assert b" 401 " in with_engine(with_keys(config_for(folder), tmp_path / "keys"), ask)

@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
 from rollout_server.engines.sglang.admin import SGLangAdmin
@@ -27,6 +28,7 @@ from tests.rollout_server.engines.sglang_cases import (
     logprobs_of,
     update_in_place,
 )
+from tests.rollout_server.engines.strangers import answered, listed_routes
 
 pytestmark = pytest.mark.e2e
 
@@ -121,6 +123,15 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
     (after,) = generate(sglang_server, group)
     assert {v for a in after for v in a.versions.tolist()} == {1}
     assert largest_error(load_model(new_folder), [group], [after]) < TOLERANCE
+
+
+def test_strangers_learn_only_that_the_server_lives(sglang_server: EngineInThread) -> None:
+    url, key = sglang_server.engine.url, authorization(sglang_server.config.network)
+    routes = listed_routes(url, key)
+    assert {("POST", path) for path in ("/pause_generation", "/generate", "/update_weights_from_disk")} <= routes
+    open_to_all = {path for _, path in routes if path.startswith(("/health", "/ready", "/metrics"))}
+    assert answered(url, [(method, path) for method, path in routes if path not in open_to_all]) == set()
+    assert len(generate(sglang_server, request_for(3))[0]) == 4  # nobody has paused it
 
 
 def test_requests_with_a_shared_cache_key_read_stale_kv(

@@ -12,12 +12,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
-from rollout_server.engines.vllm.admin import VLLMAdmin
+from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for
 from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model
+from tests.rollout_server.engines.strangers import answered, listed_routes
 from tests.rollout_server.engines.vllm_cases import (
     MODELS,
     START_S,
@@ -91,6 +93,14 @@ def test_a_refusal_names_the_group_and_the_servers_reason(vllm_server: EngineInT
     prompt = dataclasses.replace(request_for(5).prompt, tokens=np.full(1024, 7, dtype=np.int32))
     with pytest.raises(AsyncRLError, match=r"refused group 5 \(HTTP 400\).*1024"):
         generate(vllm_server, request_for(5, prompt=prompt))
+
+
+def test_strangers_get_no_answer_from_the_server(vllm_server: EngineInThread) -> None:
+    url, key = vllm_server.engine.url, authorization(vllm_server.config.network)
+    routes = listed_routes(url, key)
+    assert {("POST", path) for path in ("/pause", "/collective_rpc", "/update_weights", GENERATE)} <= routes
+    assert answered(url, routes) == set()
+    assert len(generate(vllm_server, request_for(3))[0]) == 4  # nobody has paused it
 
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(vllm_server: EngineInThread, served: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.network import authorization
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.messages import user
 from rollout_server.episodes.rendering import TurnRenderer
@@ -220,10 +221,10 @@ def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> 
 
 
 def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:
-    url = sglang_server.engine.url
+    url, headers = sglang_server.engine.url, authorization(sglang_server.config.network)
 
     def read(name: str, text: str) -> Parsed:
-        return sglang_server.run(ServerParser(url, name)(text, [SCHEMA]))
+        return sglang_server.run(ServerParser(url, name, tuple(headers.items()))(text, [SCHEMA]))
 
     text = 'so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     parsed = read("qwen25", text)

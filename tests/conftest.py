@@ -100,7 +100,7 @@ class EngineInThread:
 
     @property
     def overrides(self) -> list[str]:
-        """What makes a run use this server, and no other."""
+        """The overrides of a config that make a run use this server, and no other."""
         return [f"rollout.server_url={self.engine.url}", f"network.keys={self.config.network.keys}"]
 
     def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:

@@ -202,8 +202,9 @@ def _is_one_interface(host: str) -> bool:
 
 @section("network")
 class NetworkConfig:
-    """The address of a run's sockets and the keys that protect them, also from other users of the same host. In a run on
-    several hosts, each process listens on the address by which Ray knows its node (`ray start --node-ip-address`)."""
+    """The address of a run's sockets and the keys that protect them, also from other users of the same host. In a run
+    on several hosts, each process listens on the address by which Ray knows its node (`ray start --node-ip-address`).
+    """
 
     host: Annotated[str, checked(_is_one_interface, (
         "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
@@ -213,12 +214,12 @@ class NetworkConfig:
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """The port of the buffer. 0: a free one."""
     keys: PathText = ""
-    """The folder made by `async-rl keys new`. Empty: at each start the run makes keys of its own, which it removes at its
-    end. With keys, groups and batches are encrypted, the buffer accepts only clients that hold the client's key, and
-    rollout servers ask for an API key made from that key."""
+    """The folder made by `async-rl keys new`. Empty: at each start the run makes keys of its own, which it removes at
+    its end. With keys, groups and batches are encrypted, the buffer accepts only clients that hold the client's key,
+    and rollout servers ask for an API key made from that key."""
     insecure: bool = False
-    """Make no keys, and accept that whoever reaches `host`, on loopback every user and program of this host, can read the
-    training data and write into it."""
+    """Make no keys, and accept that whoever reaches `host`, on loopback every user and program of this host, can read
+    the training data and write into it."""
 
     def __post_init__(self) -> None:
         check(

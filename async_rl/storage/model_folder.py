@@ -25,7 +25,7 @@ _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 SFT_MARKER = "sft_config.yaml"
 """The file that only a folder written by `async-rl sft` holds, which the next one may overwrite."""
 _LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
-"""What a path of two words begins with if it is not the name of a model on the Hugging Face hub."""
+"""Words with which a path of two begins if it is not the name of a model on the Hugging Face hub."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 
 A_WEB_PAGE = {"Content-Type": "text/plain", "Origin": "https://evil.example"}
-"""What a page can send to another origin without asking first."""
+"""Headers that a page can send to another origin without asking first."""
 WRONG_KEY = {"Authorization": "Bearer " + 64 * "0"}
 
 

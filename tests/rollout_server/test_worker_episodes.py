@@ -123,6 +123,8 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
     values = metric_values(reports)
     assert values["episode/failed"] == 0 and "endpoint/refused" not in values
     assert values["endpoint/requests"] >= 2 * values["rollout/rollouts"] > 0
+    notes = [note for report in reports for note in report.notes]
+    assert sum("rollout/0: agents set temperature: the policy samples as the run is" in note for note in notes) == 1
 
 
 def test_an_agents_python_that_is_not_there_is_refused(config: Config) -> None:

@@ -81,7 +81,9 @@ class Worker:
         self._failures_in_a_row = 0
         self._log = EpisodeLog(self._name, config)
         batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
-        self._flat = FlatRewards(max(2, round(batches)), task.has_answer)
+        self._flat = FlatRewards(
+            max(2, round(batches)), task.has_answer if not config.task.gives_rewards else lambda *_: None
+        )
         self._group_ended = asyncio.Event()
         self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None

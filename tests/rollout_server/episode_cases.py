@@ -114,9 +114,9 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
 
 
 async def _ask(question: Question, base_url: str) -> None:
-    async with aiohttp.ClientSession() as client:
-        async with client.post(f"{base_url}/chat/completions", json={"messages": list(question.messages)}) as reply:
-            assert reply.status == 200
+    body = {"messages": list(question.messages)}
+    async with aiohttp.ClientSession() as client, client.post(f"{base_url}/chat/completions", json=body) as reply:
+        assert reply.status == 200
 
 
 async def break_by_turns(question: Question, base_url: str, api_key: str) -> float:
@@ -137,7 +137,7 @@ async def fall_silent(question: Question, base_url: str, api_key: str) -> float:
 
 
 async def take_a_while(question: Question, base_url: str, api_key: str) -> float:
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.05)
     await _ask(question, base_url)
     return float(next(_numbers))
 

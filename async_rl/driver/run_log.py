@@ -17,7 +17,7 @@ from async_rl.storage.run_dir import write_config
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_timeline import plot_timeline
-from async_rl.telemetry.timeline import Sample, Span, Usage
+from async_rl.telemetry.timeline import RESTART, Sample, Span, Usage
 
 Values = dict[str, float]
 
@@ -69,6 +69,8 @@ class RunLog:
         """Steps of learner/0 that are not logged yet, each with the time.time() of its end."""
         self._from_workers: list[Metric] = []
         self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
+        self._lost_s: dict[str, float] = {}
+        """[process] time.time() at which a rollout process was lost that is not back yet."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _note_values(self, version: int, values: Values) -> None:
@@ -113,7 +115,14 @@ class RunLog:
     def lost(self, process: str) -> None:
         """Log steps without waiting for the spans of a rollout process that died, until it reports again."""
         self._reported_until_s.pop(process, None)
+        self._lost_s.setdefault(process, time.time())
         self._close_steps()
+
+    def restarted(self, process: str, version: int) -> None:
+        """Note that a rollout process works again, with the weights of `version`, and record the time without it."""
+        self.logger.note(f"{process} is back, with the weights of version {version}")
+        back_s = time.time()
+        self._add_usage([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
 
     @property
     def has_open_steps(self) -> bool:

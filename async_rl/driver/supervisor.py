@@ -143,7 +143,7 @@ class Supervisor:
         connecting = actor.connect.remote(self._buffer_address)
         await self._call_server(name, connecting, timeouts.limit("join_s"), "connecting")
         version = await self._join(name, url)
-        self._log.logger.note(f"{name} is back, with the weights of version {version}")
+        self._log.restarted(name, version)
         await self._generate(name)
 
     async def _abandon(self, name: str) -> int:

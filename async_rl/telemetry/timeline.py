@@ -26,6 +26,9 @@ STATES: tuple[State, ...] = get_args(State)
 PRIORITY: tuple[State, ...] = ("sync", "eval", "checkpoint", "busy", "wait_weights", "wait_data", "other")
 """When spans of one pool overlap, an instant counts as the first of these states."""
 
+RESTART = "restart"
+"""The name of the span, in the state `other`, in which a rollout server is lost and started again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

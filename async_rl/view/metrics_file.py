@@ -9,23 +9,15 @@ import os
 import statistics
 import threading
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 MAX_POINTS = 1500
 """A series with more points is thinned before it is sent to the browser."""
 BLOCK_BYTES = 8 * 2**20
 RECENT_STEPS = 20
-
-
-class Series(TypedDict):
-    """The points of one metric: their steps, ascending, their values, and how many steps each of them stands for."""
-
-    step: list[float]
-    value: list[float]
-    stride: int
 
 
 @dataclass(slots=True)
@@ -126,9 +118,13 @@ class MetricsFile:
             column = self._columns.get("time/elapsed_s")
             return int(max(column.steps)) if column and column.steps else 0
 
-    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, Series]:
-        """Return, by key, the values of the steps above `after`, thinned to about MAX_POINTS points."""
-        return {key: thinned(self.values(key, after)) for key in keys}
+    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, list[float]]]:
+        """Return, by key, the lists `step` and `value` of the steps above `after`, thinned to MAX_POINTS points."""
+        found = {}
+        for key in keys:
+            pairs = thinned(list(self.values(key, after).items()))
+            found[key] = {"step": [step for step, _ in pairs], "value": [value for _, value in pairs]}
+        return found
 
     def seconds_a_step(self) -> float | None:
         """Return the median seconds from step to step over RECENT_STEPS steps, or None if there are fewer than two."""
@@ -137,17 +133,14 @@ class MetricsFile:
         return statistics.median(gaps_s) if gaps_s else None
 
 
-def thinned(values: Mapping[float, float]) -> Series:
-    """Return at most MAX_POINTS + 1 points in place of the given values by ascending step.
+def thinned(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return at most MAX_POINTS pairs (step, value) in place of the given ones.
 
-    Each stands for equally many steps, the last of which it has, with the mean of their values. Stretches without a
-    value have no point.
+    Each stands for equally many pairs in a row: it has the step of the last of them and the mean of their values.
     """
-    if len(values) <= MAX_POINTS:
-        return {"step": list(values), "value": list(values.values()), "stride": 1}
-    first, last = next(iter(values)), next(reversed(values))
-    stride = math.ceil((last - first + 1) / MAX_POINTS)
-    parts: dict[float, list[float]] = {}
-    for step, value in values.items():
-        parts.setdefault(last - (last - step) // stride * stride, []).append(value)
-    return {"step": list(parts), "value": [statistics.fmean(part) for part in parts.values()], "stride": stride}
+    stride = math.ceil(len(pairs) / MAX_POINTS)
+    if stride <= 1:
+        return pairs
+    ends = range(len(pairs), 0, -stride)
+    parts = [pairs[max(0, end - stride) : end] for end in ends][::-1]
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]

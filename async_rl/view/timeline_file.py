@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from async_rl.telemetry.timeline import Span, state_changes
+from async_rl.telemetry.timeline import RESTART, Span, state_changes
 
 MAX_SPANS = 2_000_000
 """Spans beyond this number are not read; a run of a hundred thousand steps has fewer."""
@@ -251,6 +251,8 @@ def _batch_waits_s(
 ) -> dict[str, float]:
     """Return the seconds of the learner's waits for a batch by `batch/STATE`, the mean over the pools of `rollout`.
 
+    The restart of a rollout server, which is in the state `other`, is `batch/restart`.
+
     The segments of each pool cover the window from `start_s` to `end_s` without a gap, timed from its start.
     """
     waits_s: dict[str, float] = {}
@@ -263,6 +265,6 @@ def _batch_waits_s(
             end = bisect_left(segments, last_s, key=lambda segment: segment.start_s)
             for segment in segments[begin:end]:
                 seconds = min(segment.end_s, last_s) - max(segment.start_s, first_s)
-                key = f"{BATCH}/{segment.state}"
+                key = f"{BATCH}/{RESTART if segment.name == RESTART else segment.state}"
                 waits_s[key] = waits_s.get(key, 0.0) + seconds / max(1, len(rollout))
     return waits_s

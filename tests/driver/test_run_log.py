@@ -180,6 +180,19 @@ def test_an_idle_pool_is_one_slice_of_the_trace(tmp_path: Path) -> None:
     assert [event["dur"] for event in events if event["ph"] == "X"] == [100e6]
 
 
+def test_the_time_without_a_lost_rollout_server_is_named_in_the_trace(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 1.0),)))
+    for _ in range(2):  # lost once more before it was back
+        log.lost("rollout/0")
+    log.restarted("rollout/0", 3)
+    log.close()
+    events = json.loads((tmp_path / "r" / "timeline.json").read_text())["traceEvents"]
+    assert [(event["cat"], event["name"]) for event in events if event["ph"] == "X"] == [
+        ("busy", "busy"), ("other", "restart"),
+    ]  # fmt: skip
+
+
 def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=3, ranks=2)
     run = RecordedRun(log, servers=3, ranks=2, step_s=10)

@@ -52,6 +52,23 @@ def test_a_pool_that_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert len(timeline.step_ends_s()) == 19  # the last line has no end yet
 
 
+def test_a_wait_while_a_lost_server_was_started_again_is_named(tmp_path: Path) -> None:
+    trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
+    trace.add(
+        [
+            Span("learner/0", "busy", 0, 1, "update"), Span("learner/0", "wait_data", 1, 8, "batch"),
+            Span("learner/0", "busy", 8, 9, "update"), Span("rollout/0", "busy", 0, 2),
+            Span("rollout/0", "other", 2.5, 7, "restart"), Span("rollout/0", "busy", 7, 9),
+        ],
+        [],
+    )  # fmt: skip
+    trace.close()
+    window = TimelineFile(tmp_path / "timeline.json").refresh().window(1, 2, number_of_first=1)
+    assert window is not None
+    assert window.waits_s == pytest.approx({"batch/busy": 2.0, "batch/other": 0.5, "batch/restart": 4.5})
+    assert Segment("other", "restart", 2.5, 7.0) in window.lanes["rollout/0"]
+
+
 def test_a_wait_for_a_batch_is_split_by_what_rollout_did(tmp_path: Path) -> None:
     trace = ChromeTrace(tmp_path / "timeline.json", 0.0)
     trace.add(

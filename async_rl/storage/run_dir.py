@@ -85,6 +85,17 @@ def _resumed(config: Config) -> Iterator[Config]:
         undo_resume(run_dir)
 
 
+def resuming_since_s(run_dir: Path) -> float | None:
+    """Return since when, by time.time(), a resume of a run has been on its way to its first step; None: there is none.
+
+    The resume may also have been killed before that step.
+    """
+    try:
+        return (run_dir / _MARKER).stat().st_mtime
+    except OSError:
+        return None
+
+
 def write_config(config: Config) -> None:
     """Write the run's config.yaml. A resumed run calls this after its first step, from which on it is not undone."""
     run_dir = config.run_dir

@@ -15,6 +15,7 @@ import yaml
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
+from async_rl.storage.run_dir import resuming_since_s
 from async_rl.telemetry.status import STALE_S
 from async_rl.view.journal_reader import JournalReader
 from async_rl.view.metrics_file import MetricsFile
@@ -30,7 +31,7 @@ class RunState:
     """Whether a run goes on, by its status.json: a name for that, a sentence about it, and what each process did."""
 
     name: str
-    """`running`, `ended`, `stopped writing` or `unknown`."""
+    """`running`, `ended`, `resuming`, `stopped writing` or `unknown`."""
     text: str
     """One sentence for the user."""
     processes: list[dict[str, Any]]
@@ -91,9 +92,16 @@ class RunFiles:
             return RunState("unknown", "The run has no status.json that can be read.", [])
         note, age_s = str(saved.get("note", "")), time.time() - saved["time_s"]
         processes = [_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict)]
+        resuming_s = resuming_since_s(self.folder)
+        if resuming_s is not None and (note != "running" or age_s > STALE_S):
+            text = (
+                f"A resume began {_duration(max(0.0, time.time() - resuming_s))} ago and has made no step yet: its "
+                "processes start, or it was killed."
+            )
+            return RunState("resuming", text, [])
         if note != "running":
-            text = f"The run {note}." if note.startswith("ended") else f"The run has ended: {note}."
-            return RunState("ended", text, processes)
+            text = f"The run {note}" if note.startswith("ended") else f"The run has ended: {note}"
+            return RunState("ended", text if text.endswith((".", "!", "?")) else f"{text}.", processes)
         if age_s <= STALE_S:
             return RunState("running", "The run goes on.", processes)
         text = (
@@ -151,7 +159,8 @@ def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     defaults = dict(leaves(read_yaml(text)[0]))
     required = {"model.path", "task.name"}
     found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in leaves(config)]
-    return [(key, value, default) for key, value, default in found if value != default]
+    is_set = [key not in required or value for key, value, _ in found]  # task.env and task.agent take no task.name
+    return [each for each, counts in zip(found, is_set, strict=True) if counts and each[1] != each[2]]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

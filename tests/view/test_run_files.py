@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.view.journal_reader import JournalError
 from async_rl.view.run_files import RunFiles, changed_settings, read_json
 from tests.view.factories import make_run
 
@@ -33,6 +34,38 @@ def test_a_driver_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> 
     state = RunFiles(run_dir).state
     assert state.name == "stopped writing"
     assert "2 hours ago" in state.text
+
+
+@pytest.mark.parametrize("note, age_s", [("ended normally", 3600.0), ("running", 3600.0)])
+def test_a_resume_that_starts_is_told_from_a_run_that_ended(tmp_path: Path, note: str, age_s: float) -> None:
+    run_dir = make_run(tmp_path / "run", note=note)
+    saved = json.loads((run_dir / "status.json").read_text())
+    (run_dir / "status.json").write_text(json.dumps(saved | {"time_s": time.time() - age_s}))
+    (run_dir / ".resuming").write_text("lineage_0 5")
+    state = RunFiles(run_dir).state
+    assert state.name == "resuming"
+    assert "A resume began 0 seconds ago and has made no step yet" in state.text
+    (run_dir / "trajectories.sqlite").unlink()
+    with pytest.raises(JournalError, match="A resume of this run is starting"):
+        RunFiles(run_dir).journal.choices()
+
+
+def test_a_resume_whose_driver_reports_runs(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", note="running")
+    (run_dir / ".resuming").write_text("lineage_0 5")
+    assert RunFiles(run_dir).state.name == "running"
+
+
+@pytest.mark.parametrize("note", ["ended: staleness.max must be 0", "ended: staleness.max must be 0."])
+def test_a_reason_is_one_sentence_with_one_full_stop(tmp_path: Path, note: str) -> None:
+    assert RunFiles(make_run(tmp_path / "run", note=note)).state.text == "The run ended: staleness.max must be 0."
+
+
+def test_the_name_of_a_task_is_listed_only_where_it_is_set() -> None:
+    found = changed_settings({"task": {"name": "", "env": "a:B"}, "model": {"path": "models/a"}})
+    assert ("model.path", "models/a", ...) in found
+    assert ("task.env", "a:B", "") in found
+    assert all(key != "task.name" for key, _, _ in found)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"note": "running", "time_s": "soon"}'])

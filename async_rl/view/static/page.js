@@ -57,7 +57,8 @@ function follow() {
     sign.textContent = text;
     sign.className = `live ${state}`;
   };
-  events.addEventListener("open", () => say(document.querySelector(".pill:is(.running, .waiting)") ? "live" : "up to date", "on"));
+  const sayStanding = () => say(document.querySelector(".pill:is(.running, .waiting, .resuming)") ? "live" : "up to date", "on");
+  events.addEventListener("open", sayStanding);
   events.addEventListener("error", () => say("not connected", "off"));
   events.addEventListener("change", (event) => {
     if (isFirst) { // names every file, and the page has just been loaded
@@ -66,6 +67,7 @@ function follow() {
     }
     const changed = new Set(JSON.parse(event.data));
     working = working.then(() => Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]))
+      .then(() => events.readyState === EventSource.OPEN && sayStanding()) // the run may have ended, or go on again
       .catch((error) => say(`not updated: ${error.message}`, "off"));
   });
   addEventListener("pagehide", () => events.close());

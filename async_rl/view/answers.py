@@ -11,7 +11,7 @@ import numpy as np
 
 from async_rl.storage.log_ratios import AnswerLogRatios, Float16Array
 from async_rl.types import Rollout, RolloutGroup
-from async_rl.view.token_texts import TokenTexts
+from async_rl.view.token_texts import TokenTexts, called_tools
 
 PREVIEW_CHARS = 400
 
@@ -41,9 +41,28 @@ def answer_columns(
         "old_kv": [int(value) for value in group.old_kv(rollout).tolist()],
         "trained_at": trained_at,
         "text": texts.decode(ids),
+        "parts": parts(rollout, texts),
         "prompt_ids": group.prompt_tokens.tolist(),
         "prompt_text": texts.decode(group.prompt_tokens.tolist()),
     }
+
+
+def parts(rollout: Rollout, texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return the stretches of tokens that the model sampled, or did not, in order, each from token `from` up to `to`.
+
+    `calls` are the tools that a sampled stretch calls, and `said` is the text of the others without a template's marks.
+    """
+    edges = [0, *(np.flatnonzero(np.diff(rollout.mask.astype(np.int8))) + 1).tolist(), len(rollout.tokens)]
+    found = []
+    for start, end in itertools.pairwise(edges):
+        ids, is_sampled = rollout.tokens[start:end].tolist(), bool(rollout.mask[start])
+        said = " · ".join(" ".join(message.split()) for message in texts.messages(ids) or [])
+        found.append({
+            "from": start, "to": end, "is_sampled": is_sampled,
+            "calls": called_tools(texts.decode(ids) or "") if is_sampled else [],
+            "said": "" if is_sampled else said[:PREVIEW_CHARS],
+        })
+    return found
 
 
 def _rounded(values: Float16Array) -> list[float]:
@@ -52,8 +71,10 @@ def _rounded(values: Float16Array) -> list[float]:
 
 def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, Any]:
     """Return the entry of answer `number` in the list of all the group's answers: reward, length, preview and so on."""
-    rollout = group.rollouts[number]
+    rollout, episode = group.rollouts[number], episode_facts(group, number)
     text = texts.decode(rollout.tokens[:PREVIEW_CHARS].tolist())
+    ran_out = episode is not None and episode["end"] == "timeout"
+    turns_calls = [part["calls"] for part in parts(rollout, texts) if part["is_sampled"]] if ran_out else []
     return {
         "number": number,
         "reward": rollout.reward,
@@ -61,7 +82,8 @@ def sibling(group: RolloutGroup, number: int, texts: TokenTexts) -> dict[str, An
         "finish_reason": rollout.finish_reason,
         "versions": version_shares(rollout),
         "turns": turns(rollout),
-        "episode": episode_facts(group, number),
+        "episode": episode,
+        "last_calls": turns_calls[-1] if turns_calls else [],
         "masked": int((~rollout.mask).sum()),
         "mean_logprob": mean_logprob(rollout),
         "preview": text[:PREVIEW_CHARS] if text is not None else " ".join(map(str, rollout.tokens[:40].tolist())),
@@ -82,6 +104,7 @@ def episode_facts(group: RolloutGroup, number: int) -> dict[str, Any] | None:
     return {
         "number": place, "row": row, "rows": facts.rows, "turns": facts.turns, "tool_calls": facts.tool_calls,
         "generate_s": facts.generate_s, "tool_s": facts.tool_s, "duration_s": facts.duration_s, "end": facts.end,
+        "rest_s": max(0.0, facts.duration_s - facts.generate_s - facts.tool_s),
     }  # fmt: skip
 
 

@@ -62,6 +62,26 @@ OVERVIEW_CHARTS = (
     Chart("Entropy", (("policy/entropy", "entropy"),), "nats a token", "Entropy of the policy that is trained."),
 )  # fmt: skip
 
+EPISODE_CHARTS = (
+    Chart(
+        "Turns and tool calls", (("episode/turns", "turns"), ("episode/tool_calls", "tool calls"),
+                                 ("episode/failed_tool_calls", "failed tool calls")),
+        note="Means of an episode that ended in the step.",
+    ),
+    Chart(
+        "Time of an episode", (("episode/duration_s", "whole"), ("episode/generate_s", "replies"),
+                               ("episode/tool_s", "tool calls")),
+        "s", "The rest is spent in environments and agents.",
+    ),
+    Chart(
+        "How episodes end", (("episode/end_done", "done"), ("episode/end_length", "length"),
+                             ("episode/end_turns", "turns"), ("episode/end_timeout", "timeout"),
+                             ("episode/end_failed", "failed")),
+        "%", "By the environment or agent, a limit on tokens, turns or time, or a fault.",
+    ),
+)  # fmt: skip
+"""The charts of runs with environments, tools or agents."""
+
 _BY_STALENESS = (
     ("reward", "Reward by staleness", ""), ("ess", "ESS by staleness", "%"),
     ("kl_behaviour_proximal_k3", "KL behaviour → proximal by staleness", "nats a token"),

@@ -16,6 +16,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
+from async_rl.storage.run_dir import resuming_since_s
 from async_rl.types import RolloutGroup
 from buffer.journal.journal import check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
@@ -32,7 +33,8 @@ _STALENESS = (
     "(SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id) - "
     "(SELECT MIN(oldest_version) FROM rollouts WHERE rollouts.group_id = groups.group_id)"
 )
-_COLUMNS = f"""group_id, prompt_index, worker, state, drop_reason, start_version, finished_version, newest_version,
+_COLUMNS = f"""group_id, prompt_index, worker, state, drop_reason, start_version,
+    NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
     reward, response_tokens, duration_s, {_STALENESS} AS staleness,
     (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
     (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers"""
@@ -53,8 +55,12 @@ _CONDITIONS = {
     "state": "state = :state",
     "drop_reason": "drop_reason = :drop_reason",
     "worker": "worker = :worker",
+    "end": "group_id IN (SELECT group_id FROM episodes WHERE end = :end)",
     "prompt": "prompt_index = :prompt",
 }
+
+_CHOICES = {"state": "groups", "drop_reason": "groups", "worker": "groups", "end": "episodes"}
+"""The filters that offer the values of a column, and the table of each."""
 
 
 class JournalError(AsyncRLError):
@@ -110,11 +116,11 @@ class JournalReader:
         return rows[0] | {"rollouts": rollouts, "steps": [row["step"] for row in steps]}
 
     def choices(self) -> dict[str, list[str]]:
-        """Return, by column, the values that occur in `state`, `drop_reason` and `worker`: the choices of a filter."""
+        """Return the values that occur in the columns of _CHOICES, by the name of the filter."""
         found = {}
-        for column in ("state", "drop_reason", "worker"):
+        for column, table in _CHOICES.items():
             query = (
-                f"SELECT DISTINCT {column} AS value FROM groups WHERE ifnull({column}, '') <> '' ORDER BY 1 LIMIT 200"
+                f"SELECT DISTINCT {column} AS value FROM {table} WHERE ifnull({column}, '') <> '' ORDER BY 1 LIMIT 200"
             )
             found[column] = [str(row["value"]) for row in self.rows(query)]
         return found
@@ -162,6 +168,10 @@ class JournalReader:
     @contextmanager
     def _open(self, limit_s: float) -> Iterator[sqlite3.Connection]:
         if not self._file.is_file():
+            if resuming_since_s(self._file.parent) is not None:
+                raise JournalError(
+                    "A resume of this run is starting. Its groups are listed as soon as its buffer has restored them."
+                )
             raise JournalError(
                 f"{self._file} does not exist: the run has not begun, it had buffer.journal=false, or the journal was "
                 "not copied here."

@@ -118,12 +118,17 @@ class MetricsFile:
             column = self._columns.get("time/elapsed_s")
             return int(max(column.steps)) if column and column.steps else 0
 
-    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, list[float]]]:
-        """Return, by key, the lists `step` and `value` of the steps above `after`, thinned to MAX_POINTS points."""
-        found = {}
+    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, Any]]:
+        """Return, by key, the lists `step` and `value` of the steps above `after`, thinned to MAX_POINTS points.
+
+        `stride` is the number of values that each point stands for: points further apart have a gap between them.
+        """
+        found: dict[str, dict[str, Any]] = {}
         for key in keys:
-            pairs = thinned(list(self.values(key, after).items()))
+            values = self.values(key, after)
+            pairs = thinned(list(values.items()))
             found[key] = {"step": [step for step, _ in pairs], "value": [value for _, value in pairs]}
+            found[key]["stride"] = max(1, math.ceil(len(values) / MAX_POINTS))
         return found
 
     def seconds_a_step(self) -> float | None:

@@ -81,9 +81,9 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return MISSING
     whole = round(seconds)
-    parts = [(whole // 3600, "h"), (whole % 3600 // 60, "min"), (whole % 60, "s")]
-    first = next((i for i, (amount, _) in enumerate(parts) if amount), 2)
-    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount or first == 2)
+    parts = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min"), (whole % 60, "s")]
+    first = next((i for i, (amount, _) in enumerate(parts) if amount), 3)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount or first == 3)
 
 
 def marked(text: str) -> Markup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -14,18 +14,19 @@ from starlette.routing import Route
 from async_rl.errors import ConfigError
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.view.answers import sibling
-from async_rl.view.charts import OVERVIEW_CHARTS, staleness_charts
+from async_rl.view.charts import EPISODE_CHARTS, OVERVIEW_CHARTS, staleness_charts
 from async_rl.view.journal_reader import ORDERS, JournalError
 from async_rl.view.library import OpenRun
 from async_rl.view.metrics_file import RECENT_STEPS
 from async_rl.view.pages import page, run_of, run_page, whole_number
 from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import Found
+from async_rl.view.token_texts import TokenTexts
 from buffer.store_rows import DROP_REASONS
 
 INTEGER_FILTERS = ("step", "staleness_min", "staleness_max", "tokens_min", "tokens_max", "prompt")
 NUMBER_FILTERS = ("reward_min", "reward_max")
-TEXT_FILTERS = ("state", "drop_reason", "worker")
+TEXT_FILTERS = ("state", "drop_reason", "worker", "end")
 ORDER_TITLES = {
     "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward", "reward_low": "lowest reward",
     "longest": "longest answers", "stalest": "most stale",
@@ -44,8 +45,15 @@ def overview(request: Request) -> Response:
     run = run_of(request).files
     hidden = {"run.name", "run.dir"}  # they say where the run is, and every run sets them
     settings = [row for row in run.changed_settings if row[0] not in hidden]
-    facts = {"charts": OVERVIEW_CHARTS, "settings": settings, "none_at_all": ..., **_live_facts(run)}
+    charts = [*OVERVIEW_CHARTS, *(EPISODE_CHARTS if plays_episodes(run) else ())]
+    facts = {"charts": charts, "settings": settings, "none_at_all": ..., **_live_facts(run)}
     return run_page(request, "overview.html", "overview", facts)
+
+
+def plays_episodes(run: RunFiles) -> bool:
+    """Return whether a run has episodes of several turns, by its settings or its metrics."""
+    settings = any(run.setting(f"task.{name}") for name in ("env", "agent", "tools"))
+    return settings or "episode/turns" in run.metrics.refresh().keys
 
 
 def overview_live(request: Request) -> Response:
@@ -126,7 +134,7 @@ def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
         found = index.search(query["text"])
     listed = run.files.journal.groups(filters, order, number, found.group_ids if found else None)
     tokens = run.files.journal.prompts([row["group_id"] for row in listed.rows])
-    prompts = {group_id: run.texts.decode(ids) for group_id, ids in tokens.items()}
+    prompts = {group_id: question(run.texts, ids) for group_id, ids in tokens.items()}
     turn = {key: value for key, value in query.items() if key != "page"}
     return {
         "rows": listed.rows, "prompts": prompts, "has_more": listed.has_more, "page": number,
@@ -135,6 +143,12 @@ def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
         "searches": not index.missing, "next": urlencode({**turn, "page": number + 1}),
         "previous": urlencode({**turn, "page": number - 1}),
     }  # fmt: skip
+
+
+def question(texts: TokenTexts, prompt: Sequence[int]) -> str | None:
+    """Return the last message of a prompt, in which prompts differ, or all of its text if it holds no message."""
+    messages = texts.messages(prompt)
+    return messages[-1] if messages else texts.decode(prompt)
 
 
 def read_filters(query: Mapping[str, str]) -> dict[str, Any]:
@@ -171,6 +185,7 @@ def group(request: Request) -> Response:
         "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rollouts"]) - 1)),
         "coloring": color if color in COLORINGS else "version", "colorings": COLORINGS,
         "prompt": run.texts.decode(payload.prompt_tokens.tolist()) if payload else None,
+        "question": question(run.texts, payload.prompt_tokens.tolist()) if payload else None,
         "prompt_ids": payload.prompt_tokens.tolist() if payload else [], "missing": run.texts.missing,
         "kept_steps": run.files.setting("buffer.journal_keep_steps"),
     }  # fmt: skip

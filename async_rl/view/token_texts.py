@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,39 @@ from typing import Any
 from async_rl.view.run_files import RunFiles
 
 TOKENIZER_FILE = "tokenizer.json"
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
+)
+"""Control characters but for tabs and ends of lines, marks that turn the direction of text, spaces without width."""
+_ROLE = re.compile(r"\A\s*(system|developer|user|assistant|model|tool|ipython|observation)\s*(\n|\Z)")
+_TAG_LINE = re.compile(r"^[ \t]*</?\w+>[ \t]*$", re.MULTILINE)
+_CALL = re.compile(
+    r"(?:<tool_call>|<\|python_tag\|>|\A)\s*\{[^{}]*?\"name\"\s*:\s*\"([\w.-]+)\"|<tool_call>\s*([\w.-]+)\s*(?:\n|<arg_key>)"
+)
+"""The name of the tool in a call as the families of Qwen and Hermes, Llama 3 and GLM write it."""
+
+
+def called_tools(text: str) -> list[str]:
+    """Return the names of the tools that a turn calls, in order, as far as its text shows them."""
+    return [first or second for first, second in _CALL.findall(text)]
+
+
+def visible(text: str) -> str:
+    """Return a text with the code of each invisible character in its place, e.g. ⟨U+202E⟩: these change how others are
+    shown, or hide what a model wrote.
+    """
+    return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 class TokenTexts:
-    """Decodes token ids of a run. Without a tokenizer every text is None, and `missing` says what to do about it."""
+    """Decodes token ids of a run into text without invisible characters, see `visible`.
+
+    Without a tokenizer every text is None, and `missing` says what to do about it.
+    """
 
     def __init__(self, run: RunFiles) -> None:
         self._tokenizer: Any = None
+        self._marks: re.Pattern[str] | None = None
         self.missing = ""
         """One sentence for the user if there is no tokenizer; else empty."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the run needs the cores more
@@ -32,12 +59,29 @@ class TokenTexts:
             from tokenizers import Tokenizer
 
             self._tokenizer = Tokenizer.from_file(str(file))
+            marks = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+            self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
         except Exception as error:  # the library raises bare Exceptions for files that it can't read
             self.missing = f"Token ids are shown without text: {file} can't be read: {error}."
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of a sequence, special tokens included; None without a tokenizer."""
-        return None if self._tokenizer is None else str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        if self._tokenizer is None:
+            return None
+        return visible(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def messages(self, ids: Sequence[int]) -> list[str] | None:
+        """Return what was said in a part of a conversation, message by message, without the marks of a chat template.
+
+        Marks are the tokens that were added to the tokenizer's vocabulary, names of roles, and lines with nothing but
+        a tag. None without a tokenizer.
+        """
+        text = self.decode(ids)
+        if text is None:
+            return None
+        parts = self._marks.split(text) if self._marks else [text]
+        said = (_TAG_LINE.sub("", _ROLE.sub("", part)).strip() for part in parts)
+        return [message for message in said if message]
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
         """Return the text that each token adds. The token that completes a character adds all of it, others of it "".
@@ -52,7 +96,7 @@ class TokenTexts:
         pieces = []
         for token in ids:
             try:
-                pieces.append(stream.step(self._tokenizer, token) or "")
+                pieces.append(visible(stream.step(self._tokenizer, token) or ""))
             except Exception:  # an id outside of the vocabulary, or bytes that never become a character
                 stream = DecodeStream(skip_special_tokens=False)
                 pieces.append("\N{REPLACEMENT CHARACTER}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +21,18 @@ from async_rl.types import EpisodeFacts, Rollout, RolloutGroup
 from buffer.journal.journal import FILE_NAME, SCHEMA, payload_folder
 from buffer.journal.payload_files import PayloadFiles
 
-CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+RIGHT_TO_LEFT = "\u202e"
+"""A character that turns the direction of all text behind it."""
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + RIGHT_TO_LEFT
+MARKS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 STEP_S = 1.0
 
 
 def tokens_of(text: str) -> list[int]:
-    """The test tokenizer has one token for each character."""
-    return [CHARACTERS.index(character) for character in text]
+    """The test tokenizer has one token for each character, and one for each of MARKS."""
+    parts = re.findall("|".join(map(re.escape, MARKS)) + "|.", text, re.DOTALL)
+    return [len(CHARACTERS) + MARKS.index(part) if part in MARKS else CHARACTERS.index(part) for part in parts]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -35,6 +40,7 @@ def write_tokenizer(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer.add_special_tokens(list(MARKS))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -83,6 +89,39 @@ def make_episodes(group_id: int, version: int = 0) -> RolloutGroup:
     return dataclasses.replace(group, rollouts=(row, half, half), episodes=tuple(facts))
 
 
+CHAT_PROMPT = (
+    "<|im_start|>system\nYou are a shop. Answer in one line.<|im_end|>\n"
+    "<|im_start|>user\nWhat does a pear cost?<|im_end|>\n<|im_start|>assistant\n"
+)
+CHAT_TURNS = (
+    '<tool_call>\n{"name": "price", "arguments": {"item": "pear"}}\n</tool_call><|im_end|>',
+    "\n<|im_start|>user\n<tool_response>\n3 euros a piece\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "It costs 3 euros.<|im_end|>",
+)
+
+
+def make_chat(group_id: int, version: int = 0) -> RolloutGroup:
+    """Return a group of two episodes in the template of Qwen: one that called a tool, and one whose tool call hung."""
+    lengths = [len(tokens_of(part)) for part in CHAT_TURNS]
+    mask = np.repeat([True, False, True], lengths)
+    row = Rollout(
+        tokens=np.array(tokens_of("".join(CHAT_TURNS)), np.int32), mask=mask, reward=1.0, finish_reason="stop",
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32), versions=np.full(len(mask), version, np.int32),
+        turn_ends=(lengths[0] - 1, sum(lengths) - 1), turn_rewards=(0.0, 1.0),
+    )  # fmt: skip
+    first = slice(0, lengths[0])
+    hung = dataclasses.replace(
+        row, tokens=row.tokens[first], mask=mask[first], logprobs=row.logprobs[first], versions=row.versions[first],
+        reward=0.0, finish_reason="timeout", turn_ends=(lengths[0] - 1,), turn_rewards=(0.0,),
+    )  # fmt: skip
+    facts = (
+        EpisodeFacts(rows=1, turns=2, tool_calls=1, generate_s=1.0, tool_s=0.5, duration_s=1.5, end="done"),
+        EpisodeFacts(rows=1, turns=1, tool_calls=1, generate_s=0.5, tool_s=0.0, duration_s=60.5, end="timeout"),
+    )
+    group = make_group(group_id, ["x"], CHAT_PROMPT, version)
+    return dataclasses.replace(group, rollouts=(row, hung), episodes=facts)
+
+
 class JournalWriter:
     """Writes groups into a journal as a buffer does; the first half of them is trained on, the others are dropped."""
 
@@ -117,11 +156,25 @@ class JournalWriter:
                 for i, (r, episode) in enumerate(zip(group.rollouts, episodes, strict=True))
             ],
         )  # fmt: skip
+        self._db.executemany(
+            "INSERT INTO episodes VALUES (?, ?, 0.0, ?, ?, ?, ?, ?, ?, '{}')",
+            [
+                (group.group_id, i, f.turns, f.tool_calls, f.generate_s, f.tool_s, f.duration_s, f.end)
+                for i, f in enumerate(group.episodes)
+            ],
+        )
         if step is not None:
             self._db.execute("INSERT INTO uses VALUES (?, ?)", (group.group_id, step - 1))
         (place,) = self._payloads.append([memoryview(encode_group(group))])
         self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?)", (group.group_id, *place))
         self._db.execute("COMMIT")
+
+    def add_without_answers(self, group_id: int, state: str, drop_reason: str = "") -> None:
+        """Add the row of a group that has not arrived, or never will."""
+        self._db.execute(
+            "INSERT INTO groups VALUES (?, ?, 1, 'rollout/0', 0, 0.0, NULL, ?, ?, -1, -1, NULL, NULL, 0, NULL, NULL)",
+            (group_id, group_id, state, drop_reason),
+        )
 
     def close(self) -> None:
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

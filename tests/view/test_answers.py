@@ -8,10 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.view.answers import episode_facts, sibling, turns, version_shares
+from async_rl.view.answers import episode_facts, parts, sibling, turns, version_shares
 from async_rl.view.run_files import RunFiles
-from async_rl.view.token_texts import TokenTexts, find_tokenizer
-from tests.view.factories import make_episodes, make_group, write_tokenizer
+from async_rl.view.token_texts import TokenTexts, called_tools, find_tokenizer
+from tests.view.factories import (
+    CHAT_PROMPT,
+    CHAT_TURNS,
+    RIGHT_TO_LEFT,
+    make_chat,
+    make_episodes,
+    make_group,
+    tokens_of,
+    write_tokenizer,
+)
 
 
 def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path) -> None:
@@ -66,3 +75,45 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     texts = TokenTexts(RunFiles(tmp_path))
     assert "can't be read" in texts.missing
     assert (texts.decode([1]), texts.pieces([1])) == (None, None)
+
+
+def test_messages_of_a_prompt_come_without_the_marks_of_its_template(run_dir: Path) -> None:
+    texts = TokenTexts(RunFiles(run_dir))
+    assert texts.messages(tokens_of(CHAT_PROMPT)) == ["You are a shop. Answer in one line.", "What does a pear cost?"]
+    assert texts.messages(tokens_of("3 + 4 =")) == ["3 + 4 ="]
+    assert texts.messages(tokens_of("<|im_start|>")) == []
+
+
+def test_a_turn_names_the_tool_that_it_calls_and_a_result_begins_with_its_text(run_dir: Path) -> None:
+    found = parts(make_chat(0).rollouts[0], TokenTexts(RunFiles(run_dir)))
+    assert [(part["is_sampled"], part["calls"], part["said"]) for part in found] == [
+        (True, ["price"], ""), (False, [], "3 euros a piece"), (True, [], ""),
+    ]  # fmt: skip
+    assert [part["to"] - part["from"] for part in found] == [len(tokens_of(turn)) for turn in CHAT_TURNS]
+
+
+@pytest.mark.parametrize(
+    "text, tools",
+    [
+        ('<tool_call>\n{"name": "a.b", "x": {}}\n</tool_call>\n<tool_call>{"name":"c"}</tool_call>', ["a.b", "c"]),
+        ('{"arguments": 1, "name": "search"}', ["search"]), ('<|python_tag|>{"type": "f", "name": "f"}', ["f"]),
+        ("<tool_call>get_price\n<arg_key>item</arg_key>", ["get_price"]), ("", []),
+        ('My {"name": "a"} is no call.', []),
+    ],
+)  # fmt: skip
+def test_tools_are_named_in_the_formats_of_the_model_families(text: str, tools: list[str]) -> None:
+    assert called_tools(text) == tools
+
+
+def test_an_episode_that_hung_says_where_its_time_went_and_what_it_called_last(run_dir: Path) -> None:
+    texts = TokenTexts(RunFiles(run_dir))
+    done, hung = (sibling(make_chat(0), number, texts) for number in (0, 1))
+    assert (done["last_calls"], done["episode"]["rest_s"]) == ([], 0.0)
+    assert (hung["last_calls"], hung["episode"]["rest_s"], hung["episode"]["end"]) == (["price"], 60.0, "timeout")
+
+
+def test_characters_that_hide_or_turn_others_are_shown_by_their_code(run_dir: Path) -> None:
+    texts = TokenTexts(RunFiles(run_dir))
+    ids = tokens_of(f"a{RIGHT_TO_LEFT}b\nc")
+    assert texts.decode(ids) == "a⟨U+202E⟩b\nc"
+    assert texts.pieces(ids) == ["a", "⟨U+202E⟩", "b", "\n", "c"]

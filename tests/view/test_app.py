@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.view.pages import MISSING, duration
 from buffer.journal.journal import FILE_NAME
 from tests.view.conftest import Client
-from tests.view.factories import HOSTILE, append_step, make_run
+from tests.view.factories import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_group, make_run
 
 PAGES = ["/run/overview", "/run/overlap", "/run/rollouts", "/run/rollouts/1", "/run/staleness", "/run/overview/live"]
 
@@ -159,3 +160,66 @@ def test_names_of_other_hosts_are_refused(run_dir: Path, host: str, on_loopback:
 
 def test_the_chart_library_is_served_from_its_package(client: Client) -> None:
     assert client.get("/bokeh/bokeh.min.js").status_code == 200
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Client:
+    """A run with two episodes of tool calls, and groups that have not arrived or never did."""
+    run_dir = make_run(tmp_path / "chats", groups=0)
+    writer = JournalWriter(run_dir)
+    writer.add(make_chat(0), step=3)
+    writer.add_without_answers(1, "running")
+    writer.add_without_answers(2, "dropped", "late")
+    writer.add(make_group(3, ["answer"]), step=4)
+    writer.close()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        waits = {"buffer/waited_for/tools": 0.25, "buffer/waited_for/rewards": 0.0, "episode/turns": 2.0}
+        file.writelines(json.dumps({"step": step} | waits) + "\n" for step in (1, 2, 3, 4))
+    return Client(run_dir)
+
+
+def test_the_list_shows_what_the_user_said_and_why_there_is_no_text(chats: Client) -> None:
+    text = chats.get("/run/rollouts").text
+    assert ">What does a pear cost?<" in text
+    assert "im_start" not in text
+    assert "prompt 1, no answer has arrived yet" in text
+    assert "prompt 2, no answer arrived" in text
+    assert "tokens not kept" not in text
+
+
+def test_a_group_that_never_arrived_has_no_version_of_arrival(chats: Client) -> None:
+    for group in (1, 2):
+        assert f"<dt>reached the buffer at</dt><dd>{MISSING}</dd>" in chats.get(f"/run/rollouts/{group}").text
+    assert "its answers are being generated" in chats.get("/run/rollouts/1").text
+    assert "it never reached the buffer" in chats.get("/run/rollouts/2").text
+
+
+def test_a_group_shows_its_question_its_whole_prompt_and_the_episode_that_hung(chats: Client) -> None:
+    text = html.unescape(chats.get("/run/rollouts/0").text)
+    assert '<pre class="text">What does a pear cost?</pre>' in text
+    assert f'<pre class="text">{CHAT_PROMPT}</pre>' in text
+    assert "60.00 s outside of sampling and tool calls" in text
+    assert "ran out of time after its turn 1, which called price" in text
+
+
+def test_groups_are_found_by_how_their_episodes_ended(chats: Client) -> None:
+    listed = chats.get("/run/rollouts?end=timeout").text
+    assert "/run/rollouts/0" in listed and "/run/rollouts/3" not in listed
+    assert "<option selected>timeout</option>" in listed
+    assert "No group meets all of this" in chats.get("/run/rollouts?end=turns").text
+
+
+def test_runs_with_episodes_have_their_charts_and_their_waits(chats: Client, client: Client) -> None:
+    assert "How episodes end" in chats.get("/run/overview").text
+    assert "How episodes end" not in client.get("/run/overview").text
+    found = chats.get("/run/data/window?from=2&to=3").json()
+    assert found["waited_for_s"] == {"rewards": 0.0, "tools": 0.5}
+    assert client.get("/run/data/window?from=2&to=3").json()["waited_for_s"] == {}
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(None, MISSING), (0, "0 s"), (59.6, "1 min"), (4330, "1 h 12 min"), (258_480, "2 d 23 h"), (86_400, "1 d")],
+)
+def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text

@@ -167,11 +167,12 @@ def test_turns_and_what_tools_said_are_folded(browser: Browser, tmp_path: Path) 
     expect(tool.locator(".t").first).to_be_visible()
     server.close()
     assert summaries == [
-        "turn 1 · 9 tokens · reward 0.250", f"26 tokens that are not trained on: {TOOL_RESULT.strip()}",
+        "turn 1 · 9 tokens · reward 0.250", f"{TOOL_RESULT.strip()} · 26 tokens that are not trained on",
         "turn 2 · 9 tokens · reward 0.750",
     ]  # fmt: skip
     assert is_open == [None, 2]
-    assert "episode 0 · 2 turns in 2.00 s, 1.25 s of it sampled · 1 tool call in 0.50 s" in texts[0]
+    times = "2 turns in 2.00 s, 1.25 s of it sampled, 0.25 s outside of sampling and tool calls · 1 tool call in 0.50 s"
+    assert f"episode 0 · {times}" in texts[0]
     assert "episode 1, row 2 of 2" in texts[2]
 
 

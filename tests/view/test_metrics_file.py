@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def test_thinning_keeps_the_last_step_and_the_mean() -> None:
     assert len(shown) == MAX_POINTS
     assert shown[-1] == (2.0 * MAX_POINTS, 0.5)
     assert thinned(pairs[:5]) == pairs[:5]
+
+
+def test_thinned_series_keep_gaps_in_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = [step for step in range(1, 4 * MAX_POINTS + 1) if not 100 < step <= 200]
+    path.write_text("".join(lines({"step": step, "a": 1.0}) for step in steps))
+    found = MetricsFile(path).refresh().series(["a"])["a"]
+    distances = {after - before for before, after in itertools.pairwise(found["step"])}
+    assert (found["stride"], distances) == (4, {4.0, 104.0})

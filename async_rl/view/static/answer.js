@@ -3,7 +3,6 @@ import { base, element, getJson } from "./page.js";
 
 const panel = document.getElementById("answer");
 const MASKED_FOLD = 8; // shorter stretches of tokens that the model did not sample stay open
-const PREVIEW_CHARS = 80;
 const RATIO_LEVELS = [0.5, 0.8, 0.95, 1.05, 1.25, 2];
 let shown = null;
 let chosen = 0;
@@ -63,46 +62,30 @@ function tokenSpans(from, to, coloring) {
   return spans;
 }
 
-/** The stretches of tokens with one mask: a turn of the model, or what a tool or the user said. */
-function stretches() {
-  const found = [];
-  let start = 0;
-  for (let at = 1; at <= shown.ids.length; at++) {
-    if (at < shown.ids.length && shown.mask[at] === shown.mask[start]) continue;
-    found.push([start, at]);
-    start = at;
-  }
-  return found;
-}
-
 function draw() {
   const coloring = setting("color"), form = setting("form"), place = document.getElementById("tokens");
   place.className = `tokens ${form}`;
   document.getElementById("token-legend").replaceChildren(...(form === "tokens" ? legend(coloring) : []));
   if (form === "text") return place.replaceChildren(shown.text ?? "There is no tokenizer here, so there is no text.");
   if (form === "ids") return place.replaceChildren(shown.ids.join(" "));
-  const parts = stretches();
-  place.replaceChildren(...parts.map(([from, to], index) => {
-    const spans = tokenSpans(from, to, coloring), isSampled = shown.mask[from];
-    if (isSampled ? parts.length === 1 : to - from < MASKED_FOLD) return spans;
-    const turn = parts.slice(0, index + 1).filter(([start]) => shown.mask[start]).length;
-    const what = isSampled ? turnTitle(turn, from, to) : `${to - from} tokens that are not trained on: ${preview(from, to)}`;
-    return element("details", { className: isSampled ? "fold turn" : "fold", open: Boolean(isSampled) },
-      element("summary", { textContent: what }), spans);
+  let turns = 0;
+  place.replaceChildren(...shown.parts.map((part) => {
+    const spans = tokenSpans(part.from, part.to, coloring), number = part.to - part.from;
+    turns += part.is_sampled;
+    if (part.is_sampled ? shown.parts.length === 1 : number < MASKED_FOLD) return spans;
+    const what = part.is_sampled ? turnTitle(turns, part)
+      : [part.said, `${number} tokens that are not trained on`].filter(Boolean).join(" · ");
+    return element("details", { className: part.is_sampled ? "fold turn" : "fold", open: part.is_sampled },
+      element("summary", { textContent: what, title: part.said }), spans);
   }));
   facts(0, false);
 }
 
 /** The heading of a turn. Its reward is known if the journal has it: an episode's row names the ends of its turns. */
-function turnTitle(number, from, to) {
-  const known = shown.turn_ends.indexOf(to - 1);
-  const reward = known < 0 ? "" : ` · reward ${shown.turn_rewards[known].toFixed(3)}`;
-  return `turn ${number} · ${to - from} tokens${reward}`;
-}
-
-function preview(from, to) {
-  const text = (shown.pieces ? shown.pieces.slice(from, to).join("") : shown.ids.slice(from, to).join(" ")).trim();
-  return text.length > PREVIEW_CHARS ? `${text.slice(0, PREVIEW_CHARS)} …` : text;
+function turnTitle(number, part) {
+  const known = shown.turn_ends.indexOf(part.to - 1);
+  return [`turn ${number}`, `${part.to - part.from} tokens`, part.calls.length ? `calls ${part.calls.join(", ")}` : "",
+    known < 0 ? "" : `reward ${shown.turn_rewards[known].toFixed(3)}`].filter(Boolean).join(" · ");
 }
 
 function facts(at, isChosen = true) {

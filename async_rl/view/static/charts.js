@@ -142,7 +142,7 @@ class LineChart {
 
   columns(line) {
     const weight = line.step.length < FEWEST_SMOOTHED ? 0 : smoothing;
-    const { step, value } = withGaps(line.step, line.value, this.distance(line));
+    const { step, value } = withGaps({ step: line.step, value: line.value }, this.distance(line));
     const smooth = smoothed(value, weight);
     const isAlone = (at) => !Number.isFinite(value[at - 1] ?? NaN) && !Number.isFinite(value[at + 1] ?? NaN);
     const dot = smooth.map((each, at) => (line.step.length < FEWEST_WITHOUT_DOTS || isAlone(at) ? each : NaN));
@@ -208,18 +208,14 @@ class LineChart {
   }
 }
 
-/** Return the points of a line with a point without a value between two that are further apart than `distance`. */
-export function withGaps(steps, values, distance) {
-  const step = [], value = [];
-  steps.forEach((each, at) => {
-    if (at && each - steps[at - 1] > distance) {
-      step.push((each + steps[at - 1]) / 2);
-      value.push(NaN);
-    }
-    step.push(each);
-    value.push(values[at]);
-  });
-  return { step, value };
+/** Return columns of points with a point without a value between two whose steps are further apart than `distance`. */
+export function withGaps(columns, distance) {
+  const { step: steps } = columns;
+  const gaps = new Set(steps.map((_, at) => at).filter((at) => at && steps[at] - steps[at - 1] > distance));
+  const before = (name, at) => (name === "step" ? (steps[at] + steps[at - 1]) / 2 : NaN);
+  return Object.fromEntries(Object.entries(columns).map(([name, values]) => [
+    name, values.flatMap((value, at) => (gaps.has(at) ? [before(name, at), value] : [value])),
+  ]));
 }
 
 const lastShownStep = () => 1.01 * Math.max(1, lastStep); // the last point is not cut in half

@@ -8,9 +8,14 @@ const problem = document.getElementById("lanes-problem");
 const WAITS = {
   "batch/busy": "a batch, while rollout generated", "batch/sync": "a batch, while servers took new weights",
   "batch/wait_weights": "a batch, while no group was allowed to start", "batch/eval": "a batch, while servers evaluated",
+  "batch/restart": "a batch, while a rollout server was started again",
   "batch/other": "a batch, while rollout did something else", drain: "running groups, before a push",
   "held push": "an evaluation, before a push", push: "a weight push", "release memory": "the servers' memory",
   copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "other work",
+};
+const MEANWHILE = {
+  queued: "waited for its turn", generate: "waited for the engine", tools: "was with its tools, environment or agent",
+  rewards: "was scored", failed: "failed",
 };
 let shown = null;
 let follows = form.dataset.follows === "1";
@@ -96,9 +101,17 @@ function writeTables() {
     element("tbody", {}, ...Object.entries(shown.shares).map(([pool, of]) => row([pool, ...states.map((s) => percent(of[s]))]))));
   const sums = {};
   for (const [name, seconds] of Object.entries(shown.waits_s)) sums[WAITS[name] || name] = (sums[WAITS[name] || name] || 0) + seconds;
-  const waits = document.getElementById("waits");
+  writeSeconds(document.getElementById("waits"), sums);
+  const meanwhile = Object.entries(shown.waited_for_s).filter(([, seconds]) => seconds > 0);
+  const place = document.getElementById("waited-for");
+  place.hidden = !meanwhile.length;
+  writeSeconds(place.querySelector("table"), Object.fromEntries(meanwhile.map(([what, seconds]) => [MEANWHILE[what] || what, seconds])));
+}
+
+/** Write seconds by what they were spent on into a table, the most first. */
+function writeSeconds(table, sums) {
   const ordered = Object.entries(sums).sort((a, b) => b[1] - a[1]);
-  waits.replaceChildren(waits.caption, element("thead", {}, row(["what", "seconds", "of the window"], "th")),
+  table.replaceChildren(table.caption, element("thead", {}, row(["what", "seconds", "of the window"], "th")),
     element("tbody", {}, ...ordered.map(([what, seconds]) => row([what, seconds.toFixed(2), percent(seconds / shown.duration_s)]))));
 }
 

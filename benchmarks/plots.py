@@ -157,7 +157,8 @@ def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
         curves = []
         for run in row.runs:
             points = run.points("reward/mean")
-            values = smooth([point[2] for point in points], max(1, len(points) // 15))
+            weights = [step.get("batch/rollouts") or 1.0 for step in run.steps if step.get("reward/mean") is not None]
+            values = smooth([point[2] for point in points], weights, max(1, len(points) // 15))
             curves.append(([point[x] for point in points], values))
         grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
         means, errors = _mean_and_error(np.array([np.interp(grid, xs, values) for xs, values in curves]))

@@ -64,11 +64,11 @@ def stages(run: Run) -> Stages:
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
     found = Stages(
-        train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.mean("time/push_s"),
-        pushes=len(pushes) / max(1, len(steps)), pause_s=run.mean("push/pause_s"),
+        train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
+        pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
         handout_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
-        group_s=run.mean("rollout/group_s") * running, group_cv=_group_cv(run),
-        together=run.mean("rollout/concurrency"), in_flight=_in_flight(run),
+        group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
+        together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
         failed=dropped / max(1.0, dropped + buffer["buffer/trained"]),
     )

@@ -36,6 +36,7 @@ TRADE_OFF: dict[str, tuple[str, str]] = {
     "staleness_mean": ("staleness, mean", "{:.2f}"),
     "staleness_max": ("staleness, max", "{:.0f}"),
     "steps_per_minute": ("steps per minute", "{:.1f}"),
+    "tokens_per_s": ("trained tokens per s", "{:,.0f}"),
     "train_s": ("training, s", "{:.3f}"),
     "push_s": ("push, s", "{:.3f}"),
 }

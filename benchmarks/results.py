@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from async_rl.errors import ConfigError
+from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.metrics import read_metrics
 from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
 from benchmarks.statistics import Estimate, estimate
 
 Step = dict[str, float | None]
 SYSTEM_VALUES = (
-    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "per_minute", "train_s",
-    "push_s",
+    "learner", "rollout", "occupancy", "gpu_learner", "gpu_rollout", "steps_per_minute", "tokens_per_s", "per_minute",
+    "train_s", "push_s",
 )  # fmt: skip
 """The values that are left out in exact mode, where a push waits for the groups of a batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """One finished run, which may be a cell of a sweep."""
 
@@ -52,10 +53,15 @@ class Run:
         """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
 
-    def mean(self, key: str, average: Callable[[list[float]], float] = statistics.fmean) -> float:
-        """Return the mean, or another `average`, of the metric `key` over steps after the first; nan if none has it."""
-        values = [value for _, _, value in self.points(key, first=1)]
-        return average(values) if values else math.nan
+    @cached_property
+    def figures(self) -> Figures:
+        """The figure of each metric over the steps, see async_rl/telemetry/figures.py."""
+        return over_steps(self.steps)
+
+    def figure(self, key: str) -> float:
+        """Return the figure of the metric `key` over the steps; nan if none has measured it."""
+        value = self.figures.get(key)
+        return math.nan if value is None else value
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
@@ -82,12 +88,13 @@ class Run:
         summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
         dropped = summary["buffer"].get("buffer/dropped_late", 0.0)
         values = {
-            "is_variance": self.mean("offpolicy/is_weight_var", statistics.median),
-            "kl": self.mean("offpolicy/kl_behaviour_proximal_k3"),
-            "ess": self.mean("offpolicy/ess"),
+            "is_variance": self.figure("offpolicy/is_weight_var"),
+            "kl": self.figure("offpolicy/kl_behaviour_proximal_k3"),
+            "ess": self.figure("offpolicy/ess"),
             "per_100_steps": 100 * self.improvement / num_steps,
             "per_minute": 60 * self.improvement / seconds if seconds else math.nan,
-            "steps_per_minute": 60 * (num_steps - 1) / seconds if seconds else math.nan,
+            "steps_per_minute": 60 / self.figure("time/step_s"),
+            "tokens_per_s": self.figure("throughput/trained_tokens_per_s"),
             "learner": float(summary.get("utilisation/learner", math.nan)),
             "rollout": float(summary.get("utilisation/rollout", math.nan)),
             "occupancy": float(summary.get("occupancy/rollout", math.nan)),
@@ -95,13 +102,13 @@ class Run:
             "gpu_rollout": float(summary.get("gpu/rollout", math.nan)),
             "staleness_mean": float(summary["staleness_mean"] or 0.0),
             "staleness_max": float(summary["staleness_max"] or 0.0),
-            "train_s": self.mean("time/train_s"),
-            "push_s": self.mean("time/push_s"),
+            "train_s": self.figure("time/train_s"),
+            "push_s": self.figure("time/push_s"),
             "accuracy_start": self.evals[0][2] if self.evals else math.nan,
             "accuracy_end": self.evals[-1][2] if self.evals else math.nan,
-            "reward_mean": self.mean("reward/mean"),
-            "truncated": self.mean("offpolicy/truncated_fraction"),
-            "masked": self.mean("staleness/masked_fraction"),
+            "reward_mean": self.figure("reward/mean"),
+            "truncated": self.figure("offpolicy/truncated_fraction"),
+            "masked": self.figure("staleness/masked_fraction"),
             "dropped": dropped / max(1.0, dropped + summary["buffer"].get("buffer/trained", 0.0)),
             "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }

@@ -230,11 +230,7 @@ class Learner:
         report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
         if self.rank > 0:
             return report
-        trained_tokens = sum(int(r.mask.sum()) for group in batch.groups for r in group.rollouts)
-        metrics = [
-            *metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans),
-            Metric("throughput/trained_tokens_per_s", trained_tokens / max(step_s, 1e-9)),
-        ]
+        metrics = [*metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans)]
         alarms, states = self._alarms.check(self.version, metrics)
         completions = choose_completions(batch) if self.config.logging.wandb != "disabled" else ()
         return replace(report, metrics=(*metrics, *states), alarms=alarms, completions=completions)

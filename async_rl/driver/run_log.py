@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,10 +48,6 @@ class RunLog:
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._staleness_max: float | None = None
-        self._totals: Counter[str] = Counter()
-        """The sum of each metric over the steps after the first."""
-        self._measured: Counter[str] = Counter()
-        """The number of steps in each sum of `_totals`."""
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
@@ -162,15 +157,16 @@ class RunLog:
         self._from_workers.clear()
         is_first = not self.step_ends_s
         if not is_first:
-            end_s = max(end_s, self.step_ends_s[-1])  # a clock may be set back
+            end_s = max(end_s, self.step_ends_s[-1])
             self._add_last_step(self._usage)
             self._write_trace(self.step_ends_s[-1])
         self.step_ends_s.append(end_s)
         values.update(self._add_last_step(Usage()).metrics())
         values["time/since_first_step_s"] = end_s - self.step_ends_s[0]
-        if not is_first:
-            self._totals.update(values)
-            self._measured.update(values.keys())
+        if not is_first and end_s > self.step_ends_s[-2]:
+            values["time/step_s"] = end_s - self.step_ends_s[-2]
+        if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
+            values["throughput/trained_tokens_per_s"] = values["batch/response_tokens"] / step_s
         self._last_reward = values.get("reward/mean")
         self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
         self.version = report.version
@@ -217,25 +213,24 @@ class RunLog:
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
         """Return the content of summary.json, by key.
 
-        Means, rates and utilisation leave out the first step that this process logged, which includes the warm-up. A
+        Means, rates and utilisation are those of async_rl/telemetry/figures.py over the steps of the whole run. They
+        leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
         staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
         """
-        seconds = self.step_ends_s[-1] - self.step_ends_s[0] if self.step_ends_s else 0.0
-
-        def mean(key: str) -> float | None:
-            return self._totals[key] / self._measured[key] if self._measured[key] else None
-
+        figures = self.logger.figures
+        seconds = figures.total("time/step_s")
         summary: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "steps": self.version,
             "resumes": self._resumes,
             "seconds": seconds,
-            "staleness_mean": mean("staleness/mean"),
+            "staleness_mean": figures.get("staleness/mean"),
             "staleness_max": self._staleness_max,
             "reward_first": self._first_reward,
             "reward_last": self._last_reward,
-            "push_ms": (mean("time/push_s") or 0.0) * 1e3,
-            "pause_ms": (mean("push/pause_s") or 0.0) * 1e3,
+            "reward_mean": figures.get("reward/mean"),
+            "push_ms": (figures.get("time/push_s") or 0.0) * 1e3,
+            "pause_ms": (figures.get("push/pause_s") or 0.0) * 1e3,
             "buffer": buffer_counters,
         }
         if self._num_failed:
@@ -244,9 +239,10 @@ class RunLog:
             summary["ended"] = self.ended
         if seconds > 0:
             usage = self._usage_of_run()
-            summary |= usage.metrics() | {"pools": usage.shares()}
-            summary["rollouts_per_s"] = self._totals["batch/rollouts"] / seconds
-            summary["tokens_per_s"] = self._totals["batch/response_tokens"] / seconds
+            summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
+            summary["pools"] = usage.shares()
+            summary["rollouts_per_s"] = figures.total("batch/rollouts") / seconds
+            summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
         if self.evals:
             summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
             version, values = self.evals[-1]

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from async_rl.config import Config
 from async_rl.telemetry.completions import Completion
+from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.trackio_run import open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
 
@@ -81,8 +82,10 @@ class MetricsLogger:
         self._started_s = time.monotonic()
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        if config.run.resume and path.exists():
-            self._started_s -= max((r.get("time/elapsed_s") or 0.0 for r in read_metrics(path)), default=0.0)
+        past = read_metrics(path) if config.run.resume and path.exists() else []
+        self._started_s -= max((record.get("time/elapsed_s") or 0.0 for record in past), default=0.0)
+        self.figures: Figures = over_steps(past)
+        """The figures of all steps that the run has logged, also before a resume."""
         self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._bar = Progress(
@@ -123,8 +126,9 @@ class MetricsLogger:
     def _write(self, record: dict[str, float], completions: Sequence[Completion] = ()) -> None:
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
         self._file.flush()
+        self.figures.add({key: value for key, value in record.items() if math.isfinite(value)})
         if self._wandb is not None:
-            self._wandb.log(record, completions)
+            self._wandb.log(record, completions, self.figures)
         if self._trackio is not None:
             self._trackio.log(record)
 

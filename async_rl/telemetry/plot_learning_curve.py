@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_rl.telemetry.figures import kind_of
 from async_rl.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 """Okabe-Ito colours, which people with a colour vision deficiency can also distinguish."""
 
-Series = tuple[list[float], list[float]]
-"""The steps of a metric and its values at these steps."""
+Series = tuple[list[float], list[float], list[float]]
+"""The steps of a metric, its values at these steps, and their weights in a mean over steps."""
 
 Records = list[dict[str, float | None]]
 
@@ -56,22 +58,26 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     return path
 
 
-def smooth(values: list[float], span: int) -> list[float]:
-    """Return the exponential moving average of weight 2 / (span + 1) on the newest value, corrected for start bias."""
+def smooth(values: Sequence[float], weights: Sequence[float], span: int) -> list[float]:
+    """Return the exponential moving average of weight 2 / (span + 1) on the newest value, corrected for start bias.
+
+    Args:
+        weights: what each value counts, e.g. the time of its step; at least 0.
+    """
     alpha = 2 / (span + 1)
-    total = weight = 0.0
+    total = seen = 0.0
     averaged = []
-    for value in values:
-        total = (1 - alpha) * total + alpha * value
-        weight = (1 - alpha) * weight + alpha
-        averaged.append(total / weight)
+    for value, weight in zip(values, weights, strict=True):
+        total = (1 - alpha) * total + alpha * weight * value
+        seen = (1 - alpha) * seen + alpha * weight
+        averaged.append(total / seen if seen else value)
     return averaged
 
 
 def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> None:
     _draw_line(axes, reward, span, BLUE, "-", "reward, mean of a batch")
-    axes.plot(*accuracy, color=ORANGE, marker="o", linestyle="--", linewidth=1, label="held-out accuracy")
-    points = list(zip(*accuracy, strict=True))
+    axes.plot(*accuracy[:2], color=ORANGE, marker="o", linestyle="--", linewidth=1, label="held-out accuracy")
+    points = list(zip(*accuracy[:2], strict=True))
     for step, value in dict.fromkeys(points[:1] + points[-1:]):
         axes.annotate(
             f"{value:.2f}", (step, value), xytext=(0, -18), textcoords="offset points", ha="center", color=ORANGE,
@@ -83,7 +89,7 @@ def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> Non
 
 def _draw_staleness(axes: Axes, records: Records, span: int) -> None:
     maximum, mean = _series(records, "staleness/max"), _series(records, "staleness/mean")
-    axes.plot(*maximum, color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
+    axes.plot(*maximum[:2], color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
     _draw_line(axes, mean, span, BLUE, "-", "mean over rollouts")
     axes.set_ylabel("staleness, versions")
     axes.set_ylim(bottom=-0.1, top=max([1.0, *maximum[1], *mean[1]]) * 1.15)
@@ -98,13 +104,16 @@ def _draw_utilisation(axes: Axes, records: Records, span: int) -> None:
 
 def _draw_line(axes: Axes, series: Series, span: int, color: str, style: str, label: str) -> None:
     """Draw the values of a series in a pale colour, and over them their moving average in bold."""
-    steps, values = series
+    steps, values, weights = series
     if span > 1:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-    axes.plot(steps, smooth(values, span), color=color, linestyle=style, linewidth=2, label=label)
+    axes.plot(steps, smooth(values, weights, span), color=color, linestyle=style, linewidth=2, label=label)
 
 
 def _series(records: Records, key: str) -> Series:
-    points = [(r["step"], value) for r in records if (value := r.get(key)) is not None]
-    return [step or 0.0 for step, _ in points], [value for _, value in points]
+    measured = [(record, value) for record in records if (value := record.get(key)) is not None]
+    weights = [record.get(kind_of(key).weight) or 0.0 for record, _ in measured]
+    if not any(weights):
+        weights = [1.0] * len(measured)
+    return [record["step"] or 0.0 for record, _ in measured], [value for _, value in measured], weights
 

@@ -10,6 +10,7 @@ _SUMMARY_ROWS = (
     ("held-out accuracy, end", "accuracy_end", "{:.3f}"),
     ("staleness, mean", "staleness_mean", "{:.2f}"),
     ("staleness, max", "staleness_max", "{:.0f}"),
+    ("reward, mean over the run", "reward_mean", "{:.3f}"),
     ("utilisation, learner", "utilisation/learner", "{:.1%}"),
     ("utilisation, rollout", "utilisation/rollout", "{:.1%}"),
     ("rollouts/s", "rollouts_per_s", "{:,.1f}"),

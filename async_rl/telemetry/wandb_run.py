@@ -24,6 +24,7 @@ from urllib.request import Request, urlopen
 
 from async_rl.config import Config
 from async_rl.telemetry.completions import COLUMNS, Completion, CompletionTable
+from async_rl.telemetry.figures import Figures
 from async_rl.telemetry.tracker import Tracker
 
 REACH_TIMEOUT_S = 3.0
@@ -31,6 +32,8 @@ INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 TABLE_EVERY_S = 10.0
 """The least time between two tables of completions, as each is a file; a table holds those of all steps since."""
+SUMMARY_EVERY_S = 10.0
+"""The least time between two summaries, as each has every metric."""
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -67,7 +70,8 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
                 console="off",
             ),
         )
-        run.define_metric("*", step_metric="step")  # wandb's own step counts every record, evaluations included
+        # wandb's own step counts every record, evaluations included; its own summary would be the last step's values.
+        run.define_metric("*", step_metric="step", summary="none")
     except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
@@ -86,19 +90,37 @@ class WandbRun(Tracker):
         """The completions that are in no table yet."""
         self._table_s = -math.inf
         """time.monotonic() of the last table."""
+        self._figures: Figures | None = None
+        self._summary_s = -math.inf
+        """time.monotonic() of the last summary."""
 
-    def log(self, record: dict[str, float], completions: Sequence[Completion] = ()) -> None:
-        """Pass on a record, and completions in tables with the key `completions`, at most one in TABLE_EVERY_S."""
+    def log(
+        self, record: dict[str, float], completions: Sequence[Completion] = (), figures: Figures | None = None
+    ) -> None:
+        """Pass on a record, and completions in tables with the key `completions`, at most one in TABLE_EVERY_S.
+
+        Args:
+            figures: the figures of all steps so far, which wandb's summary shows after SUMMARY_EVERY_S and at the end.
+        """
         if self._failed:
             return
+        self._figures = figures or self._figures
         self._waiting += completions
         is_due = self._waiting and time.monotonic() - self._table_s >= TABLE_EVERY_S
         self._attempt(lambda: self._run.log(record | self._completions() if is_due else record))
+        if time.monotonic() - self._summary_s >= SUMMARY_EVERY_S:
+            self._summarise(self._figures)
 
     def close(self) -> None:
         if self._waiting:
             self._attempt(lambda: self._run.log({"step": self._waiting[-1].step} | self._completions()))
+        self._summarise(self._figures)
         super().close()
+
+    def _summarise(self, figures: Figures | None) -> None:
+        if figures:
+            self._summary_s = time.monotonic()
+            self._attempt(lambda: self._run.summary.update(figures.all()))
 
     def _completions(self) -> dict[str, Any]:
         import wandb

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-import statistics
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from async_rl.telemetry.figures import Figure, Figures, kind_of, over_steps
 
 MAX_POINTS = 1500
 """A series with more points is thinned before it is sent to the browser."""
@@ -27,9 +27,13 @@ class Column:
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def by_step(self, after: float = -1.0) -> dict[float, float]:
-        """Return the values of the steps above `after`; of two values of one step the later one counts."""
-        pairs = zip(self.steps, self.values, strict=True)
+    def by_step(self, after: float = -1.0, newest: int = 0) -> dict[float, float]:
+        """Return the values of the steps above `after`; of two values of one step the later one counts.
+
+        Args:
+            newest: the number of values to look at, from the end; 0: all.
+        """
+        pairs = zip(self.steps[-newest:], self.values[-newest:], strict=True)
         return {step: value for step, value in pairs if step > after and not math.isnan(value)}
 
 
@@ -107,9 +111,12 @@ class MetricsFile:
                 return None
             return next((value for value in reversed(column.values) if not math.isnan(value)), None)
 
-    def recent(self, key: str) -> list[float]:
-        """Return the metric's values in its last RECENT_STEPS steps."""
-        return list(self.values(key).values())[-RECENT_STEPS:]
+    def recent(self) -> Figures:
+        """Return the figures of all metrics over the last RECENT_STEPS steps that were logged."""
+        with self._lock:
+            columns = {key: column.by_step(newest=2 * RECENT_STEPS) for key, column in self._columns.items()}
+        steps = sorted(columns.get("time/elapsed_s", {}))[-RECENT_STEPS:]
+        return over_steps({key: of_key.get(step) for key, of_key in columns.items()} for step in steps)
 
     @property
     def last_step(self) -> int:
@@ -119,33 +126,44 @@ class MetricsFile:
             return int(max(column.steps)) if column and column.steps else 0
 
     def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, Any]]:
-        """Return, by key, the lists `step` and `value` of the steps above `after`, thinned to MAX_POINTS points.
+        """Return, by key, the lists `step`, `value` and `weight` of the steps above `after`, thinned to MAX_POINTS.
 
-        `stride` is the number of values that each point stands for: points further apart have a gap between them.
+        `weight` is what a value counts in a mean over steps, such as the time of its step. `stride` is the number of
+        values that each point stands for: points further apart have a gap between them.
         """
         found: dict[str, dict[str, Any]] = {}
         for key in keys:
+            weighted_by = self.values(weight, after) if (weight := kind_of(key).weight) else {}
             values = self.values(key, after)
-            pairs = thinned(list(values.items()))
-            found[key] = {"step": [step for step, _ in pairs], "value": [value for _, value in pairs]}
-            found[key]["stride"] = max(1, math.ceil(len(values) / MAX_POINTS))
+            points = thinned(key, [(step, v, weighted_by.get(step, 0.0)) for step, v in values.items()])
+            found[key] = {
+                "step": [step for step, _, _ in points], "value": [value for _, value, _ in points],
+                "weight": [weight for _, _, weight in points], "stride": max(1, math.ceil(len(values) / MAX_POINTS)),
+            }  # fmt: skip
         return found
 
-    def seconds_a_step(self) -> float | None:
-        """Return the median seconds from step to step over RECENT_STEPS steps, or None if there are fewer than two."""
-        elapsed_s = list(self.values("time/elapsed_s").values())[-RECENT_STEPS - 1 :]
-        gaps_s = [after - before for before, after in itertools.pairwise(elapsed_s)]
-        return statistics.median(gaps_s) if gaps_s else None
+
+Point = tuple[float, float, float]
+"""(step, value, weight of the value)"""
 
 
-def thinned(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most MAX_POINTS pairs (step, value) in place of the given ones.
+def thinned(key: str, points: Sequence[Point]) -> Sequence[Point]:
+    """Return at most MAX_POINTS points in place of the given ones of the metric `key`.
 
-    Each stands for equally many pairs in a row: it has the step of the last of them and the mean of their values.
+    Each stands for equally many points in a row: it has the step of the last of them and the figure of their values.
+    Where no point has a weight, all count the same.
     """
-    stride = math.ceil(len(pairs) / MAX_POINTS)
+    stride = math.ceil(len(points) / MAX_POINTS)
+    if not any(weight for _, _, weight in points):
+        points = [(step, value, 1.0) for step, value, _ in points]
     if stride <= 1:
-        return pairs
-    ends = range(len(pairs), 0, -stride)
-    parts = [pairs[max(0, end - stride) : end] for end in ends][::-1]
-    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]
+        return points
+    ends = range(len(points), 0, -stride)
+    return [_joined(key, points[max(0, end - stride) : end]) for end in ends][::-1]
+
+
+def _joined(key: str, points: Sequence[Point]) -> Point:
+    figure = Figure(kind_of(key).of_one_step)
+    for _, value, weight in points:
+        figure.add(value, weight)
+    return points[-1][0], figure.value(), figure.weight

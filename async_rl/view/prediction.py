@@ -7,18 +7,19 @@ from concurrent.futures import Future
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from async_rl.telemetry.figures import over_steps
 from async_rl.view.run_files import RunFiles
 from benchmarks.prediction import Measured, compare
 from benchmarks.results import Run, rows_of
 
 LEAST_STEPS = 5
+MEASURED = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync", "occupancy/rollout")
 KEYS = (
     "time/train_s", "time/wait_data_s", "time/push_s", "push/pause_s", "rollout/group_s", "rollout/group_s_squared",
     "rollout/concurrency", "rollout/groups", "rollout/failed", "rollout/aborted", "time/since_first_step_s",
-    "staleness/mean", "staleness/max",
+    "staleness/mean", "staleness/max", "time/step_s", "batch/rollouts", *MEASURED,
 )  # fmt: skip
 """The metrics that the simulator is fed with, and those that its prediction stands beside."""
-MEANS = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync", "occupancy/rollout")
 
 
 class Predictor:
@@ -68,10 +69,11 @@ def predict(run: RunFiles) -> Measured | None:
     steps: list[dict[str, float | None]] = [
         {"step": number, **{key: of_key.get(number) for key, of_key in columns.items()}} for number in numbers
     ]
-    summary: dict[str, Any] = {key: _mean(list(metrics.values(key).values())[1:]) for key in MEANS}
+    figures = over_steps(steps)
+    summary: dict[str, Any] = {key: value for key in MEASURED if (value := figures.get(key)) is not None}
     summary |= {
-        "seconds": metrics.last("time/since_first_step_s"),
-        "staleness_mean": _mean(list(columns["staleness/mean"].values())[1:]),
+        "seconds": figures.total("time/step_s"),
+        "staleness_mean": figures.get("staleness/mean"),
         "staleness_max": max(columns["staleness/max"].values()),
         "buffer": {key: metrics.last(key) or 0.0 for key in metrics.keys if key.startswith("buffer/")},
     }
@@ -84,7 +86,3 @@ def predict(run: RunFiles) -> Measured | None:
     except (AsyncRLError, KeyError, ValueError, ZeroDivisionError, OSError):
         return None  # a run of another version may lack what the simulator needs
     return found[0] if found else None
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

@@ -113,7 +113,7 @@ class RunFiles:
     @property
     def time_left_s(self) -> float | None:
         """Seconds until the run's last step at its present pace; None if it does not run or the pace is not known."""
-        pace_s = self.metrics.seconds_a_step()
+        pace_s = self.metrics.recent().get("time/step_s")
         if self.steps is None or pace_s is None or self.state.name != "running":
             return None
         return max(0, self.steps - self.metrics.last_step) * pace_s

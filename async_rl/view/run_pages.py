@@ -75,10 +75,11 @@ def _live_facts(run: RunFiles) -> dict[str, Any]:
             broken = [step for step, value in values.items() if value > 0]
             is_on = bool(values) and list(values.values())[-1] > 0
             alarms.append({"name": key.partition("/")[2], "is_on": is_on, "broken": broken})
+    figures = metrics.recent()
     return {
-        "last": metrics.last, "recent": metrics.recent, "recent_steps": RECENT_STEPS, "alarms": alarms,
+        "last": metrics.last, "figure": figures.get, "recent_steps": RECENT_STEPS, "alarms": alarms,
         "time_left_s": run.time_left_s, "summary": run.summary,
-        "pace_s": metrics.seconds_a_step(), "broken_lines": metrics.broken_lines,
+        "pace_s": figures.get("time/step_s"), "broken_lines": metrics.broken_lines,
     }  # fmt: skip
 
 

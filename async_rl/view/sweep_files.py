@@ -134,7 +134,7 @@ class SweepFiles:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
 
         A point is the mean over the seeds with its standard error. `metric` is a value of the report, or the key of a
-        step's metric, of which a cell's mean over the steps after the first is taken.
+        step's metric, of which a cell's figure over its steps is taken.
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}
@@ -143,7 +143,7 @@ class SweepFiles:
         for cell in cells:
             value = cell.values.get(metric, math.nan)
             if metric not in TITLES and cell.name in runs:
-                value = runs[cell.name].mean(metric)
+                value = runs[cell.name].figure(metric)
             if math.isnan(value) or axis not in cell.labels:
                 continue
             others = [f"{key} {cell.labels.get(key)}" for key in axes if key not in (axis, SEED)]

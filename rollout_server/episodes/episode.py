@@ -103,8 +103,10 @@ _SUMMED = ("timeouts", "failed", "rewritten", "leaked_tasks", "given_up_calls", 
 
 def episode_metrics(episodes: Sequence[Mapping[str, float]]) -> Iterator[Metric]:
     """Yield the metrics `episode/<name>` of all `episodes`, each given as its own metrics: a sum for rare counts,
-    else the mean.
+    else the mean. `episode/ended` is their number, by which means of several steps are weighted.
     """
+    if episodes:
+        yield Metric("episode/ended", len(episodes), "sum")
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.items():

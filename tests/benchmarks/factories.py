@@ -81,7 +81,8 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     for step in range(1, steps + 1):
         accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)
         record = {
-            "step": step, "time/since_first_step_s": (step - 1) * result.step_s, "staleness/max": float(bound),
+            "step": step, "time/since_first_step_s": (step - 1) * result.step_s,
+            "time/step_s": result.step_s, "staleness/max": float(bound),
             "staleness/mean": result.mean_staleness, f"staleness/rollouts_{bound}": 128.0, "reward/mean": accuracy,
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
             "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,

@@ -102,9 +102,10 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path: Path, monkeypatch: p
 
 
 def test_smoothing_starts_without_bias_and_follows_a_constant() -> None:
-    assert smooth([3.0, 3.0, 3.0], span=5) == pytest.approx([3.0, 3.0, 3.0])
+    assert smooth([3.0, 3.0, 3.0], [1.0, 5.0, 0.1], span=5) == pytest.approx([3.0, 3.0, 3.0])
     # span 3: weights 1/2 on the newest, 1/4 on the one before, normalised by 3/4
-    assert smooth([0.0, 3.0], span=3) == pytest.approx([0.0, 2.0])
+    assert smooth([0.0, 3.0], [1.0, 1.0], span=3) == pytest.approx([0.0, 2.0])
+    assert smooth([0.0, 3.0], [4.0, 1.0], span=3) == pytest.approx([0.0, 1.0])  # the long step counts more
 
 
 def test_a_learning_curve_is_drawn_from_the_file_alone(tmp_path: Path) -> None:
@@ -173,10 +174,11 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("no_account")
 def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, float]] = []
-    axes: list[tuple[str, str]] = []
+    axes: list[tuple[str, str, str]] = []
+    summary: dict[str, float] = {}
     run = SimpleNamespace(
-        log=logged.append, finish=lambda: None,
-        define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+        log=logged.append, finish=lambda: None, summary=summary,
+        define_metric=lambda name, step_metric, summary: axes.append((name, step_metric, summary)),
     )
     options: dict[str, Any] = {}
     fake = SimpleNamespace(
@@ -190,7 +192,8 @@ def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pyt
     assert options["mode"] == "offline"
     assert options["config"]["staleness"]["max"] == 0
     assert logged == read_metrics(tmp_path / "metrics.jsonl")
-    assert axes == [("*", "step")] and logged[0]["step"] == 1
+    assert axes == [("*", "step", "none")] and logged[0]["step"] == 1
+    assert summary["reward/mean"] == 0.5
     first = options["id"]
     MetricsLogger(config("offline"), tmp_path).close()
     assert options["id"] == first and options["resume"] == "allow"  # a resumed run is the same run

@@ -71,7 +71,8 @@ def test_without_a_tokenizer_ids_are_shown_and_the_page_says_why(run_dir: Path) 
 def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
     client = Client(run_dir)
     found = client.get("/run/data/series?key=reward/mean&after=10").json()
-    assert found["series"]["reward/mean"] == {"step": [11.0, 12.0], "value": [0.11, 0.12], "stride": 1}
+    series = {"step": [11.0, 12.0], "value": [0.11, 0.12], "weight": [1.0, 1.0], "stride": 1}
+    assert found["series"]["reward/mean"] == series
     append_step(run_dir, 13)
     assert client.get("/run/data/series?key=reward/mean&after=12").json()["last_step"] == 13
 

@@ -6,7 +6,9 @@ import itertools
 import json
 from pathlib import Path
 
-from async_rl.view.metrics_file import MAX_POINTS, MetricsFile, thinned
+import pytest
+
+from async_rl.view.metrics_file import MAX_POINTS, RECENT_STEPS, MetricsFile, thinned
 
 
 def lines(*records: dict[str, float | None]) -> str:
@@ -51,21 +53,30 @@ def test_a_file_that_a_resume_replaced_is_read_again(tmp_path: Path) -> None:
 
 def test_a_missing_file_holds_no_metrics(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl").refresh()
-    assert (metrics.keys, metrics.last_step, metrics.last("a"), metrics.seconds_a_step()) == ([], 0, None, None)
+    assert (metrics.keys, metrics.last_step, metrics.last("a"), metrics.recent().all()) == ([], 0, None, {})
 
 
-def test_pace_is_the_median_of_the_last_steps(tmp_path: Path) -> None:
+def test_recent_figures_are_those_of_the_last_steps_weighted_by_their_time(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(*({"step": i, "time/elapsed_s": t} for i, t in enumerate([0.0, 2.0, 4.0, 60.0], 1))))
-    assert MetricsFile(path).refresh().seconds_a_step() == 2.0
+    steps = [
+        {"step": i, "time/elapsed_s": i, "time/step_s": 9.0 if i % 2 else 0.4, "utilisation/learner": (i + 1) % 2 / 2}
+        for i in range(1, 2 * RECENT_STEPS + 1)
+    ]
+    path.write_text(lines({**steps[0], "utilisation/learner": 1.0}, *steps[1:], {"step": 2, "eval/accuracy": 0.5}))
+    found = MetricsFile(path).refresh().recent()
+    assert found.get("time/step_s") == pytest.approx(4.7)
+    assert found.get("utilisation/learner") == pytest.approx(0.5 * 0.4 / 9.4)
+    assert found.total("time/step_s") == pytest.approx(RECENT_STEPS * 4.7)
 
 
-def test_thinning_keeps_the_last_step_and_the_mean() -> None:
-    pairs = [(float(step), float(step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
-    shown = thinned(pairs)
+def test_thinning_keeps_the_last_step_the_largest_value_and_the_weighted_mean() -> None:
+    points = [(float(step), float(step % 2), 1.0 + 2.0 * (step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
+    shown = thinned("utilisation/learner", points)
     assert len(shown) == MAX_POINTS
-    assert shown[-1] == (2.0 * MAX_POINTS, 0.5)
-    assert thinned(pairs[:5]) == pairs[:5]
+    assert shown[-1] == (2.0 * MAX_POINTS, 0.75, 4.0)
+    assert thinned("staleness/max", points)[-1][:2] == (2.0 * MAX_POINTS, 1.0)
+    assert thinned("batch/rollouts", [(step, 8.0, 0.0) for step, _, _ in points])[-1] == (2.0 * MAX_POINTS, 8.0, 2.0)
+    assert thinned("utilisation/learner", points[:5]) == points[:5]
 
 
 def test_thinned_series_keep_gaps_in_the_data(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ export function formatted(value, unit) {
   return value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 
-/** Exponential moving average, without the bias of its start. */
-export function smoothed(values, weight) {
+/** Exponential moving average, without the bias of its start; each value counts by its weight, e.g. the step's time. */
+export function smoothed(values, weights, memory) {
   let sum = 0, total = 0;
-  return values.map((value) => {
+  return values.map((value, at) => {
     if (Number.isNaN(value)) return value;
-    sum = weight * sum + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return sum / total;
+    sum = memory * sum + (1 - memory) * weights[at] * value;
+    total = memory * total + (1 - memory) * weights[at];
+    return total > 0 ? sum / total : value;
   });
 }
 
@@ -110,7 +110,7 @@ class LineChart {
   constructor(card, spec) {
     this.card = card;
     this.spec = spec;
-    this.lines = spec.keys.map(([key, name]) => ({ key, name, step: [], value: [], stride: 1 }));
+    this.lines = spec.keys.map(([key, name]) => ({ key, name, step: [], value: [], weight: [], stride: 1 }));
     this.readout = card.querySelector(".readout");
     card.addEventListener("keydown", (event) => this.moveByKey(event));
   }
@@ -141,9 +141,10 @@ class LineChart {
   }
 
   columns(line) {
-    const weight = line.step.length < FEWEST_SMOOTHED ? 0 : smoothing;
-    const { step, value } = withGaps({ step: line.step, value: line.value }, this.distance(line));
-    const smooth = smoothed(value, weight);
+    const memory = line.step.length < FEWEST_SMOOTHED ? 0 : smoothing;
+    const points = { step: line.step, value: line.value, weight: line.weight };
+    const { step, value, weight } = withGaps(points, this.distance(line));
+    const smooth = smoothed(value, weight, memory);
     const isAlone = (at) => !Number.isFinite(value[at - 1] ?? NaN) && !Number.isFinite(value[at + 1] ?? NaN);
     const dot = smooth.map((each, at) => (line.step.length < FEWEST_WITHOUT_DOTS || isAlone(at) ? each : NaN));
     return { step, value, smooth, dot };
@@ -168,13 +169,14 @@ class LineChart {
       grew = true;
       line.step = line.step.concat(found.step);
       line.value = line.value.concat(found.value.map((value) => value ?? NaN));
+      line.weight = line.weight.concat(found.weight);
       line.stride = Math.max(line.stride, found.stride);
     }
     if (grew && this.figure) this.refresh();
   }
 
   clear() {
-    for (const line of this.lines) Object.assign(line, { step: [], value: [], stride: 1 });
+    for (const line of this.lines) Object.assign(line, { step: [], value: [], weight: [], stride: 1 });
   }
 
   refresh() {

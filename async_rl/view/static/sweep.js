@@ -74,8 +74,8 @@ async function compare() {
     dress(figure);
     const drawn = [];
     found.forEach(({ series }, index) => {
-      const { step, value } = series[key];
-      const data = { step, value: smoothed(value.map((each) => each ?? NaN), key.startsWith("eval") ? 0 : 0.6) };
+      const { step, value, weight } = series[key];
+      const data = { step, value: smoothed(value.map((each) => each ?? NaN), weight, key.startsWith("eval") ? 0 : 0.6) };
       drawn.push(...data.value);
       figure.line({ field: "step" }, { field: "value" },
         { source: new Bokeh.ColumnDataSource({ data }), line_color: seriesColor(index), line_width: 1.6 });

@@ -1,0 +1,166 @@
+"""Figures of several steps: the one place where the metrics of many steps become one number for each key.
+
+The last table of a run, summary.json, the page, the report of a sweep and wandb's summary all show these figures.
+`KINDS` declares for each metric how its values of single steps are put together. A share of time or a rate is weighted
+by the time of the step, because the plain mean of steps of 0.4 s and 9 s says nothing about the run:
+
+    figure = sum(value * weight) / sum(weight)    over the steps that measured the metric
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The way in which the values of a metric at several steps become one number."""
+
+    how: Literal["mean", "sum", "max", "last", "median"]
+    weight: str = ""
+    """For `mean`, the metric by which a step is weighted; if it is empty, all steps count the same."""
+
+    @property
+    def of_one_step(self) -> Kind:
+        """The kind of a point that stands for several steps in a chart, whose scale is that of one step."""
+        return Kind("mean") if self.how == "sum" else self
+
+
+BY_TIME = Kind("mean", "time/step_s")
+BY_ROLLOUTS = Kind("mean", "batch/rollouts")
+BY_TOKENS = Kind("mean", "batch/response_tokens")
+BY_GROUPS = Kind("mean", "rollout/groups")
+BY_EPISODES = Kind("mean", "episode/ended")
+BY_STEPS = Kind("mean")
+
+KINDS: tuple[tuple[str, Kind], ...] = (
+    # shares of time, samples of it, and rates
+    (r"(utilisation|occupancy|gpu|throughput)/.+", BY_TIME),
+    (r"rollout/in_flight", BY_TIME),
+    # the seconds that a step takes, the parts of a step, and what happens once in a step
+    (r"time/(elapsed_s|since_first_step_s)", Kind("last")),
+    (r"(time|push|checkpoint)/.+_s|buffer/waited_for.+", BY_STEPS),
+    # values by staleness, which have sizes of their own
+    (r"by_staleness/\d+/tokens|staleness/rollouts_\d+", Kind("sum")),
+    (r"by_staleness/(\d+)/(reward|response_length)", Kind("mean", r"staleness/rollouts_\1")),
+    # largest values
+    (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", Kind("max")),
+    (r"by_staleness/(\d+)/.+", Kind("mean", r"by_staleness/\1/tokens")),
+    # values of tokens and of rollouts (answers or episodes)
+    (r"offpolicy/is_weight_var", Kind("median")),  # a few steps with very large weights would dominate a mean
+    (r"offpolicy/(ess|chi2)_sequence", BY_ROLLOUTS),
+    (r"offpolicy/.+|policy/entropy|mismatch/.+|kl/reference|vtrace/.+|staleness/masked_fraction", BY_TOKENS),
+    (r"(reward|response|staleness)/.+|episode/rows", BY_ROLLOUTS),
+    # groups and episodes that ended meanwhile, in the batch or not
+    (r"rollout/(group_s|group_s_squared|concurrency)", BY_GROUPS),
+    (r"rollout/skipped_long_prompts", Kind("last")),
+    (r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)", Kind("sum")),
+    (r"episode/.+", BY_EPISODES),
+    # counts of one step
+    (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", Kind("sum")),
+    # states and counts since the start of the run
+    (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
+    (r"(buffer|eval|late|version)/.+|.+/lr|kl/coef", Kind("last")),
+)
+"""The kind of each metric by a regular expression of its key; the first one that fits counts, and else BY_STEPS."""
+
+
+@lru_cache(maxsize=4096)
+def kind_of(key: str) -> Kind:
+    """Return the kind of a metric. One that KINDS does not declare, such as a user's own, is a mean over steps."""
+    for pattern, kind in KINDS:
+        if found := re.fullmatch(pattern, key):
+            return Kind(kind.how, found.expand(kind.weight)) if "\\" in kind.weight else kind
+    return BY_STEPS
+
+
+class Figure:
+    """The figure of one metric over the steps that `add` was given. If no step has a weight, all count the same."""
+
+    __slots__ = ("_how", "_number", "_total", "_values", "_weight", "_weighted")
+
+    def __init__(self, kind: Kind) -> None:
+        self._how = kind.how
+        self._total = self._weighted = self._weight = 0.0
+        self._number = 0
+        self._values: list[float] = []
+        """The values that the median needs, or the one value that is the largest or the last."""
+
+    def add(self, value: float, weight: float | None = 1.0) -> None:
+        """Add the value of one step; `weight` None: the step has not measured the metric that weighs it."""
+        self._number += 1
+        match self._how:
+            case "mean" | "sum":
+                self._total += value
+                self._weighted += value * (weight or 0.0)
+                self._weight += weight or 0.0
+            case "max":
+                self._values[:] = [max(value, *self._values)] if self._values else [value]
+            case "last":
+                self._values[:] = [value]
+            case "median":
+                self._values.append(value)
+
+    def value(self) -> float:
+        """Return the figure; `add` must have been called before."""
+        if self._values:
+            return statistics.median(self._values)
+        if self._how == "sum":
+            return self._total
+        return self._weighted / self._weight if self._weight else self._total / self._number
+
+    @property
+    def total(self) -> float:
+        return self._total
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights, or the number of steps if no step has a weight."""
+        return self._weight or float(self._number)
+
+
+class Figures:
+    """The figures of all metrics over the steps that `add` was given. Its memory does not grow with the steps.
+
+    The first step that a process logs includes the warm-up. It counts only for metrics that no other step measured.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[str, Figure] = {}
+        self._warming_up: dict[str, Figure] = {}
+
+    def add(self, record: Mapping[str, float | None]) -> None:
+        """Add the record of one step; a value that is None was not measured."""
+        figures = self._warming_up if record.get("time/since_first_step_s") == 0.0 else self._measured
+        for key, value in record.items():
+            if value is not None and key != "step":
+                kind = kind_of(key)
+                figure = figures.get(key) or figures.setdefault(key, Figure(kind))
+                figure.add(value, record.get(kind.weight) if kind.weight else 1.0)
+
+    def get(self, key: str) -> float | None:
+        """Return the figure of a metric, or None if it was not measured."""
+        figure = self._measured.get(key) or self._warming_up.get(key)
+        return figure.value() if figure else None
+
+    def total(self, key: str) -> float:
+        """Return the sum of a metric of kind `mean` or `sum` over the steps, without those that include a warm-up."""
+        figure = self._measured.get(key)
+        return figure.total if figure else 0.0
+
+    def all(self) -> dict[str, float]:
+        """Return the figure of every metric that was measured, by key."""
+        return {key: figure.value() for key, figure in (self._warming_up | self._measured).items()}
+
+
+def over_steps(records: Iterable[Mapping[str, float | None]]) -> Figures:
+    """Return the figures of several steps, given as their records in metrics.jsonl, in order."""
+    figures = Figures()
+    for record in records:
+        figures.add(record)
+    return figures

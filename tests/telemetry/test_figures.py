@@ -1,0 +1,199 @@
+"""Figures of several steps: by hand, and the same number in every place that shows one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.loading import load_config
+from async_rl.driver.run_log import RunLog
+from async_rl.messages.reports import StepDone, WorkerReport
+from async_rl.storage.run_dir import write_config
+from async_rl.telemetry.figures import KINDS, kind_of, over_steps
+from async_rl.telemetry.metrics import Metric, read_metrics
+from async_rl.telemetry.status import NORMAL_END, write_status
+from async_rl.telemetry.summary_table import format_summary
+from async_rl.telemetry.timeline import Span
+from async_rl.view.sweep_files import SweepFiles
+from benchmarks.cells import all_cells, make_record, seed_axis, staleness_axis, write_record
+from benchmarks.report import write_report
+from benchmarks.results import read_runs
+from tests.view.conftest import Client
+
+STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
+"""The first step includes the warm-up and counts in no figure."""
+BUSY_S = 0.3
+ROLLOUTS = (8, 2, 6, 4, 4, 6, 2)
+TOKENS = (80, 200, 900, 100, 500, 300, 800)
+STALENESS = (0.0, 2.0, 0.5, 1.0, 1.5, 0.0, 1.0)
+REWARD = (9.0, 1.0, 0.25, 0.5, 0.75, 0.0, 1.0)
+
+SECONDS = math.fsum(STEPS_S[1:])
+LEARNER = len(STEPS_S[1:]) * BUSY_S / SECONDS
+ROLLOUT = math.fsum(s - 0.1 for s in STEPS_S[1:]) / SECONDS
+TOKENS_PER_S = sum(TOKENS[1:]) / SECONDS
+
+
+def over_rollouts(values: tuple[float, ...]) -> float:
+    return math.fsum(v * n for v, n in zip(values[1:], ROLLOUTS[1:], strict=True)) / sum(ROLLOUTS[1:])
+
+
+def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, Any]:
+    """Write the directory of a run of short and long steps, by the driver's log; returns the content of its summary.json."""
+    settings = [
+        "model.path=none", "task.name=reasoning_gym/none", f"run.dir={folder.parent}", f"run.name={folder.name}",
+        f"logging.wandb={wandb}", "run.steps=7", "staleness.max=2",
+    ]  # fmt: skip
+    config = load_config(None, settings)
+    log = RunLog(config)
+    write_config(config)
+    start_s = 1000.0
+    for number, step_s in enumerate(STEPS_S):
+        end_s = start_s + step_s
+        worker = (
+            Span("rollout/0", "wait_weights", start_s, start_s + 0.1), Span("rollout/0", "busy", start_s + 0.1, end_s)
+        )
+        log.add("rollout/0", WorkerReport(spans=worker))
+        metrics = (
+            Metric("reward/mean", REWARD[number]), Metric("staleness/mean", STALENESS[number]),
+            Metric("staleness/max", 2.0, "max"), Metric("batch/rollouts", ROLLOUTS[number]),
+            Metric("batch/response_tokens", TOKENS[number]),
+        )  # fmt: skip
+        busy_s = end_s - BUSY_S
+        spans = (Span("learner/0", "wait_data", start_s, busy_s), Span("learner/0", "busy", busy_s, end_s))
+        log.add("learner/0", StepDone(version=number + 1, metrics=metrics, spans=spans))
+        start_s = end_s
+    summary = log.summary({"buffer/trained": 32.0})
+    log.close()
+    (folder / "summary.json").write_text(json.dumps(summary))
+    write_status(folder, [], NORMAL_END)
+    return summary
+
+
+def tiles(folder: Path) -> dict[str, str]:
+    page = Client(folder).get("/run/overview/live").text
+    found = re.findall(r'<span class="label">(.*?)</span><span class="value">(.*?)</span>', page)
+    return {label: value.strip() for label, value in found}
+
+
+def test_console_summary_page_and_report_show_the_same_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "uneven"
+    summary = run_with_uneven_steps(folder)
+    assert (round(LEARNER, 3), round(TOKENS_PER_S, 1)) == (0.064, 99.3)  # 39 % and 356 tokens/s as plain means
+    lines = capsys.readouterr().out.splitlines()
+    assert "utilisation learner 75% rollout 75%" in lines[1] and "500 tokens/s" in lines[1]  # of this step alone
+    assert "utilisation learner 3% rollout 99%" in lines[2] and "100 tokens/s" in lines[2]
+
+    expected = {
+        "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT, "tokens_per_s": TOKENS_PER_S,
+        "staleness_mean": over_rollouts(STALENESS), "reward_mean": over_rollouts(REWARD), "seconds": SECONDS,
+        "rollouts_per_s": sum(ROLLOUTS[1:]) / SECONDS,
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    table = format_summary(summary)
+    assert re.search(rf"utilisation, learner +{LEARNER:.1%}\n", table)
+    assert re.search(rf"tokens/s +{TOKENS_PER_S:,.0f}\n", table)
+
+    shown = tiles(folder)
+    assert shown["learner"] == f"{LEARNER:.0%}" and shown["rollout"] == f"{ROLLOUT:.0%}"
+    assert shown["throughput"] == f"{TOKENS_PER_S:,.0f}"
+    assert shown["staleness"] == f"{over_rollouts(STALENESS):.2f}" and shown["reward"] == f"{over_rollouts(REWARD):.3f}"
+    assert shown["a step takes"].startswith(f"{SECONDS / 6:.2f} s")
+
+    (run,) = read_runs(folder)
+    values = run.values()
+    assert (values["learner"], values["rollout"], values["tokens_per_s"]) == pytest.approx(
+        (LEARNER, ROLLOUT, TOKENS_PER_S)
+    )
+    assert (values["staleness_mean"], values["reward_mean"]) == pytest.approx(
+        (over_rollouts(STALENESS), over_rollouts(REWARD))
+    )
+    assert run.figure("utilisation/learner") == pytest.approx(LEARNER)
+    assert values["steps_per_minute"] == pytest.approx(60 * 6 / SECONDS)
+    printed = write_report(folder)
+    assert f"| {LEARNER:.1%} |" in printed and f"| {over_rollouts(STALENESS):.2f} |" in printed
+
+
+def test_the_page_of_a_sweep_shows_that_number_too(tmp_path: Path) -> None:
+    (cell,) = all_cells([staleness_axis("2"), seed_axis(1, 0)], tmp_path / "sweep")
+    run_with_uneven_steps(cell.folder)
+    config = load_config(cell.folder / "config.yaml", [])
+    write_record(cell, make_record(cell, config, 60.0))
+    found = SweepFiles(tmp_path / "sweep")
+    for metric, expected in {
+        "learner": LEARNER, "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT,
+        "throughput/trained_tokens_per_s": TOKENS_PER_S, "staleness/mean": over_rollouts(STALENESS),
+        "reward/mean": over_rollouts(REWARD), "batch/rollouts": sum(ROLLOUTS[1:]),
+    }.items():  # fmt: skip
+        (line,) = found.points(metric, "staleness")
+        assert line["mean"] == pytest.approx([expected]), metric
+
+
+def summary_in(file: Path) -> dict[str, float]:
+    """Return the summary in the file of an offline run, which is in LevelDB's log format, as `wandb sync` sends it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, values = file.read_bytes(), 7, b"", dict[str, float]()
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:  # no header crosses the end of a block
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole record, or its last part
+            record = Record.FromString(parts)
+            parts = b""
+            values |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.summary.update}
+    return values
+
+
+@pytest.mark.processes
+def test_the_summary_in_wandb_shows_that_number_too(tmp_path: Path) -> None:
+    folder = tmp_path / "uneven"
+    run_with_uneven_steps(folder, wandb="offline")
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    deadline_s = time.monotonic() + 60
+    while "utilisation/learner" not in (summary := summary_in(file)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)  # another process writes the file
+    assert (summary["utilisation/learner"], summary["throughput/trained_tokens_per_s"]) == pytest.approx(
+        (LEARNER, TOKENS_PER_S)
+    )
+    assert (summary["staleness/mean"], summary["reward/mean"]) == pytest.approx(
+        (over_rollouts(STALENESS), over_rollouts(REWARD))
+    )
+
+
+def test_a_resumed_run_counts_all_its_steps_and_the_warm_up_of_none(tmp_path: Path) -> None:
+    run_with_uneven_steps(tmp_path / "uneven")
+    records = read_metrics(tmp_path / "uneven" / "metrics.jsonl")
+    twice = over_steps([*records, *records])
+    assert twice.get("utilisation/learner") == pytest.approx(LEARNER)
+    assert twice.get("batch/rollouts") == 2 * sum(ROLLOUTS[1:])
+    assert over_steps(records[:1]).get("reward/mean") == 9.0  # there is no other step yet
+
+
+def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
+    records = [
+        {"step": 1, "time/step_s": 1.0, "gpu/learner": 0.5, "batch/rollouts": 1.0, "reward/mean": 4.0, "eval/x": 1.0},
+        {"step": 2, "time/step_s": 3.0, "gpu/learner": 0.1, "batch/rollouts": 3.0, "reward/mean": 0.0, "eval/x": 2.0},
+        {"step": 3, "time/step_s": 4.0, "gpu/learner": None, "batch/rollouts": 0.0, "staleness/max": 7.0, "my/x": 3.0},
+        {"step": 4, "staleness/max": 5.0, "my/x": 5.0, "offpolicy/is_weight_var": 9.0},
+    ]
+    found = over_steps(records).all()
+    assert found == pytest.approx({
+        "time/step_s": 8 / 3, "gpu/learner": 0.2, "batch/rollouts": 4.0, "reward/mean": 1.0, "eval/x": 2.0,
+        "staleness/max": 7.0, "my/x": 4.0, "offpolicy/is_weight_var": 9.0,
+    })  # fmt: skip
+    assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
+    assert kind_of("by_staleness/3/reward").weight == "staleness/rollouts_3"
+    assert all(re.compile(pattern) for pattern, _ in KINDS)

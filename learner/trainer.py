@@ -108,7 +108,7 @@ class Learner:
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()
-        is_last, start_s = False, time.time()
+        is_last, start_s = False, time.monotonic()
         while not is_last:
             taken = self._take()
             if isinstance(taken, NoBatch):
@@ -120,18 +120,18 @@ class Learner:
             if self.config.takes_turns:
                 self._release_server_memory()
             metrics = self._train_step(taken)
-            is_last = self._is_last(time.time())
+            is_last = self._is_last(time.monotonic())
             is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
             events = self._publish(taken, is_last) if is_push_due else []
             every_steps = self.config.checkpoint.every_steps
             if every_steps and (is_last or self.version % every_steps == 0):
                 metrics += self._checkpoint()
-            step_s = time.time() - start_s
+            step_s = time.monotonic() - start_s
             if is_last:
                 self._save()
             yield self._step_report(taken, metrics, step_s)
             yield from events
-            start_s = time.time()
+            start_s = time.monotonic()
         self._close()
 
     def _begin(self) -> list[LearnerReport]:
@@ -281,7 +281,7 @@ class Learner:
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
-        start_s = time.time()
+        start_s = time.monotonic()
         with self._timeline.span("checkpoint", "copy"):
             state = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
@@ -292,7 +292,7 @@ class Learner:
             self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), state)
         self._saved_version = self.version
         return [
-            Metric("checkpoint/pause_s", time.time() - start_s),
+            Metric("checkpoint/pause_s", time.monotonic() - start_s),
             Metric("checkpoint/last_write_s", self._checkpointer.write_s),
         ]
 

@@ -301,7 +301,7 @@ class Worker:
 
     async def _report(self) -> WorkerReport:
         """Return a report of the time since the last one: counts, console lines, timeline spans and load samples."""
-        load, now_s = await self._engine.load(), time.time()
+        load, now_s = await self._engine.load(), time.monotonic()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
         metrics = [

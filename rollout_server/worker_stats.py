@@ -32,7 +32,7 @@ class WorkerStats:
 
     def __init__(self, pool: str) -> None:
         self._timeline = Timeline(pool)
-        self._span_start_s = time.time()
+        self._span_start_s = time.monotonic()
         self._changed_s = self._span_start_s
         """The time at which in_flight last rose from 0 or fell to 0."""
         self._waits: dict[int, _Wait] = {}
@@ -85,7 +85,7 @@ class WorkerStats:
 
     def status(self) -> Status:
         """Return for the watchdog how many requests are doing what, and the wait that is closest to its limit."""
-        now_s = time.time()
+        now_s = time.monotonic()
         if not self._waits:
             doing, waits_on = "waits for admission", "buffer (learner)"
             if self.in_flight:
@@ -94,9 +94,7 @@ class WorkerStats:
         first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
         counts = Counter((wait.doing, wait.noun) for wait in self._waits.values())
         doing = ", ".join(f"{doing} {number} {noun}" for (doing, noun), number in sorted(counts.items()))
-        # The duration is from the monotonic clock, so that no wait looks overdue after the system clock was set.
-        since_s = now_s - (time.monotonic() - first.began_s)
-        return Status(doing=doing, waits_on=first.waits_on, since_s=since_s, told_s=now_s, limit_s=first.limit_s)
+        return Status(doing=doing, waits_on=first.waits_on, since_s=first.began_s, told_s=now_s, limit_s=first.limit_s)
 
     def drain_spans(self) -> tuple[Span, ...]:
         self._close_span()
@@ -129,7 +127,7 @@ class WorkerStats:
 
     def _close_span(self) -> None:
         """Add the time since the last call to the timeline, as busy, eval or wait_weights."""
-        now_s = time.time()
+        now_s = time.monotonic()
         idle: State = "eval" if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)
         self._span_start_s = now_s

@@ -63,7 +63,7 @@ class BufferActor:
         return self._server.abandon(worker)
 
     def status(self) -> Status:
-        return Status(doing="answers", waits_on=self._server.describe(), since_s=time.time())
+        return Status(doing="answers", waits_on=self._server.describe(), since_s=time.monotonic())
 
     def dump_stacks(self) -> None:
         dump_stacks()
@@ -79,7 +79,7 @@ class RolloutActor:
     def __init__(self, folder: str, config: Config, index: int) -> None:
         self._config = enter(folder, config, f"rollout-{index}").of_server(index)
         pin_cpus(config, index)
-        self._doing, self._since_s = "starts its engine", time.time()
+        self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
 
     async def start(self) -> str:
@@ -104,7 +104,7 @@ class RolloutActor:
 
     async def connect(self, buffer_address: str) -> None:
         """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
-        self._doing, self._since_s = "opens its reward, environment and tools", time.time()
+        self._doing, self._since_s = "opens its reward, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
     def _open_worker(self, buffer_address: str) -> Worker:

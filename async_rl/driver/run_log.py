@@ -6,14 +6,15 @@ import contextlib
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
+from async_rl.messages.reports import EvaluationDone, Report, StepDone, TimedReport, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
 from async_rl.storage.run_dir import write_config
 from async_rl.telemetry.chrome_trace import ChromeTrace
+from async_rl.telemetry.clock import HostClocks
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import RESTART, Sample, Span, Usage
@@ -21,19 +22,29 @@ from async_rl.telemetry.timeline import RESTART, Sample, Span, Usage
 Values = dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenStep:
+    """A step that is not logged yet; the times are those of the driver's clock."""
+
+    report: StepDone
+    end_s: float
+    arrived_s: float
+
+
 class RunLog:
     """Collects the reports of all processes in the driver, and logs each step when it is complete.
 
     A step's record holds the learner's metrics of that step and the metrics that the rollout workers reported since the
     record before. It is written when every learner rank has reported the step and every rollout pool has reported spans
-    beyond the step's end, which its utilisation needs. Spans and samples of older steps are in timeline.json only.
+    beyond the step's end, which its utilisation needs; for that it waits at most timeouts.silent_s. Spans and samples
+    of older steps are in timeline.json only.
     """
 
     def __init__(self, config: Config) -> None:
         self.run_dir = config.run_dir
         self._config = config
         self.logger = MetricsLogger(config, config.run_dir)
-        self._trace = ChromeTrace(self.run_dir / "timeline.json", time.time())
+        self._trace = ChromeTrace(self.run_dir / "timeline.json", time.monotonic())
         self.evals: list[tuple[int, Values]] = []
         """(version, metrics) of the first and of the last evaluation."""
         self.step_ends_s: list[float] = []
@@ -60,12 +71,13 @@ class RunLog:
         """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
-        self._pending: list[tuple[StepDone, float]] = []
-        """Steps of learner/0 that are not logged yet, each with the time.time() of its end."""
+        self._pending: list[_OpenStep] = []
+        """The steps of learner/0 that are not logged yet."""
+        self._clocks = HostClocks()
         self._from_workers: list[Metric] = []
         self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
         self._lost_s: dict[str, float] = {}
-        """[process] time.time() at which a rollout process was lost that is not back yet."""
+        """[process] time.monotonic() at which a rollout process was lost that is not back yet."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
 
     def _note_values(self, version: int, values: Values) -> None:
@@ -83,41 +95,63 @@ class RunLog:
         """Add a report of `process` to the log, and log the steps that it completes."""
         match report:
             case StepDone():
-                self._add_usage(report.spans, report.samples)
+                spans = self._add_usage(report)
                 self._reported_steps[process] = report.version
                 for text in report.alarms:
                     self.logger.alarm(text)
                 if process == "learner/0":
-                    end_s = max((s.end_s for s in report.spans if s.pool == process), default=0.0)
-                    self._pending.append((report, end_s))
+                    end_s = max((span.end_s for span in spans if span.pool == process), default=0.0)
+                    self._pending.append(_OpenStep(report, end_s, time.monotonic()))
             case TrainingEnded():
-                self._add_usage(report.spans)
+                self._add_usage(report)
                 if process == "learner/0":
                     self.ended = report.reason
                     self.logger.note(report.reason)
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
             case WorkerReport():
-                self._add_usage(report.spans, report.samples)
+                spans = self._add_usage(report)
                 self._from_workers.extend(report.metrics)
                 self._num_failed += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
                 for text in report.notes:
                     self.logger.note(text)
-                newest_s = max((span.end_s for span in report.spans), default=0.0)
-                self._reported_until_s[process] = max(self._reported_until_s.get(process, 0.0), newest_s)
+                newest_s = max((span.end_s for span in spans), default=0.0)
+                waited_for = self._reported_until_s.get(process)
+                if waited_for is not None or newest_s >= (self.step_ends_s or [0.0])[-1]:
+                    self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
         self._close_steps()
 
     def lost(self, process: str) -> None:
         """Log steps without waiting for the spans of a rollout process that died, until it reports again."""
         self._reported_until_s.pop(process, None)
-        self._lost_s.setdefault(process, time.time())
+        self._lost_s.setdefault(process, time.monotonic())
         self._close_steps()
 
     def restarted(self, process: str, version: int) -> None:
         """Note that a rollout process works again, with the weights of `version`, and record the time without it."""
         self.logger.note(f"{process} is back, with the weights of version {version}")
-        back_s = time.time()
-        self._add_usage([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
+        back_s = time.monotonic()
+        self._add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
+
+    def close_overdue(self) -> None:
+        """Log the steps that have waited for reports for timeouts.silent_s, without these, and say so on the console.
+
+        Later steps don't wait for a rollout process that is behind, until its reports have caught up.
+        """
+        limit_s = self._config.timeouts.silent_s
+        while self._pending and time.monotonic() - self._pending[0].arrived_s > limit_s:
+            step = self._pending[0]
+            behind = {n: step.end_s - until_s for n, until_s in self._reported_until_s.items() if until_s < step.end_s}
+            behind |= {n: 0.0 for n, version in self._reported_steps.items() if version < step.report.version}
+            names = ", ".join(f"{n} ({by_s:.0f} s behind)" if by_s else n for n, by_s in sorted(behind.items()))
+            self.logger.note(
+                f"step {step.report.version} is logged without all that {names} did in it: for {limit_s:.0f} s "
+                "(timeouts.silent_s) no report of it has reached the step's end. The run goes on"
+            )
+            for name in behind:
+                self._reported_until_s.pop(name, None)
+            self._close_step(self._pending.pop(0))
+            self._close_steps()
 
     @property
     def has_open_steps(self) -> bool:
@@ -126,14 +160,23 @@ class RunLog:
 
     def add_eval(self, report: EvaluationDone) -> None:
         """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept."""
-        self._add_usage(report.spans)
+        self._add_usage(report)
         values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
         if values:
             self._note_values(report.version, values)
             self._prune()
             self.logger.log_eval(report.version, values)
 
-    def _add_usage(self, spans: Sequence[Span], samples: Sequence[Sample] = ()) -> None:
+    def _add_usage(self, report: TimedReport) -> list[Span]:
+        """Keep the spans and samples of a report; returns the spans in times of the driver's clock."""
+        shift_s = self._clocks.behind_s(report.clock, report.sent_s)
+        spans = [replace(s, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in report.spans]
+        self._add_spans(spans)
+        self._samples.extend(replace(sample, time_s=sample.time_s + shift_s) for sample in report.samples)
+        return spans
+
+    def _add_spans(self, spans: Sequence[Span]) -> None:
+        """Keep spans in times of the driver's clock; adjacent ones of one state become one."""
         for span in spans:
             recent = self._recent.setdefault(span.pool, [])
             last = recent[-1] if recent else None
@@ -141,18 +184,18 @@ class RunLog:
                 recent[-1] = replace(last, end_s=span.end_s)
             else:
                 recent.append(span)
-        self._samples.extend(samples)
 
     def _close_steps(self) -> None:
         while self._pending:
-            report, end_s = self._pending[0]
-            if report.version > min(self._reported_steps.values()):
+            step = self._pending[0]
+            if step.report.version > min(self._reported_steps.values()):
                 return
-            if end_s > min(self._reported_until_s.values(), default=float("inf")):
+            if step.end_s > min(self._reported_until_s.values(), default=float("inf")):
                 return
-            self._close_step(*self._pending.pop(0))
+            self._close_step(self._pending.pop(0))
 
-    def _close_step(self, report: StepDone, end_s: float) -> None:
+    def _close_step(self, step: _OpenStep) -> None:
+        report, end_s = step.report, step.end_s
         values = reduce_metrics([*report.metrics, *self._from_workers])
         self._from_workers.clear()
         is_first = not self.step_ends_s
@@ -202,7 +245,7 @@ class RunLog:
         """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""
         with contextlib.closing(self.logger), contextlib.closing(self._trace):
             while self._pending:
-                self._close_step(*self._pending.pop(0))
+                self._close_step(self._pending.pop(0))
             self._prune()
             usage = self._usage_of_run()
             self._write_trace(float("inf"))

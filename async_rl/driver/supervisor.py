@@ -209,7 +209,10 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while True:
-            for name, error in await self.watchdog.look():
+            dead = await self.watchdog.look()
+            self._log.close_overdue()
+            await self._notify()
+            for name, error in dead:
                 if name == "buffer":
                     if self._buffer is None:  # a new buffer is starting
                         continue

@@ -6,15 +6,28 @@ WorkerReport twice a second, and EvaluationDone in answer to a request for an ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
+from async_rl.telemetry.clock import clock_id
 from async_rl.telemetry.completions import Completion
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Sample, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class TimedReport:
+    """The part of a report that has times: what the process did when, and by which clock."""
+
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    clock: str = field(default_factory=clock_id)
+    """The name of the monotonic clock of all times in this report."""
+    sent_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone(TimedReport):
     """A learner rank has trained one batch and finished what was due after it, such as the weight push."""
 
     version: int
@@ -25,8 +38,6 @@ class StepDone:
     """Alarms that began with this step, each as one line for the console."""
     completions: tuple[Completion, ...] = ()
     """Example answers of the batch; empty with logging.wandb disabled."""
-    spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +59,31 @@ class EvaluationDue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingEnded:
+class TrainingEnded(TimedReport):
     """Training has ended before run.steps: there is nothing left to learn, or the user has stopped the run."""
 
     version: int
     reason: str
     metrics: tuple[Metric, ...] = ()
     """The metrics measured after the last step."""
-    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
+class WorkerReport(TimedReport):
     """The measurements of a rollout worker since its last report."""
 
     metrics: tuple[Metric, ...] = ()
     notes: tuple[str, ...] = ()
     """Lines for the console, such as the first error of a reward."""
-    spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationDone:
+class EvaluationDone(TimedReport):
     """The result of a held-out evaluation; without metrics if the task has no held-out set."""
 
     version: int
     """Policy version that the engine served when the evaluation began."""
     metrics: tuple[Metric, ...] = ()
-    spans: tuple[Span, ...] = ()
 
 
 LearnerReport = StepDone | ServersLost | EvaluationDue | TrainingEnded

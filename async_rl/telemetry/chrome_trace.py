@@ -19,7 +19,7 @@ class ChromeTrace:
     not overlap, because a trace viewer draws only nested slices. Its samples are counters.
 
     Args:
-        origin_s: time.time() at the start of the trace's clock; no span starts earlier.
+        origin_s: time.monotonic() at the start of the trace's clock; no span starts earlier.
     """
 
     def __init__(self, path: Path, origin_s: float) -> None:
@@ -54,7 +54,7 @@ class ChromeTrace:
         self._file.flush()  # the page of the run shows it now
 
     def clock_s(self, time_s: float) -> float:
-        """Convert `time_s`, a value of time.time(), to seconds on the clock of the trace."""
+        """Convert `time_s`, a value of time.monotonic(), to seconds on the clock of the trace."""
         return self._microseconds(time_s) / 1e6
 
     def spans(self) -> Iterator[Span]:

@@ -50,7 +50,7 @@ class GpuSampler:
         """Read the utilisation of all devices once, and keep their mean for `drain`."""
         percent = [self._nvml.nvmlDeviceGetUtilizationRates(device).gpu for device in self._devices]
         with self._lock:
-            self._samples.append(Sample(self._pool, "gpu", time.time(), sum(percent) / len(percent) / 100))
+            self._samples.append(Sample(self._pool, "gpu", time.monotonic(), sum(percent) / len(percent) / 100))
 
 
 def _open_devices() -> tuple[Any, list[Any]]:

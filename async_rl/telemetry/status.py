@@ -30,9 +30,9 @@ class Status:
     waits_on: str = ""
     """The process or event that `process` waits for; empty if it does not wait."""
     since_s: float
-    """time.time() at the start of the activity."""
-    told_s: float = field(default_factory=time.time)
-    """time.time() at the report, by the clock of the same host, which may differ from that of other hosts."""
+    """time.monotonic() at the start of the activity."""
+    told_s: float = field(default_factory=time.monotonic)
+    """time.monotonic() at the report, by the clock of the same host, which differs from that of other hosts."""
     limit_s: float = 0.0
     """The time limit of the wait; 0: the process does not wait."""
 

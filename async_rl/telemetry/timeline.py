@@ -1,7 +1,7 @@
 """Accounting of time: computes the share of time that each pool spent in each state from the spans of its work.
 
 Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool counts as exactly one state, so the
-shares of a pool add up to 1. Times are in seconds of `time.time()`, which is the same for all processes of a machine.
+shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all processes of a host.
 
 The definition of busy, for measurements and predictions:
     learner   the rank computes an update
@@ -63,7 +63,7 @@ class Timeline:
     @contextmanager
     def span(self, state: State, name: str = "") -> Iterator[None]:
         """Record the time of the `with` block as a span of this pool, also if the block raises."""
-        entry = (state, name, time.time())
+        entry = (state, name, time.monotonic())
         with self._lock:
             self._open.append(entry)
         try:
@@ -71,16 +71,16 @@ class Timeline:
         finally:
             with self._lock:
                 self._open.remove(entry)
-            self.add(state, entry[2], time.time(), name)
+            self.add(state, entry[2], time.monotonic(), name)
 
     def now(self) -> tuple[State, str, float]:
         """Return state, name and start of the innermost open `span`; `other`, now, if none is open."""
         with self._lock:
-            return self._open[-1] if self._open else ("other", "", time.time())
+            return self._open[-1] if self._open else ("other", "", time.monotonic())
 
     def add(self, state: State, start_s: float, end_s: float, name: str = "") -> None:
-        """Record a span. If the clock was set back before its end, the span is empty and not negative."""
-        span = Span(self._pool, state, start_s, max(start_s, end_s), name)
+        """Record a span. `end_s` is not before `start_s`."""
+        span = Span(self._pool, state, start_s, end_s, name)
         with self._lock:
             self._spans.append(span)
 

@@ -146,13 +146,13 @@ class WeightPublisher(ABC):
         try:
             if self.rank == 0:
                 self.connect()
-                start_s = time.time()
+                start_s = time.monotonic()
                 staged = self.stage(tensors, version)
-                paused_s = time.time()
+                paused_s = time.monotonic()
                 self._begin_update()
                 num_bytes = self.send(staged, version)
                 self._end_update()
-                end_s = time.time()
+                end_s = time.monotonic()
                 return PushReport(
                     seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
                     spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),

@@ -82,7 +82,7 @@ class Buffer(FakeProcess):
         return 3
 
     def status(self) -> Status:
-        return Status(doing="answers", since_s=time.time())
+        return Status(doing="answers", since_s=time.monotonic())
 
     def close(self) -> dict[str, float]:
         return {"buffer/unaccounted": 0.0}
@@ -96,14 +96,14 @@ class Rollout(FakeProcess):
         self.note(f"rollout/{self._index} connected")
 
     async def run(self) -> AsyncIterator[WorkerReport]:
-        start_s = time.time()
+        start_s = time.monotonic()
         while True:
             await asyncio.sleep(0.05)
             self.obey()
-            yield WorkerReport(spans=(Span(f"rollout/{self._index}", "busy", start_s, time.time()),))
+            yield WorkerReport(spans=(Span(f"rollout/{self._index}", "busy", start_s, time.monotonic()),))
 
     async def status(self) -> Status:
-        return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.time())
+        return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.monotonic())
 
     async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
         self.tell("evaluates")
@@ -118,10 +118,10 @@ class Rollout(FakeProcess):
 class Learner(FakeProcess):
     def run(self) -> Iterator[LearnerReport]:
         for step in range(1, STEPS):
-            start_s = time.time()
+            start_s = time.monotonic()
             time.sleep(0.05)
             self.obey()
-            spans = (Span(f"learner/{self._index}", "busy", start_s, time.time()),)
+            spans = (Span(f"learner/{self._index}", "busy", start_s, time.monotonic()),)
             yield StepDone(version=step, metrics=(Metric("reward/mean", 1.0),), spans=spans)
             if self.told("drops a server"):
                 yield ServersLost(servers=(("rollout/0", "http://old"),))
@@ -147,7 +147,7 @@ class Learner(FakeProcess):
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        since_s = time.time() - (1900 if self.told("is overdue") else 75)
+        since_s = time.monotonic() - (1900 if self.told("is overdue") else 75)
         return Status(doing="waits for a batch", waits_on="buffer", since_s=since_s, limit_s=1800)
 
 

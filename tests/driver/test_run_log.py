@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from async_rl.config import (
     RolloutPlacement,
     RunConfig,
     TaskConfig,
+    TimeoutsConfig,
 )
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
@@ -239,6 +241,42 @@ def test_a_step_waits_for_the_report_of_every_learner_rank(tmp_path: Path) -> No
         assert not log.has_open_steps
     assert lines(tmp_path)[1]["utilisation/learner"] == 1.0
     log.close()
+
+
+def test_a_step_waits_for_a_silent_server_for_a_limited_time_and_then_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = make_log(tmp_path, servers=2, timeouts=TimeoutsConfig(silent_s=1e-9))
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 0.0, 40.0),)))
+    log.add("rollout/1", WorkerReport(spans=(Span("rollout/1", "busy", 0.0, 4.0),)))
+    log.add("learner/0", learner_step(1, 0.0, 10.0))
+    assert log.has_open_steps
+    log.close_overdue()
+    assert not log.has_open_steps
+    told = capsys.readouterr().out
+    assert "step 1 is logged without all that rollout/1 (6 s behind) did in it" in told
+    assert "timeouts.silent_s" in told
+    log.add("learner/0", learner_step(2, 10.0, 20.0))
+    assert not log.has_open_steps  # rollout/1 is not waited for while it is behind
+    log.add("rollout/1", WorkerReport(spans=(Span("rollout/1", "busy", 4.0, 25.0),)))
+    log.add("learner/0", learner_step(3, 20.0, 30.0))
+    assert log.has_open_steps  # it has caught up
+    log.close()
+
+
+def test_times_of_another_host_are_put_on_the_clock_of_the_driver(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    start_s, other_s = time.monotonic(), 7.0  # what the clock of rollout/0's host shows now
+    for step in (1, 2):
+        log.add("learner/0", learner_step(step, start_s + 10.0 * (step - 1), start_s + 10.0 * step))
+    log.add("rollout/0", WorkerReport(
+        spans=(Span("rollout/0", "busy", other_s, other_s + 15.0), Span("rollout/0", "sync", other_s + 15.0, 100.0)),
+        samples=(Sample("rollout/0", "occupancy", other_s + 12.0, 0.25),), clock="another host", sent_s=other_s,
+    ))
+    log.close()
+    second = lines(tmp_path)[1]
+    assert second["utilisation/rollout"] == pytest.approx(0.5, abs=0.05)
+    assert second["occupancy/rollout"] == 0.25
 
 
 def test_a_clock_set_back_between_two_steps_costs_metrics_but_not_the_run(tmp_path: Path) -> None:

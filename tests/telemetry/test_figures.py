@@ -46,7 +46,7 @@ def over_rollouts(values: tuple[float, ...]) -> float:
 
 
 def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, Any]:
-    """Write the directory of a run of short and long steps, by the driver's log; returns the content of its summary.json."""
+    """Write the directory of a run of short and long steps by the driver's log; returns the content of summary.json."""
     settings = [
         "model.path=none", "task.name=reasoning_gym/none", f"run.dir={folder.parent}", f"run.name={folder.name}",
         f"logging.wandb={wandb}", "run.steps=7", "staleness.max=2",

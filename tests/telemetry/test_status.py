@@ -13,7 +13,7 @@ from async_rl.telemetry.status import STALE_S, Status, format_status, write_stat
 
 
 def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     statuses = [
         Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", waits_on="buffer",
                since_s=now_s - 75, limit_s=1800),
@@ -37,7 +37,7 @@ def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: Path) -> None:
-    status = Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", since_s=time.time())
+    status = Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", since_s=time.monotonic())
     write_status(tmp_path, [status], "ended normally")
     assert format_status(tmp_path) == f"{tmp_path}, 0 s ago: ended normally\n"
     write_status(tmp_path, [status], "ended: learner/0 died")

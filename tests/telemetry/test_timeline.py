@@ -106,12 +106,6 @@ def test_a_span_is_recorded_also_when_its_body_raises_and_is_handed_out_once() -
     assert timeline.drain() == ()
 
 
-def test_a_clock_set_back_makes_an_empty_span() -> None:
-    timeline = Timeline(POOL)
-    timeline.add("busy", 10.0, 9.0)
-    assert timeline.drain() == (Span(POOL, "busy", 10.0, 10.0),)
-
-
 def test_no_span_is_lost_between_threads() -> None:
     timeline = Timeline(POOL)
     drained: list[Span] = []

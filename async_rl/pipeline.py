@@ -37,7 +37,7 @@ from async_rl.driver.placement import explain, open_ray, reserve, resolve_placem
 from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessKilledError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import open_run_dir
@@ -72,7 +72,12 @@ def run(
         cautions = check_inputs(config)
         signals.check()
         with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
-            summary = _run(config, signals, cautions)
+            try:
+                summary = _run(config, signals, cautions)
+            except (ProcessDiedError, WaitTimeoutError) as error:
+                if not list_checkpoints(config.run_dir):
+                    raise
+                raise type(error)(f"{error}\nresume with: async-rl train --resume {config.run_dir}") from None
             if signals.requested:
                 has_checkpoint = bool(list_checkpoints(config.run_dir))
                 raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}" * has_checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from async_rl.config import Limit
 from async_rl.driver.placement import Reservation
@@ -73,7 +74,8 @@ class ActorGroup:
     async def _gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
         pending = {asyncio.create_task(self._result(name, call)): name for name, call in calls.items()}
         results: dict[str, Any] = {}
-        since_s, deadline = time.time(), time.monotonic() + limit.seconds
+        since_s = time.monotonic()
+        deadline_s = since_s + limit.seconds
         host = ray.util.get_node_ip_address()
         try:
             while pending:
@@ -81,7 +83,7 @@ class ActorGroup:
                     process="driver", host=host, doing=f"waits for {what}", waits_on=", ".join(pending.values()),
                     since_s=since_s, limit_s=limit.seconds,
                 )], "running")
-                left_s = max(0.0, deadline - time.monotonic())
+                left_s = max(0.0, deadline_s - time.monotonic())
                 done, _ = await asyncio.wait(
                     pending, timeout=min(left_s, STATUS_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
                 )
@@ -126,7 +128,8 @@ class ActorGroup:
         """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
         A ConfigError that the process raised stays as it is, another AsyncRLError keeps its type. A process that died
-        in its `__init__` is a ProcessDiedError, one that died later the subclass ProcessKilledError.
+        in its `__init__` is a ProcessDiedError; one that died later, or that Ray's memory monitor killed, is the
+        subclass ProcessKilledError.
         """
         try:
             yield
@@ -151,6 +154,14 @@ class ActorGroup:
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)
+            ) from None
+        except OutOfMemoryError as error:  # Ray's memory monitor; a kill by the system is a RayActorError
+            raise ProcessKilledError(
+                f"{self.on_host(name)} was killed by Ray's memory monitor, because the memory of its host was full"
+                f"{_memory_use(str(error))}. The monitor kills processes of the run whoever uses the memory. End other "
+                "programs there, or lower rollout.concurrency or learner.max_tokens_per_microbatch; or set "
+                "RAY_memory_usage_threshold (a share, 0.95 if unset) or RAY_memory_monitor_refresh_ms=0 (no monitor) "
+                "in the environment of `async-rl train`, or of `ray start` for a cluster" + self.log_tail(name)
             ) from None
         except RayError as error:
             raise ProcessDiedError(f"Ray can't call {name}: {type(error).__name__}: {_first_line(error)}") from None
@@ -199,6 +210,16 @@ class ActorGroup:
             for actor in self.actors.values():
                 ray.kill(actor)
             self.actors.clear()
+
+
+def _memory_use(text: str) -> str:
+    """Return from the text of an OutOfMemoryError how much of the host's memory was in use, and by which processes."""
+    used = re.search(r"was (\S+ used / \S+ limit)", text)
+    largest = re.findall(r"^\d+\t(\S+)\t(\S+)", text, re.MULTILINE)[:3]
+    parts = [used[1]] if used else []
+    if largest:
+        parts.append("the largest: " + ", ".join(f"{Path(command).name} {size} GB" for size, command in largest))
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
 from async_rl.driver.actor_group import ActorGroup
@@ -22,6 +25,7 @@ from async_rl.errors import (
     AsyncRLError,
     ConfigError,
     ProcessDiedError,
+    ProcessKilledError,
     RewardError,
     StalenessError,
     WaitTimeoutError,
@@ -140,6 +144,68 @@ def test_a_process_that_fails_as_it_is_made_is_named_with_what_it_raised(group: 
         call(group, "learner/0", Stillborn)
     assert "OSError: no logs can be written here" in str(caught.value)
     assert "memory" not in str(caught.value)
+
+
+MONITOR = (
+    "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: e83d) was "
+    "22.9GB used / 23.54GB limit (0.972)\nTop 10 memory users: PID\tMEM(GB)\tCOMMAND\n"
+    "7531\t9.26\t/usr/bin/blender -b\n8100\t0.34\tray::LearnerActor\n"
+)
+"""The text of Ray's exception as its memory monitor makes it, shortened."""
+
+
+def test_a_process_that_the_memory_monitor_killed_counts_as_killed_and_says_why(
+    group: ActorGroup, tmp_path: Path
+) -> None:
+    (tmp_path / "r" / "logs").mkdir(parents=True)
+    (tmp_path / "r" / "logs" / "buffer.log").write_text("last words\n")
+    with pytest.raises(ProcessKilledError) as caught, group.named_failure("buffer"):
+        raise OutOfMemoryError(MONITOR)
+    text = str(caught.value)
+    assert text.startswith("buffer on 10.0.0.9 was killed by Ray's memory monitor, because the memory of its host was")
+    assert "22.9GB used / 23.54GB limit; the largest: blender 9.26 GB, ray::LearnerActor 0.34 GB" in text
+    assert "RAY_memory_usage_threshold" in text and "RAY_memory_monitor_refresh_ms=0" in text
+    assert text.endswith("last words")
+
+
+MEMORY_KILL = """
+import os, sys, ray
+from pathlib import Path
+from typing import cast
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.signals import StopSignals
+from async_rl.config import Limit
+from async_rl.errors import ProcessKilledError
+from tests.driver.fake_actors import FakeReservation
+
+class Idle:
+    def __init__(self, folder): ...
+    def start(self):
+        import time
+        time.sleep(60)
+    def stop(self): ...
+
+ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
+group = ActorGroup(Path(sys.argv[1]), FakeReservation(), StopSignals())
+try:
+    group.gather({"buffer": group.start("buffer", Idle).start.remote()}, Limit(60.0, "timeouts.join_s"), "the start")
+except ProcessKilledError as error:
+    print("killed:", error)
+"""
+
+
+def test_the_memory_monitor_of_ray_is_recognised_by_its_own_kill(tmp_path: Path) -> None:
+    environment = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    command = MarkedCommand(
+        ["-c", MEMORY_KILL, str(tmp_path)], tmp_path / "log", program=[sys.executable], environment=environment
+    )
+    try:
+        command.wait(200)
+    finally:
+        command.kill()
+    text = command.text()
+    assert "killed: buffer on 10.0.0.9 was killed by Ray's memory monitor, because the memory of its host was" in text
+    assert re.search(r"was full \(\S+ used / \S+ limit; the largest: .+ GB\)", text), text
 
 
 def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, read_training_state, run_dir_of, write_training_state
+from async_rl.storage.unlogged_steps import write_step_metrics
 from learner.optimizer import Optimizer
 
 
@@ -51,8 +52,11 @@ class Checkpointer:
         self.write_s = 0.0
         """Seconds from the start of the last complete checkpoint to its end, most of them beside training."""
 
-    def save(self, target: Path, state: TrainingState) -> None:
+    def save(self, target: Path, state: TrainingState, step_metrics: str = "") -> None:
         """Wait for the checkpoint before, start one in folder `target`, and return once the tensors are copied.
+
+        Args:
+            step_metrics: on rank 0 the metrics of the last steps, for async_rl/storage/unlogged_steps.py.
 
         Raises:
             AsyncRLError: the checkpoint before could not be written, or not in time.
@@ -65,7 +69,9 @@ class Checkpointer:
             partial.mkdir(parents=True)
         dist.barrier(self._group)
         copied = self._stager.stage(self._tensors(dist.get_rank()))
-        self._running, self._target = self._writer.submit(self._write, copied, partial, target, state, start_s), target
+        self._running, self._target = (
+            self._writer.submit(self._write, copied, partial, target, state, step_metrics, start_s), target
+        )
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete.
@@ -139,9 +145,12 @@ class Checkpointer:
         self._writer.shutdown()
         self._stager.close()
 
-    def _write(self, copied: Any, partial: Path, target: Path, state: TrainingState, start_s: float) -> None:
+    def _write(
+        self, copied: Any, partial: Path, target: Path, state: TrainingState, step_metrics: str, start_s: float
+    ) -> None:
         dcp.save(copied, checkpoint_id=partial, process_group=self._group)
         if dist.get_rank() == 0:
+            write_step_metrics(partial, step_metrics)
             write_training_state(partial, state)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)

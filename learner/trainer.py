@@ -15,8 +15,9 @@ import torch.distributed as dist
 from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
+from async_rl.storage.unlogged_steps import RecentSteps
 from async_rl.telemetry.completions import choose_completions
-from async_rl.telemetry.metrics import Metric
+from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span, Timeline
@@ -81,6 +82,7 @@ class Learner:
         self._trained_groups = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
+        self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
         self._saved_version = 0
         self._served_version = 0
         """The version that every live server serves."""
@@ -125,6 +127,7 @@ class Learner:
             events = self._publish(taken, is_last) if is_push_due else []
             every_steps = self.config.checkpoint.every_steps
             if every_steps and (is_last or self.version % every_steps == 0):
+                self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
                 metrics += self._checkpoint()
             step_s = time.monotonic() - start_s
             if is_last:
@@ -231,13 +234,21 @@ class Learner:
         if self.rank > 0:
             return report
         metrics = [*metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans)]
+        self._recent_steps.add(self.version, reduce_metrics(metrics))
         alarms, states = self._alarms.check(self.version, metrics)
         completions = choose_completions(batch) if self.config.logging.wandb != "disabled" else ()
         return replace(report, metrics=(*metrics, *states), alarms=alarms, completions=completions)
 
+    def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
+        """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
+        if self.rank == 0:
+            self._push_spans[:0] = self._timeline.drain()
+            times = [Metric("time/step_s", step_s), *_step_times(self._push_spans)]
+            self._recent_steps.add(self.version, reduce_metrics([*metrics, *self._push_metrics, *times]))
+
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
         """Return (metrics of the pushes, all timeline spans) since the last call."""
-        measured = self._push_metrics, (*self._timeline.drain(), *self._push_spans)
+        measured = self._push_metrics, (*self._push_spans, *self._timeline.drain())
         self._push_metrics, self._push_spans = [], []
         return measured
 
@@ -249,9 +260,8 @@ class Learner:
             if self.version > self._saved_version:
                 self._checkpoint()
             self._checkpointer.wait()
-            reason = f"stopped at version {self.version}"
-            if self.version:
-                reason += f", checkpoint {checkpoint_folder(self.config.run_dir, self.version)}"
+            saved = f", checkpoint {checkpoint_folder(self.config.run_dir, self.version)}" if self.version else ""
+            reason = f"stopped at version {self.version}{saved}"
         else:
             if self.version > self._served_version:
                 events = self._push()
@@ -259,8 +269,8 @@ class Learner:
                 self._checkpoint()
             self._save()
         measured, spans = self._measured()
-        metrics = tuple(measured) if self.rank == 0 else ()
-        return [TrainingEnded(version=self.version, reason=reason, metrics=metrics, spans=spans), *events]
+        told = tuple(measured if self.rank == 0 else ())
+        return [TrainingEnded(version=self.version, reason=reason, metrics=told, spans=spans), *events]
 
     def status(self) -> Status:
         """Return what this rank does now, and on whom it waits since when; may be called from any thread."""
@@ -289,7 +299,8 @@ class Learner:
                 trained_groups=self._trained_groups.ranges(),
                 buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
-            self._checkpointer.save(checkpoint_folder(self.config.run_dir, self.version), state)
+            target = checkpoint_folder(self.config.run_dir, self.version)
+            self._checkpointer.save(target, state, self._recent_steps.text())
         self._saved_version = self.version
         return [
             Metric("checkpoint/pause_s", time.monotonic() - start_s),

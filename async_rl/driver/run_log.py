@@ -7,12 +7,14 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TimedReport, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
 from async_rl.storage.run_dir import write_config
+from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.clock import HostClocks
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
@@ -59,10 +61,14 @@ class RunLog:
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._staleness_max: float | None = None
+        self._restored: list[dict[str, float | None]] = []
+        """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
-            for record in read_metrics(self.run_dir / "metrics.jsonl"):
+            past = read_metrics(self.run_dir / "metrics.jsonl")
+            self._find_unlogged(past)
+            for record in past:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
         self._usage = Usage()
@@ -79,6 +85,19 @@ class RunLog:
         self._lost_s: dict[str, float] = {}
         """[process] time.monotonic() at which a rollout process was lost that is not back yet."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
+
+    def _find_unlogged(self, past: list[dict[str, float | None]]) -> None:
+        """Find the steps up to the checkpoint that were not logged before the driver was killed, and tell of them."""
+        missing = missing_steps(past, self.version)
+        self._restored = restored_records(Path(self._config.run.resume), missing, past)
+        restored = [int(record["step"] or 0) for record in self._restored]
+        if restored:
+            self.logger.note(
+                f"step {numbers_text(restored)}: trained but not logged before the run ended. The metrics are those in "
+                "the checkpoint, without utilisation and what the rollout workers measured"
+            )
+        if lost := [step for step in missing if step not in restored]:
+            self.logger.note(f"step {numbers_text(lost)}: not logged before the run ended; no file has the metrics")
 
     def _note_values(self, version: int, values: Values) -> None:
         """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation."""
@@ -215,6 +234,8 @@ class RunLog:
         self.version = report.version
         if is_first:
             write_config(self._config)
+            for record in self._restored:
+                self.logger.log_restored(record)
         self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.completions)

@@ -109,6 +109,10 @@ class MetricsLogger:
         self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
         self.note(format_step(version, self._steps, values))
 
+    def log_restored(self, record: dict[str, float | None]) -> None:
+        """Write the record of a step that was trained but not logged before the run was resumed."""
+        self._write({key: math.nan if value is None else value for key, value in record.items()})
+
     def log_late(self, version: int, values: dict[str, float]) -> None:
         """Write metrics that arrived after the line of their step, as a line of its own with keys `late/...`."""
         self._write({"step": version, **{f"late/{key}": value for key, value in values.items()}})

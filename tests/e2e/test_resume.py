@@ -53,6 +53,31 @@ def options(tmp_path: Path, name: str, steps: int, *more: str) -> list[str]:
     ]
 
 
+def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed_run(
+    smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options(tmp_path, "cut", 4, "checkpoint.every_steps=4")
+    run(load_config(smoke_yaml, asked))
+    run_dir = tmp_path / "cut"
+    metrics = run_dir / "metrics.jsonl"
+    whole = records(run_dir)
+    of_two = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 2]
+    metrics.write_text("".join(of_two))  # as if the driver had been killed before it logged the steps 3 and 4
+    capsys.readouterr()
+    summary = run(load_config(smoke_yaml, [*asked, "run.steps=6", f"run.resume={run_dir}"]))
+    assert "step 3 to 4: trained but not logged before the run ended" in capsys.readouterr().out
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "policy/loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    found = records(run_dir)
+    for step in (3, 4):
+        assert found[step].pop("log/restored") == 1.0
+        for key in ("policy/loss", "reward/mean", "staleness/mean", "batch/rollouts", "time/train_s", "push/bytes"):
+            assert found[step][key] == whole[step][key], (step, key)
+        assert "utilisation/learner" not in found[step]
+        assert found[step]["time/elapsed_s"] > found[2]["time/elapsed_s"]
+    assert summary["steps"] == 6
+
+
 def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Path, tmp_path: Path) -> None:
     """The run is resumed from an older checkpoint, and with another number of learner ranks."""
     whole = load_config(smoke_yaml, options(tmp_path, "whole", 6, "checkpoint.every_steps=3"))

@@ -33,6 +33,10 @@ class Prompt:
     """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
     """The field `data_source` of the prompt's data row, or the task's name."""
+    data_row: int = -1
+    """The number of the question in the task, in the task's own order: the row of task.path, from 0. -1: not known."""
+    origin: str = ""
+    """The same in words, for messages: `row 7 of data/train.parquet`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,8 @@ class EpisodeFacts:
     """`done`, `length`, `turns` (a limit on tokens or on turns ended it), `timeout` or `error` (its agent raised)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the environment logged."""
+    error: str = ""
+    """The reason for an `end` other than `done`, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +117,10 @@ class RolloutGroup:
     """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
     episodes: tuple[EpisodeFacts, ...] = ()
     """The episodes. Empty if each rollout is an episode of one turn, the answer to a question."""
+    data_row: int = -1
+    """The `data_row` of the prompt."""
+    left_out: tuple[str, ...] = ()
+    """The errors of the episodes that have no rollout, because they failed or were dropped."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
         """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.

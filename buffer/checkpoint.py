@@ -52,7 +52,8 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, 
         else:
             finished_version = min(found.finished_version, saved.version)
             arrived.append(row._replace(
-                payload=found.payload, outcome=found.outcome, finished_version=finished_version, worker=found.worker
+                payload=found.payload, outcome=found.outcome, finished_version=finished_version, worker=found.worker,
+                data_row=found.data_row,
             ))
     arrived.sort(key=lambda row: (policy.deadline(row), row.group_id))
     for row, reason in zip(arrived, policy.drops_at_resume(arrived, state, saved.version), strict=True):

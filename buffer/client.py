@@ -21,13 +21,13 @@ import zmq.asyncio
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
 from async_rl.messages.codec import encode_group
+from async_rl.messages.episode_columns import error_text
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
 from buffer.learner_waits import MAX_PHASES, Phase
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
-    MAX_CAUSE_CHARS,
     Reply,
     decode_batch,
     pack_request,
@@ -197,12 +197,15 @@ class WorkerClient:
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group), phases=sent)
         return bool(reply.result["stored"])
 
-    async def fail(self, group_id: int, reason: str, requeue: bool = False) -> None:
-        """Give up a running group: it is dropped as failed. With `requeue` its prompt is granted again."""
-        sendable = reason.encode(errors="replace").decode()  # an error may quote text that is not valid Unicode
+    async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:
+        """Give up a running group: it is dropped as failed. With `requeue` its prompt is granted again.
+
+        Args:
+            data_row: the `data_row` of its prompt.
+        """
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
-            group_id=group_id, cause=sendable[:MAX_CAUSE_CHARS], requeue=requeue,
+            group_id=group_id, cause=error_text(reason), requeue=requeue, data_row=data_row,
         )
 
     async def close(self) -> None:

@@ -83,11 +83,14 @@ class Store:
             raise WireError(f"worker: got {worker!r}, allowed {row.worker!r}, who was granted group {group_id}")
         return row.slot
 
-    def finish(self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False) -> None:
+    def finish(
+        self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False, data_row: int = -1
+    ) -> None:
         """Store a running group that has arrived; with `drop_equal` drop it instead if its rewards are all equal."""
         assert self.state.served_version is not None
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
+        arrived["data_row"] = data_row
         if drop_equal and outcome.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self._count_equal(outcome.reward)
@@ -95,10 +98,11 @@ class Store:
             self._num_equal, self.end_reason = 0, ""
             self.state.put(row, "finished", **arrived)
 
-    def fail(self, group_id: int, cause: str, requeue: bool) -> None:
+    def fail(self, group_id: int, cause: str, requeue: bool, data_row: int = -1) -> None:
         """Drop a running group that has no result, which frees its slot. With `requeue` its prompt is granted again."""
         self.state.accounting.last_failure = cause
-        self.state.drop(self.state.running[group_id], "failed", requeue)
+        row = self.state.running[group_id]._replace(error=cause, data_row=data_row)
+        self.state.drop(row, "failed", requeue)
 
     def abandon(self, worker: str) -> int:
         """Fail all running groups of a worker that died, and return their number. Their prompts are granted again."""

@@ -58,6 +58,10 @@ class Row(NamedTuple):
     drop_reason: DropReason | Literal[""] = ""
     finished_version: int = -1
     """The served version when the group arrived; -1 before that."""
+    data_row: int = -1
+    """The row of the prompt in task.path, or its number in another task; -1 before the group arrived or failed."""
+    error: str = ""
+    """The cause of a drop as `failed`."""
     outcome: Outcome | None = None
     trained_versions: tuple[int, ...] = ()
     """Numbers of the batches that the group was trained in, one for each use."""

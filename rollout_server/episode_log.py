@@ -28,10 +28,11 @@ class EpisodeLog:
         self.report_now = asyncio.Event()
         """Set for lines that must not come after the end of a run that they explain."""
 
-    def add(self, episodes: Sequence[Episode], *, are_trained: bool) -> None:
+    def add(self, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
         """Add the errors of episodes to the notes and, if they are to be trained on, their metrics to the next report.
 
         Args:
+            origin: the row of the data of which they are episodes, in words.
             are_trained: False for held-out and greedy episodes, which would change the means of the others.
         """
         for episode in episodes:
@@ -40,7 +41,7 @@ class EpisodeLog:
                 dropped_rows = max(0, len(episode.rows) - self._max_rows)
                 self._episodes.append(episode.metrics | ends | {"dropped_rows": dropped_rows})
             if episode.error:
-                self._note_error(episode, is_trained=are_trained)
+                self._note_error(episode, origin, is_trained=are_trained)
 
     def note(self, text: str) -> None:
         """Send a line to the console now."""
@@ -64,9 +65,9 @@ class EpisodeLog:
         notes, self._notes = tuple(self._notes), []
         return notes
 
-    def _note_error(self, episode: Episode, *, is_trained: bool) -> None:
+    def _note_error(self, episode: Episode, origin: str, *, is_trained: bool) -> None:
         which = "an episode" if is_trained else "a held-out or greedy episode"
-        said = f"{which} ended with `{episode.end}`: {episode.error}"
+        said = f"{which} ended with `{episode.end}`: {episode.error} (on {origin})"
         rest = f"only counted, in episode/end_{episode.end}" if is_trained else "not shown"
         reward = " Its reward is 0." if episode.end == "error" else ""
         is_new = self.note_once(episode.error_kind, f"{said}.{reward} Further ones of this kind are {rest}")

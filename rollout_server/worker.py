@@ -196,7 +196,7 @@ class Worker:
             episodes, baseline = await asyncio.gather(self._answer(request), self._greedy_reward(request))
             rows = self._rows(prompt, episodes)
         except RewardError as error:
-            await self._fail(slot, error)
+            await self._fail(slot, prompt, error)
             return
         warning = self._flat.add(prompt, episodes)
         if warning and self._flat.has_only_errors:
@@ -205,9 +205,9 @@ class Worker:
             self._log.note(warning)
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
-            temperature=request.temperature, prompt_tokens=rows.prompt_tokens, rollouts=rows.rollouts,
-            duration_s=clock() - granted_s, worker=self._name, baseline_reward=baseline,
-            keeps_kv=self._config.weight_sync.on_update == "in_place", episodes=rows.episodes,
+            temperature=request.temperature, duration_s=clock() - granted_s, worker=self._name,
+            baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
+            data_row=prompt.data_row, **rows._asdict(),
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group, group_phases(episodes, granted_s, began_s, clock()))
@@ -220,16 +220,15 @@ class Worker:
         Raises:
             RewardError: fewer episodes than config.fewest_episodes have rows.
         """
-        config, played = self._config, [episode for episode in episodes if episode.rows]
-        if len(played) < config.fewest_episodes:
-            errors = [episode.error for episode in episodes if not episode.rows]
+        config, errors = self._config, [episode.error for episode in episodes if not episode.rows]
+        if (num_played := len(episodes) - len(errors)) < config.fewest_episodes:
             raise RewardError(
-                f"{len(played)} of a group's {len(episodes)} episodes could be played, at least "
+                f"{num_played} of a group's {len(episodes)} episodes could be played, at least "
                 f"{config.fewest_episodes} are needed. The last error: {errors[-1]}"
             )
         if not config.task.has_turns:
-            return question_rows(played, prompt.tokens)
-        return group_rows(played, config.task.max_prompt_tokens, config.rollout.max_rows)
+            return question_rows(episodes, prompt.tokens)
+        return group_rows(episodes, config.task.max_prompt_tokens, config.rollout.max_rows)
 
     async def _greedy_reward(self, request: GenerationRequest) -> float | None:
         """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does)."""
@@ -248,7 +247,7 @@ class Worker:
         """
         task = self._config.task
         episodes = await self._player.play(request)
-        self._log.add(episodes, are_trained=request.group_id >= 0)
+        self._log.add(episodes, request.prompt.origin, are_trained=request.group_id >= 0)
         if task.gives_rewards:
             return episodes
         can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
@@ -261,8 +260,8 @@ class Worker:
             cause = error.__cause__ or error
             self._log.note_once(
                 f"{type(cause).__name__} {raised_at(cause)}",
-                f"a reward failed: {error}. Its group is dropped; in an evaluation the answer counts as wrong. Further "
-                "errors of this kind are only counted (rollout/failed)",
+                f"a reward failed: {error} (on {request.prompt.origin}). Its group is dropped; in an evaluation the "
+                "answer counts as wrong. Further errors of this kind are only counted (rollout/failed)",
             )
             raise
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
@@ -287,17 +286,18 @@ class Worker:
                     f"{self._config.rollout.engine} engine to answer group {request.group_id}"
                 ) from None
 
-    async def _fail(self, slot: Slot, error: RewardError) -> None:
+    async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:
         self._counts["failed"] += 1
         self._failures_in_a_row += 1
         limit = self._config.task.max_failures
         if self._failures_in_a_row >= limit:
             raise RewardError(
-                f"{limit} groups in a row failed (task.max_failures), by rewards or episodes. The last error: {error}"
+                f"{limit} groups in a row failed (task.max_failures), by rewards or episodes. The last error: {error} "
+                f"(on {prompt.origin})"
             ) from error
         # The prompt is not granted again: it would most likely fail the same way.
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
-            await self._client.fail(slot.group_id, str(error), requeue=False)
+            await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
 
     async def _report(self) -> WorkerReport:
         """Return a report of the time since the last one: counts, console lines, timeline spans and load samples."""

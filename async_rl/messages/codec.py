@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import WireError
-from async_rl.messages.episode_columns import EpisodeColumns, check_episodes, pack_episodes
+from async_rl.messages.episode_columns import EpisodeColumns, check_episodes, error_text, pack_episodes, read_errors
 from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import (
     BOOL,
@@ -37,7 +37,7 @@ from async_rl.messages.message_reader import (
 )
 from async_rl.types import BoolArray, FloatArray, IntArray, Rollout, RolloutGroup
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4
@@ -76,6 +76,8 @@ def encode_group(group: RolloutGroup) -> bytes:
             "baseline_reward": None if group.baseline_reward is None else float(group.baseline_reward),
             "keeps_kv": group.keeps_kv,
             "episodes": pack_episodes(group),
+            "data_row": operator.index(group.data_row),
+            "left_out": [error_text(error) for error in group.left_out],
         }
     )
 
@@ -101,6 +103,8 @@ class GroupColumns(NamedTuple):
     keeps_kv: bool
     episodes: EpisodeColumns | None
     """None if each rollout is an episode of one turn."""
+    data_row: int
+    left_out: tuple[str, ...]
     newest_version: int
     """The highest version of the group's tokens. A trained token has it, because the last one of each rollout is."""
     trained_tokens: list[int]  # [N] the number of trained tokens of each rollout
@@ -211,6 +215,7 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
         fields.integer("group_id", 0), fields.integer("prompt_index", 0), start_version, temperature, prompt_tokens,
         lengths, tokens, logprobs, versions, mask, rewards, reasons, fields.number("duration_s", 0.0),
         fields.text("worker"), fields.number_or_none("baseline_reward"), fields.boolean("keeps_kv"), checked,
+        fields.integer("data_row", -1), read_errors(fields, "left_out", 0, limits.max_rows if limits.max_turns else 0),
         newest_version, trained_tokens,
     )
 

@@ -1,7 +1,8 @@
 """Encodes the episodes of a rollout group as columns, and checks such columns.
 
     episodes  {rows [G], turns [G], tool_calls [G], generate_s [G], tool_s [G], duration_s [G], ends [G],
-               metrics [G], row_turns [rollouts], turn_ends [sum of row_turns], turn_rewards [sum of row_turns]}
+               metrics [G], errors [G], row_turns [rollouts], turn_ends [sum of row_turns],
+               turn_rewards [sum of row_turns]}
 
 `row_turns` is the number of turns that each rollout trains. A group whose rollouts are answers to a question has none
 of these columns.
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import WireError
-from async_rl.messages.limits import MAX_METRICS, Limits
+from async_rl.messages.limits import MAX_CAUSE_CHARS, MAX_METRICS, Limits
 from async_rl.messages.message_reader import FLOAT64, INT32, MAX_NAME_CHARS, Fields, pack_array, refusal
 from async_rl.types import BoolArray, EpisodeFacts, IntArray, RolloutGroup
 
@@ -30,7 +31,7 @@ rewards of its turns."""
 
 _COUNTS = ("rows", "turns", "tool_calls")
 _TIMES = ("generate_s", "tool_s", "duration_s")
-_FIELDS = (*_COUNTS, *_TIMES, "ends", "metrics", "row_turns", "turn_ends", "turn_rewards")
+_FIELDS = (*_COUNTS, *_TIMES, "ends", "metrics", "errors", "row_turns", "turn_ends", "turn_rewards")
 
 
 class EpisodeColumns(NamedTuple):
@@ -62,10 +63,24 @@ def pack_episodes(group: RolloutGroup) -> dict[str, Any] | None:
         **counts, **times,
         "ends": [episode.end for episode in facts],
         "metrics": [{name: float(value) for name, value in episode.metrics.items()} for episode in facts],
+        "errors": [error_text(episode.error) for episode in facts],
         "row_turns": _int32([len(rollout.turn_ends) for rollout in rollouts]),
         "turn_ends": _int32([end for rollout in rollouts for end in rollout.turn_ends]),
         "turn_rewards": _float64([reward for rollout in rollouts for reward in rollout.turn_rewards]),
     }
+
+
+def error_text(error: str) -> str:
+    """Return the text of an error as it is sent: at most MAX_CAUSE_CHARS characters of valid Unicode."""
+    return error.encode(errors="replace").decode()[:MAX_CAUSE_CHARS]  # an error may quote half a character
+
+
+def read_errors(fields: Fields, name: str, low: int, high: int) -> tuple[str, ...]:
+    """Return a list of `low` to `high` texts of errors. WireError: it is another list."""
+    errors = fields.items(name, low, high)
+    if not all(isinstance(error, str) and len(error) <= MAX_CAUSE_CHARS for error in errors):
+        raise fields.refuse(name, f"texts of at most {MAX_CAUSE_CHARS} characters")
+    return tuple(errors)
 
 
 def check_episodes(
@@ -112,13 +127,14 @@ def _read_facts(fields: Fields, limits: Limits, num_rows: int) -> tuple[EpisodeF
     generate_s, tool_s, duration_s = (_numbers(fields, name, FLOAT64, size) for name in _TIMES)
     ends = fields.items("ends", *size)
     metrics = fields.items("metrics", *size)
+    errors = read_errors(fields, "errors", *size)
     for i, end in enumerate(ends):
         if end not in ENDS:
             raise refusal(f"episodes[{i}].end", end, " or ".join(ENDS))
     return tuple(
         EpisodeFacts(
             rows=rows[i], turns=turns[i], tool_calls=tool_calls[i], generate_s=generate_s[i], tool_s=tool_s[i],
-            duration_s=duration_s[i], end=ends[i], metrics=_read_metrics(i, metrics[i]),
+            duration_s=duration_s[i], end=ends[i], metrics=_read_metrics(i, metrics[i]), error=errors[i],
         )
         for i in range(len(rows))
     )  # fmt: skip

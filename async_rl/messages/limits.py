@@ -9,7 +9,9 @@ from async_rl.messages.message_reader import MAX_NAME_CHARS
 
 MAX_METRICS = 64
 """The most metrics that the environment may log in one episode; their names have at most MAX_NAME_CHARS characters."""
-_EPISODE_BYTES = 512 + MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
+MAX_CAUSE_CHARS = 2000
+"""The longest text of the error of an episode or a group; the rest is cut off."""
+_EPISODE_BYTES = 512 + MAX_METRICS * (4 * MAX_NAME_CHARS + 16) + 4 * MAX_CAUSE_CHARS
 _TURN_BYTES = 12
 
 

@@ -35,7 +35,7 @@ _STALENESS = (
 )
 _COLUMNS = f"""group_id, prompt_index, worker, state, drop_reason, start_version,
     NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
-    reward, response_tokens, duration_s, {_STALENESS} AS staleness,
+    NULLIF(data_row, -1) AS data_row, reward, response_tokens, duration_s, {_STALENESS} AS staleness,
     (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
     (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers"""
 ORDERS = {
@@ -107,13 +107,15 @@ class JournalReader:
         return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return a group's row with its rollouts' rows in `rollouts` and the steps that used it in `steps`, or None."""
+        """Return a group's row with its rollouts' rows in `rollouts`, the steps that used it in `steps` and its errors
+        in `errors`; or None."""
         rows = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
         if not rows:
             return None
         rollouts = self.rows("SELECT * FROM rollouts WHERE group_id = ? ORDER BY rollout", (group_id,))
         steps = self.rows("SELECT version + 1 AS step FROM uses WHERE group_id = ? ORDER BY version", (group_id,))
-        return rows[0] | {"rollouts": rollouts, "steps": [row["step"] for row in steps]}
+        errors = self.rows("SELECT what, error FROM errors WHERE group_id = ?", (group_id,))
+        return rows[0] | {"rollouts": rollouts, "steps": [row["step"] for row in steps], "errors": errors}
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values that occur in the columns of _CHOICES, by the name of the filter."""

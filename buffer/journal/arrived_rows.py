@@ -17,26 +17,29 @@ CREATE TABLE IF NOT EXISTS rollouts (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS episodes (
     group_id INTEGER, episode INTEGER, reward REAL, turns INTEGER, tool_calls INTEGER, generate_s REAL, tool_s REAL,
-    duration_s REAL, end TEXT, metrics TEXT, PRIMARY KEY (group_id, episode)
+    duration_s REAL, end TEXT, metrics TEXT, error TEXT, PRIMARY KEY (group_id, episode)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS left_out (
+    group_id INTEGER, number INTEGER, error TEXT, PRIMARY KEY (group_id, number)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     group_id INTEGER, rollout INTEGER, turn INTEGER, end_token INTEGER, reward REAL,
     PRIMARY KEY (group_id, rollout, turn)
 ) WITHOUT ROWID;
 """
-TABLE_NAMES = ("rollouts", "episodes", "turns")
-_NUM_COLUMNS = (9, 10, 5)
+TABLE_NAMES = ("rollouts", "episodes", "left_out", "turns")
+_NUM_COLUMNS = (9, 11, 3, 5)
 
 
 class ArrivedRows:
     """Collects the journal's rows of arrived groups, for the tables TABLE_NAMES, until `insert` writes them."""
 
     def __init__(self) -> None:
-        self._rows: tuple[list[tuple[Any, ...]], ...] = ([], [], [])
+        self._rows: tuple[list[tuple[Any, ...]], ...] = ([], [], [], [])
 
     def add(self, group: GroupColumns) -> None:
         """Add the rows of a group. If its rollouts are answers to a question, it has rows in `rollouts` only."""
-        rollouts, episodes, turns = self._rows
+        rollouts, episodes, left_out, turns = self._rows
         ends = [start + length - 1 for start, length in zip(group.starts, group.lengths, strict=True)]
         context_tokens = [length - trained for length, trained in zip(group.lengths, group.trained_tokens, strict=True)]
         rollouts += zip(
@@ -44,6 +47,7 @@ class ArrivedRows:
             group.trained_tokens, context_tokens, group.oldest_versions(), group.versions[ends].tolist(),
             group.finish_reasons, strict=False,
         )
+        left_out += ((group.group_id, number, error) for number, error in enumerate(group.left_out))
         if group.episodes:
             episodes += _episode_rows(group.group_id, group.episodes, group.episode_rewards)
             of_rollouts = zip(group.episodes.turn_ends, group.episodes.turn_rewards, strict=True)
@@ -75,7 +79,7 @@ def _episode_rows(group_id: int, episodes: EpisodeColumns, rewards: list[float])
     return [
         (
             group_id, number, reward, facts.turns, facts.tool_calls, facts.generate_s, facts.tool_s,
-            facts.duration_s, facts.end, json.dumps(facts.metrics),
+            facts.duration_s, facts.end, json.dumps(facts.metrics), facts.error,
         )
         for number, (facts, reward) in enumerate(zip(episodes.facts, rewards, strict=True))
     ]  # fmt: skip

@@ -24,32 +24,35 @@ GROUPS_A_CHUNK = 128
 
 SCHEMA = pa.schema(
     {
-        "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "worker": pa.string(),
-        "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(), "finished_version": pa.int32(),
+        "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "data_row": pa.int64(),
+        "worker": pa.string(), "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(),
+        "finished_version": pa.int32(),
         "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
         "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "context_tokens": pa.int32(),
         "finish_reason": pa.string(), "episode": pa.int32(), "turns": pa.int32(), "tool_calls": pa.int32(),
         "generate_s": pa.float64(), "tool_s": pa.float64(), "duration_s": pa.float64(), "end": pa.string(),
-        "metrics": pa.string(),
+        "metrics": pa.string(), "error": pa.string(), "left_out": pa.list_(pa.string()),
         "turn_ends": pa.list_(pa.int32()), "turn_rewards": pa.list_(pa.float64()),
         "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
     }
 )
-"""The columns of the file. `staleness` is that of the last use. The columns from `turns` to `turn_rewards` are null for
-an answer to a question. Those from `prompt_tokens` on are null if the journal has removed the group's payload."""
+"""The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those
+episodes of the group that have no rollout. The other columns from `turns` to `turn_rewards` are null for an answer to a
+question. Those from `prompt_tokens` on are null if the journal has removed the group's payload."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
 _ROLLOUTS = """
-SELECT group_id, rollout, prompt_index, worker, state, drop_reason, start_version, finished_version, oldest_version,
-    rollouts.newest_version AS newest_version, rollouts.reward AS reward,
+SELECT group_id, rollout, prompt_index, data_row, worker, state, drop_reason, start_version, finished_version,
+    oldest_version, rollouts.newest_version AS newest_version, rollouts.reward AS reward,
     rollouts.response_tokens AS response_tokens, context_tokens, finish_reason, episode, turns, tool_calls,
-    generate_s, tool_s, episodes.duration_s AS duration_s, end, metrics,
+    generate_s, tool_s, episodes.duration_s AS duration_s, end, metrics, episodes.error AS error,
     (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
     (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
 FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode) ORDER BY group_id, rollout
 """
+_LEFT_OUT = "SELECT error FROM left_out WHERE group_id = ? ORDER BY number"
 _TURNS = "SELECT rollout, end_token, reward FROM turns WHERE group_id = ? ORDER BY rollout, turn"
 
 
@@ -104,7 +107,9 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         if place:
             with suppress(FileNotFoundError):  # the journal has removed the file since
                 _add_arrays(rows, read_payload(folder, Place(*place)))
+        left_out = [error for (error,) in database.execute(_LEFT_OUT, (group_id,))]
         for row in rows:
+            row["left_out"] = left_out
             row["trained_steps"] = json.loads(row["trained_steps"])
         chunk += rows
         if number % GROUPS_A_CHUNK == 0:

@@ -3,6 +3,7 @@
     groups     one row for each rollout group ever admitted, with its state
     rollouts   one row for each rollout of a group that arrived
     episodes   one row for each episode of several turns, none for the answer to a question
+    left_out   one row for each episode that has no rollout, because it failed or was dropped
     turns      one row for each turn that a rollout of such an episode trains
     uses       one row for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
@@ -36,14 +37,14 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of the tables below, of the scalars and of the payloads. Each change of one of them must raise it."""
 SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" + TABLES + """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
     granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
-    newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER, duration_s REAL,
-    final_version INTEGER
+    data_row INTEGER, error TEXT, newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER,
+    duration_s REAL, final_version INTEGER
 );
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
@@ -51,8 +52,15 @@ CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS
     SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
     FROM uses JOIN rollouts USING (group_id);
+CREATE VIEW IF NOT EXISTS errors AS
+    SELECT group_id, data_row, episodes.end AS what, episodes.error FROM episodes JOIN groups USING (group_id)
+    WHERE episodes.error <> ''
+    UNION ALL
+    SELECT group_id, data_row, 'left out', left_out.error FROM left_out JOIN groups USING (group_id)
+    UNION ALL
+    SELECT group_id, data_row, 'dropped', error FROM groups WHERE error <> '';
 """
-_GROUP_COLUMNS = 16
+_GROUP_COLUMNS = 18
 _OUTCOME = Row._fields.index("outcome")
 _IMPORT_PAST = (
     "REPLACE INTO groups SELECT * FROM past.groups "

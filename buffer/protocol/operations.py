@@ -14,14 +14,13 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.errors import WireError
 from async_rl.messages.codec import GroupColumns, check_group
-from async_rl.messages.limits import Limits
+from async_rl.messages.limits import MAX_CAUSE_CHARS, Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
 from buffer.learner_waits import MAX_PHASES, LearnerWaits, read_phases
 from buffer.protocol.wire import (
     MAX_ANSWERED,
-    MAX_CAUSE_CHARS,
     MAX_ERROR_CHARS,
     Request,
     batch_frames,
@@ -195,8 +194,9 @@ class Operations:
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
                 cause, requeue = fields.text("cause", MAX_CAUSE_CHARS), fields.boolean("requeue")
+                data_row = fields.integer("data_row", -1)
                 if self.store.running_slot(group_id, worker):
-                    self.store.fail(group_id, cause, requeue)
+                    self.store.fail(group_id, cause, requeue, data_row)
                     self._waits.fail()
             case "trained":
                 self.store.trained(fields.integer("version", 0))
@@ -243,7 +243,7 @@ class Operations:
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
-        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal)
+        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal, group.data_row)
         self._waits.arrive(phases, time.monotonic())
         if self._record_group:
             self._record_group(group)

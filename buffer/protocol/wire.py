@@ -7,8 +7,9 @@ A request is repeated with the same id until its reply arrives; the buffer carri
 one client that have the same answer may be answered together, as those of `put` often are.
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
-    put, fail   A worker delivers a finished group, or gives one up. The answer comes at once. With a group come its
-                phases, {phases: [[name, seconds], ...]}; see buffer/learner_waits.py.
+    put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
+                comes at once. With a group come its phases, {phases: [[name, seconds], ...]}; see
+                buffer/learner_waits.py.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
@@ -41,7 +42,6 @@ from buffer.store_rows import Row
 LONG_POLL_S = 5.0
 """The longest wait_s that a client sends. A request that can't be fulfilled by then gets an empty answer, and the
 client sends it again."""
-MAX_CAUSE_CHARS = 2000
 MAX_ERROR_CHARS = 2000
 MAX_ANSWERED = 256
 """The most requests that one reply may answer."""
@@ -49,7 +49,7 @@ MAX_ANSWERED = 256
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
     "put": ("worker", "phases"),
-    "fail": ("worker", "group_id", "cause", "requeue"),
+    "fail": ("worker", "group_id", "cause", "requeue", "data_row"),
     "aborts": ("worker", "acknowledged", "wait_s"),
     "turns": ("worker", "holds", "wait_s"),
     "take": ("version", "wait_s"),

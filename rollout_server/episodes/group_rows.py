@@ -17,20 +17,23 @@ class GroupRows(NamedTuple):
     prompt_tokens: IntArray  # [P]
     rollouts: tuple[Rollout, ...]
     episodes: tuple[EpisodeFacts, ...]
+    left_out: tuple[str, ...]
 
 
 def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: int) -> GroupRows:
     """Return the rows of a group whose episodes have turns, the last `max_rows` of each episode.
 
     Args:
-        episodes: at least one, each with rows.
+        episodes: at least one has rows. Those without are left out.
         max_prompt_tokens: the most tokens that become the prompt of the group.
     """
-    kept = [_last_rows(episode.rows, max_rows) for episode in episodes]
+    played = [episode for episode in episodes if episode.rows]
+    kept = [_last_rows(episode.rows, max_rows) for episode in played]
     num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
     rollouts = tuple(rollout for rows in kept for rollout in _rollouts(rows, num_prompt))
-    facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(episodes, kept, strict=True))
-    return GroupRows(kept[0][0].tokens[:num_prompt], rollouts, facts)
+    facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(played, kept, strict=True))
+    left_out = tuple(episode.error for episode in episodes if not episode.rows)
+    return GroupRows(kept[0][0].tokens[:num_prompt], rollouts, facts, left_out)
 
 
 def _last_rows(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
@@ -46,7 +49,7 @@ def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> Group
     rollouts = (
         _rollout(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
     )
-    return GroupRows(prompt_tokens, tuple(rollouts), ())
+    return GroupRows(prompt_tokens, tuple(rollouts), (), ())
 
 
 def _rollouts(rows: Sequence[Row], num_prompt: int) -> Iterator[Rollout]:
@@ -73,4 +76,5 @@ def _facts(episode: Episode, num_rows: int) -> EpisodeFacts:
         rows=num_rows, turns=int(values["turns"]), tool_calls=int(values["tool_calls"]),
         generate_s=values["generate_s"], tool_s=values["tool_s"], duration_s=values["duration_s"], end=episode.end,
         metrics={key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)},
+        error=episode.error,
     )  # fmt: skip

@@ -77,15 +77,18 @@ class Task(ABC):
         """
         epoch, place = divmod(index, self.num_prompts)
         with self._lock:
-            question = self.train_question(int(self._order(epoch)[place]))
-        return self._encode(question, index)
+            position = int(self._order(epoch)[place])
+            question = self.train_question(position)
+        return self._encode(question, index, *self._place(position, is_held_out=False))
 
     def eval_prompts(self) -> list[Prompt]:
         """Return the held-out prompts. The first call tokenizes them."""
         if self._eval_prompts is None:
             with self._lock:
                 questions = self.eval_questions()
-            self._eval_prompts = [self._encode(question, i) for i, question in enumerate(questions)]
+            self._eval_prompts = [
+                self._encode(question, i, *self._place(i, is_held_out=True)) for i, question in enumerate(questions)
+            ]
         return self._eval_prompts
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
@@ -133,9 +136,16 @@ class Task(ABC):
         special = not self._tokenizer.chat_template
         return np.asarray(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
 
-    def _encode(self, question: Question, index: int) -> Prompt:
+    def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
+        """Return the `data_row` of question number `position`, and in words where it comes from."""
+        return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
+
+    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
         text = self._text(question)
-        return Prompt(index=index, tokens=self._tokens(text), text=text, reference=question, source=question.source)
+        return Prompt(
+            index=index, tokens=self._tokens(text), text=text, reference=question, source=question.source,
+            data_row=data_row, origin=origin,
+        )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)

@@ -43,8 +43,12 @@ class EnvTask(Task):
     def _question(self, number: int) -> Question:
         return Question(messages=(), answer=number, source=self._config.env)
 
-    def _encode(self, question: Question, index: int) -> Prompt:
-        text = f"episode {question.answer} of {self._config.env}"
+    def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
+        number = -1 - position if is_held_out else position
+        return position, f"episode {number} of {self._config.env}"
+
+    def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
         return Prompt(
-            index=index, tokens=np.zeros(0, np.int32), text=text, reference=question, source=question.source
+            index=index, tokens=np.zeros(0, np.int32), text=origin, reference=question, source=question.source,
+            data_row=data_row, origin=origin,
         )

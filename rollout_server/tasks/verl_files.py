@@ -30,17 +30,17 @@ class VerlFilesTask(Task):
         super().__init__(config, tokenizer)
         self._train = self._read(Path(config.task.path))
         self.num_prompts = len(self._train)
-        self._eval: list[Question] = []
+        self._eval: list[tuple[int, Question]] = []
         if config.eval.size and config.task.eval_path:
             self._eval = self._read(Path(config.task.eval_path))
         elif config.eval.size:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
 
     def train_question(self, position: int) -> Question:
-        return self._train[position]
+        return self._train[position][1]
 
     def eval_questions(self) -> list[Question]:
-        return self._eval[: self.eval_size]
+        return [question for _, question in self._eval[: self.eval_size]]
 
     def verify(self, question: Question, response: str) -> float:
         return RULES[self.rule_of(question)](response, question.answer)
@@ -50,14 +50,19 @@ class VerlFilesTask(Task):
             return ""  # no rule scores the answers
         return self._config.reward or rule_for_source(question.source)
 
-    def _read(self, path: Path) -> list[Question]:
+    def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
+        row, _ = (self._eval if is_held_out else self._train)[position]
+        return row, f"row {row} of {self._config.eval_path if is_held_out else self._config.path}"
+
+    def _read(self, path: Path) -> list[tuple[int, Question]]:
+        """Return (row, question) for each row of a file whose prompt is short enough. Rows count from 0."""
         found, columns = _rows(path)
         if media := [name for name in _MEDIA if name in columns]:
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
         rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(found)]
         for i, question in enumerate(rows):
             check_reference(self.rule_of(question), question.answer, f"{path}, row {i}")
-        questions = [question for question in rows if self.is_short_enough(question)]
+        questions = [(i, question) for i, question in enumerate(rows) if self.is_short_enough(question)]
         if not questions:
             limit = self._config.max_prompt_tokens
             reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""

@@ -101,7 +101,7 @@ def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, lear
     async def fail_one(worker: WorkerClient) -> None:
         slots = await worker.admit(4)
         for _ in range(2):
-            await worker.fail(slots[1].group_id, "engine restarted at \ud83d", requeue=True)
+            await worker.fail(slots[1].group_id, "engine restarted at \ud83d", requeue=True, data_row=7)
         await worker.put(make_group(slots[0]))
 
     with_worker(buffer.address, fail_one)

@@ -35,13 +35,15 @@ def random_episodes(slot: Slot, rng: np.random.Generator, newest: int = -1, grou
                 generate_s=float(rng.exponential()), tool_s=float(rng.exponential()),
                 duration_s=5 + float(rng.exponential()), end=str(rng.choice(["done", "length", "turns", "timeout"])),
                 metrics={f"metric {i}": float(rng.normal()) for i in range(rng.integers(0, 3))},
+                error=str(rng.choice(["", "all 4 turns are taken"])),
             )
         )
     return RolloutGroup(
         group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version, temperature=1.0,
         prompt_tokens=rng.integers(0, 100, _up_to(rng, 5) if has_prompt else 0, dtype=np.int32),
         rollouts=tuple(rollouts), duration_s=float(rng.exponential()), worker="rollout/0",
-        keeps_kv=bool(rng.random() < 0.5), episodes=tuple(episodes),
+        keeps_kv=bool(rng.random() < 0.5), episodes=tuple(episodes), data_row=int(rng.integers(-1, 100)),
+        left_out=("the agent raised KeyError: 'plum'",) * int(rng.integers(0, 3)),
     )  # fmt: skip
 
 

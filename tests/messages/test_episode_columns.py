@@ -93,7 +93,8 @@ def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32), rollouts=(row,) * 4, worker="\N{PILE OF POO}" * 200,
-        episodes=(facts(2, 16, end="timeout", metrics=metrics),) * 2,
+        episodes=(facts(2, 16, end="timeout", metrics=metrics, error="\N{PILE OF POO}" * 2000),) * 2,
+        data_row=2**62,
     )  # fmt: skip
     data = encode_group(biggest)
     assert_same(decode_group(data, limits), biggest)
@@ -131,6 +132,9 @@ def test_rows_that_share_no_first_token_need_no_prompt() -> None:
         ("metrics", [{b"m": 0.0}, {}], r"episodes\[0\]\.metrics: got b'm', allowed names of at most 200 characters"),
         ("metrics", [{"m": math.inf}, {}], r"episodes\[0\]\.metrics\.m: got inf, allowed a finite number"),
         ("metrics", [{"m": "1"}, {}], r"episodes\[0\]\.metrics\.m: got '1'"),
+        ("errors", ["", 5], r"episodes\.errors: got a list of 2, allowed texts of at most 2000 characters"),
+        ("errors", ["", "x" * 2001], r"episodes\.errors: got a list of 2, allowed texts of at most 2000 characters"),
+        ("errors", [""], r"episodes\.errors: got a list of 1, allowed a list of 2\.\.2 items"),
         ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0, allowed at least 1 turn in a rollout"),
         ("row_turns", ints(2, 3), r"episodes\.row_turns: 2 elements, allowed 3"),
         ("row_turns", ints(1, 1, 2), r"episodes\.turn_ends: 5 elements, allowed 4"),
@@ -163,6 +167,9 @@ def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: An
         ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rollouts\[2\]\.mask: got False, allowed true for the last"),
         ({"logprobs": ["<f4", 17, np.full(17, -1, np.float32).tobytes()]}, r"rollouts\[0\]\.logprobs: got -1.0, all"),
         ({"episodes": {}}, r"episodes\.duration_s: missing"),
+        ({"data_row": -2}, r"data_row: got -2, allowed an integer in -1\.\."),
+        ({"left_out": ["x" * 2001]}, r"left_out: got a list of 1, allowed texts of at most 2000 characters"),
+        ({"left_out": [""] * 7}, r"left_out: got a list of 7, allowed a list of 0\.\.6 items"),
         ({"episodes": {**GOOD["episodes"], "colour": 1}}, r"episodes\.colour: got 'a field', allowed no such field"),
         ({"episodes": None}, r"lengths: 3 elements, allowed 2"),
         ({"lengths": ints(*[1] * 7)}, r"lengths: 7 elements, allowed 2\.\.6"),
@@ -192,6 +199,16 @@ def test_episodes_that_failed_may_be_left_out_of_a_group_up_to_a_limit() -> None
         decode_group(encode_group(four), dataclasses.replace(LIMITS, fewest_episodes=1))
 
 
+def test_a_long_error_or_one_that_is_no_text_is_sent_as_far_as_it_can_be() -> None:
+    odd = dataclasses.replace(
+        GROUP, data_row=7, left_out=("half a character: \ud83d", "x" * 5000),
+        episodes=tuple(dataclasses.replace(episode, error="y" * 5000) for episode in GROUP.episodes),
+    )  # fmt: skip
+    group = decode_group(encode_group(odd), LIMITS)
+    assert (group.data_row, group.left_out) == (7, ("half a character: ?", "x" * 2000))
+    assert [episode.error for episode in group.episodes] == ["y" * 2000] * 2
+
+
 def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
     one_reward = make_row("11", (0, 1), (0.5,), 0.5)
     with pytest.raises(WireError, match=r"rollouts\[1\]\.turn_rewards: 1 rewards for 2 turns"):
@@ -202,7 +219,7 @@ def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
 
 def test_a_run_of_questions_refuses_episodes() -> None:
     limits = Limits.from_config(make_config())
-    with pytest.raises(WireError, match="episodes: got a dict of 11, allowed None: an episode of this run is"):
+    with pytest.raises(WireError, match="episodes: got a dict of 12, allowed None: an episode of this run is"):
         decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
 
 

@@ -139,10 +139,10 @@ class JournalWriter:
         state = "trained" if step is not None else "dropped" if drop_reason else "finished"
         self._db.execute("BEGIN")
         self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, 0, 0.0, NULL, ?, ?, ?, ?, ?, ?, 0, ?, NULL)",
+            "INSERT INTO groups VALUES (?, ?, ?, ?, 0, 0.0, NULL, ?, ?, ?, ?, '', ?, ?, ?, 0, ?, NULL)",
             (
                 group.group_id, group.prompt_index, group.start_version, group.worker, state, drop_reason,
-                group.start_version, group.start_version + 1, float(np.mean(lengths)),
+                group.start_version, group.data_row, group.start_version + 1, float(np.mean(lengths)),
                 float(np.mean([rollout.reward for rollout in group.rollouts])), group.duration_s,
             ),
         )  # fmt: skip
@@ -157,11 +157,15 @@ class JournalWriter:
             ],
         )  # fmt: skip
         self._db.executemany(
-            "INSERT INTO episodes VALUES (?, ?, 0.0, ?, ?, ?, ?, ?, ?, '{}')",
+            "INSERT INTO episodes VALUES (?, ?, 0.0, ?, ?, ?, ?, ?, ?, '{}', ?)",
             [
-                (group.group_id, i, f.turns, f.tool_calls, f.generate_s, f.tool_s, f.duration_s, f.end)
+                (group.group_id, i, f.turns, f.tool_calls, f.generate_s, f.tool_s, f.duration_s, f.end, f.error)
                 for i, f in enumerate(group.episodes)
             ],
+        )  # fmt: skip
+        self._db.executemany(
+            "INSERT INTO left_out VALUES (?, ?, ?)",
+            [(group.group_id, number, error) for number, error in enumerate(group.left_out)],
         )
         if step is not None:
             self._db.execute("INSERT INTO uses VALUES (?, ?)", (group.group_id, step - 1))
@@ -172,7 +176,8 @@ class JournalWriter:
     def add_without_answers(self, group_id: int, state: str, drop_reason: str = "") -> None:
         """Add the row of a group that has not arrived, or never will."""
         self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, 1, 'rollout/0', 0, 0.0, NULL, ?, ?, -1, -1, NULL, NULL, 0, NULL, NULL)",
+            "INSERT INTO groups VALUES "
+            "(?, ?, 1, 'rollout/0', 0, 0.0, NULL, ?, ?, -1, -1, '', -1, NULL, NULL, 0, NULL, NULL)",
             (group_id, group_id, state, drop_reason),
         )
 

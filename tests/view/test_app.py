@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,13 @@ def test_runs_with_episodes_have_their_charts_and_their_waits(chats: Client, cli
 )
 def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_the_page_of_a_group_names_its_row_and_its_errors(run_dir: Path) -> None:
+    writer = JournalWriter(run_dir)
+    writer.add(replace(make_group(900, ["a"]), data_row=935, left_out=("KeyError: 'plum'", f"no {HOSTILE}")))
+    writer.close()
+    text = Client(run_dir).get("/run/rollouts/900").text
+    assert "<dt>row of the data</dt><dd>935</dd>" in text
+    assert text.count("an episode, left out") == 2 and "KeyError: &#39;plum&#39;" in text and HOSTILE not in text
+    assert "<h2>Errors</h2>" not in Client(run_dir).get("/run/rollouts/1").text

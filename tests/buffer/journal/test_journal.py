@@ -174,7 +174,7 @@ def documented_queries() -> list[str]:
 def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     batches = trained(config)
-    worst, by_staleness, *of_episodes = (select(config, query) for query in documented_queries())
+    worst, by_staleness, *of_episodes, errors = (select(config, query) for query in documented_queries())
     assert worst == [
         (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
     ]
@@ -184,6 +184,7 @@ def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path
             expected.update(batch.version - int(rollout.versions[0]) for rollout in group.rollouts)
     assert by_staleness == [(staleness, number, 0.5) for staleness, number in sorted(expected.items())]
     assert of_episodes == [[], []], "answers to questions are no episodes of several turns"
+    assert {(what, error) for _, what, _, error in errors} <= {("dropped", "drawn")}
 
 
 def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_journal_of_another_schema_version_is_refused(
     Journal(file, keep_steps=1).close()
     with contextlib.closing(sqlite3.connect(file)) as database:
         database.execute("PRAGMA user_version = 0")
-    said = r"must have schema version 4, got 0: another version of async-rl wrote it\. Use that one"
+    said = r"must have schema version 5, got 0: another version of async-rl wrote it\. Use that one"
     with pytest.raises(AsyncRLError, match=said):
         Journal(file, keep_steps=1)
     assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1

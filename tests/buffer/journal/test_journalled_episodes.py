@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -67,17 +67,21 @@ def expected_tables(groups: Iterable[RolloutGroup]) -> dict[str, list[tuple[Any,
                 ]
             tables["episodes"].append((
                 group.group_id, number, reward, episode.turns, episode.tool_calls, episode.generate_s,
-                episode.tool_s, episode.duration_s, episode.end, dict(episode.metrics),
+                episode.tool_s, episode.duration_s, episode.end, dict(episode.metrics), episode.error,
             ))  # fmt: skip
+        tables["left_out"] += [(group.group_id, number, error) for number, error in enumerate(group.left_out)]
+        tables["groups"].append((group.group_id, group.data_row, ""))
     return {name: sorted(rows, key=lambda row: row[:3]) for name, rows in tables.items()}
 
 
 def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]]]:
     found = {
-        name: select(config, f"SELECT * FROM {name} WHERE {only} ORDER BY 1, 2, 3")
-        for name in ("rollouts", "episodes", "turns")
-    }
-    found["episodes"] = [(*row[:-1], json.loads(row[-1])) for row in found["episodes"]]
+        name: select(config, f"SELECT {columns} FROM {name} WHERE {only} ORDER BY 1, 2, 3")
+        for name, columns in {
+            "rollouts": "*", "episodes": "*", "turns": "*", "left_out": "*", "groups": "group_id, data_row, error",
+        }.items()
+    }  # fmt: skip
+    found["episodes"] = [(*row[:-2], json.loads(row[-2]), row[-1]) for row in found["episodes"]]
     return found
 
 
@@ -123,6 +127,7 @@ def record(journal: Journal, group: RolloutGroup, state: str) -> None:
     payload = encode_group(group)
     columns = check_group(payload, LIMITS)
     row = Row(group.group_id, group.prompt_index, group.start_version, group.worker, outcome=Outcome.of(columns))
+    row = row._replace(data_row=columns.data_row)
     trained_versions = (0,) if state == "trained" else ()
     journal.record_group(columns)
     journal.record(row._replace(state=state, payload=payload, trained_versions=trained_versions))  # type: ignore[arg-type]
@@ -172,6 +177,8 @@ def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
                 for name in ("turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end"):
                     assert row[name] == getattr(episode, name)
                 assert json.loads(row["metrics"]) == episode.metrics
+                assert (row["data_row"], row["error"]) == (group.data_row, episode.error)
+                assert row["left_out"] == list(group.left_out)
                 assert row["turn_ends"] == list(rollout.turn_ends)
                 assert row["turn_rewards"] == list(rollout.turn_rewards)
                 assert row["response_tokens"] + row["context_tokens"] == len(rollout.tokens)
@@ -197,7 +204,10 @@ def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None
     with serving(config) as server:
         run_pipeline(server, config, steps=2, workers=1)
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
-    names = ("turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "turn_ends", "turn_rewards")
+    names = (
+        "turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "error", "turn_ends",
+        "turn_rewards",
+    )  # fmt: skip
     for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
         assert row["episode"] == row["rollout"] and (row["response_tokens"], row["context_tokens"]) == (2, 0)
         assert [row[name] for name in names] == [None] * len(names)
@@ -220,7 +230,7 @@ def test_the_documented_queries_about_episodes_give_the_documented_results(tmp_p
     config = with_episodes(tmp_path)
     with serving(config) as server:
         batches = play(server, config, steps=6)
-    *_, by_step, by_turns = (select(config, query) for query in documented_queries())
+    *_, by_step, by_turns, by_error = (select(config, query) for query in documented_queries())
     assert len(by_step) == len(batches)
     for batch, found in zip(batches, by_step, strict=True):
         episodes = [episode for group in batch.groups for episode in group.episodes]
@@ -234,3 +244,9 @@ def test_the_documented_queries_about_episodes_give_the_documented_results(tmp_p
         tool_s, rewards = zip(*(rest for turns, *rest in everything if turns == number), strict=True)
         expected.append((number, len(rewards), np.mean(tool_s), np.mean(rewards)))
     assert np.allclose(np.array(by_turns), np.array(expected))
+    data_rows = dict(select(config, "SELECT group_id, data_row FROM groups"))
+    ended = select(config, "SELECT group_id, end, error FROM episodes WHERE error <> ''")
+    left_out = select(config, "SELECT group_id, 'left out', error FROM left_out")
+    dropped = select(config, "SELECT group_id, 'dropped', error FROM groups WHERE drop_reason = 'failed'")
+    times = Counter((data_rows[group_id], what) for group_id, what, _ in ended + left_out + dropped)
+    assert {(row, what): number for row, what, number, _ in by_error} == times and left_out and ended

@@ -1,0 +1,138 @@
+"""An episode and an error lead back to the row of the data file: in the journal, the export, and on the console."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import BufferConfig, Config, TaskConfig
+from async_rl.errors import RewardError
+from buffer.journal.journal import FILE_NAME
+from rollout_server.episodes.env import Step
+from rollout_server.episodes.messages import Message, user
+from rollout_server.question import Question
+from rollout_server.tasks.base import open_task
+from tests.docs.test_readme import DOCUMENTS, blocks
+from tests.rollout_server.episode_cases import TalkingEngine
+from tests.rollout_server.test_worker import TOKENIZER, config_of, rolled_out
+from tests.tiny_folder import save_tiny_model
+
+QUESTIONS = ["a", "too long " * 20, "b", "fails", "c", "fails at times", "d"]
+LONG, FAILS, FAILS_AT_TIMES = 1, 3, 5
+
+
+class Asks:
+    """Asks a question that does not show which one it is. It fails for one, and for another in its first four attempts."""
+
+    tools: Sequence[Any] = ()
+    num_failed = 0
+
+    def __init__(self, question: Question) -> None:
+        self._text = question.messages[0]["content"]
+
+    async def start(self) -> list[Message]:
+        return [user("?")]
+
+    async def step(self, reply: Message) -> Step:
+        if self._text == "fails":
+            raise KeyError("plum")
+        if self._text == "fails at times" and Asks.num_failed < 4:  # one of the three episodes fails twice
+            Asks.num_failed += 1
+            raise ValueError(f"no shop \ud83d {'x' * 5000}")
+        return Step(reward=1.0, done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    rows = [
+        {"data_source": "shop", "prompt": [{"role": "user", "content": text}],
+         "reward_model": {"style": "rule", "ground_truth": ""}}
+        for text in QUESTIONS
+    ]  # fmt: skip
+    (tmp_path / "orders.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    config = config_of(str(tmp_path / "model"))
+    task = TaskConfig(path=str(tmp_path / "orders.jsonl"), env=f"{__name__}:Asks", max_prompt_tokens=64, max_failures=9)
+    Asks.num_failed = 0
+    return replace(
+        config, task=task, eval=replace(config.eval, size=0), buffer=BufferConfig(),
+        run=replace(config.run, dir=str(tmp_path), name="run"), learner=replace(config.learner, prompts_per_step=5),
+    )
+
+
+def no_reward(*_: Any) -> float:
+    raise AssertionError("the environment gives the rewards")
+
+
+def test_a_prompt_knows_its_row_though_rows_are_shuffled_and_long_ones_left_out(config: Config) -> None:
+    task = open_task(config, TOKENIZER)
+    prompts = [task.prompt(index) for index in range(2 * (len(QUESTIONS) - 1))]
+    assert [p.reference.messages[0]["content"] for p in prompts] == [QUESTIONS[p.data_row] for p in prompts]
+    assert {p.data_row for p in prompts} == {0, 2, 3, 4, 5, 6} and LONG not in {p.data_row for p in prompts}
+    assert prompts[0].origin == f"row {prompts[0].data_row} of {config.task.path}"
+
+
+@pytest.mark.parametrize(
+    ("task", "origin"),
+    [
+        (TaskConfig(env="rollout_server.episodes.environments.guess:Guess", size=9), "episode {} of rollout_server."),
+        (TaskConfig(name="reasoning_gym/chain_sum", size=9), "question {} of reasoning_gym/chain_sum"),
+    ],
+)
+def test_other_tasks_number_their_questions(task: TaskConfig, origin: str) -> None:
+    opened = open_task(config_of(task=task, eval=config_of().eval), TOKENIZER)
+    prompts = [opened.prompt(index) for index in range(9)]
+    assert sorted(prompt.data_row for prompt in prompts) == list(range(9)) != [prompt.data_row for prompt in prompts]
+    assert all(prompt.origin.startswith(origin.format(prompt.data_row)) for prompt in prompts)
+    held_out = opened.eval_prompts()[1]
+    assert held_out.data_row == 1 and held_out.origin.startswith(
+        f"episode {held_out.reference.answer} of" if task.env else "held-out question 1 of"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:task.eval_path is not set")
+def test_errors_lead_back_to_their_rows(config: Config) -> None:
+    _, reports, *_ = rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward, steps=2)
+    with closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
+        errors = database.execute("SELECT DISTINCT data_row, what, error FROM errors").fetchall()
+        rows = dict(database.execute("SELECT group_id, data_row FROM groups WHERE state <> 'running'"))
+        (query,) = [query for query in blocks(DOCUMENTS["docs/run-directory.md"], "sql") if "errors" in query]
+        counted = database.execute(query).fetchall()
+    task = open_task(config, TOKENIZER)
+    assert {task.prompt(index).data_row for index in range(6)} == {0, 2, 3, 4, 5, 6}
+    (dropped,) = [error for row, what, error in errors if (row, what) == (FAILS, "dropped")]
+    assert "0 of a group's 3 episodes could be played" in dropped and "KeyError: 'plum'" in dropped
+    ((row, what, left_out),) = [found for found in errors if found[1] == "left out"]
+    assert row == FAILS_AT_TIMES and "raised ValueError: no shop ? xxx" in left_out and len(left_out) == 2000
+    assert {(row, what) for row, what, *_ in counted} == {(FAILS, "dropped"), (FAILS_AT_TIMES, "left out")}
+    notes = [note for report in reports for note in report.notes]
+    assert any("KeyError: 'plum'" in note and f"(on row {FAILS} of {config.task.path})" in note for note in notes)
+
+    assert main(["export-trajectories", str(config.run_dir), str(config.run_dir / "out.parquet")]) == 0
+    exported = pq.read_table(config.run_dir / "out.parquet").to_pylist()
+    assert {row["group_id"]: row["data_row"] for row in exported}.items() <= rows.items()
+    assert {row["data_row"] for row in exported if row["left_out"]} == {FAILS_AT_TIMES}
+    assert {error for row in exported for error in row["left_out"]} == {left_out}
+
+
+@pytest.mark.filterwarnings("ignore:task.eval_path is not set")
+def test_the_end_of_a_run_names_the_row_that_failed_last(config: Config) -> None:
+    Path(config.task.path).write_text(json.dumps({
+        "data_source": "shop", "prompt": [{"role": "user", "content": "fails"}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+    }))  # fmt: skip
+    config = replace(config, timeouts=replace(config.timeouts, batch_s=2))
+    with pytest.raises(RewardError, match=rf"9 groups in a row failed .*\(on row 0 of {config.task.path}\)"):
+        rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward)

@@ -26,7 +26,8 @@ class TaskConfig:
     eval_path: PathText = ""
     """The file of held-out prompts. A reasoning_gym task makes its own, disjoint from the training prompts."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
-    """Parameters of the reasoning_gym dataset, of the environment `env`, or those that a task of your own reads."""
+    """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
+    arguments of the environment `env`."""
     size: PositiveInt = 10_000
     """Training prompts to generate, or episodes that an environment without questions offers."""
     env: str = ""

@@ -27,11 +27,12 @@ question and index. Each has another seed.
 """
 
 
-def load_env(name: str, params: Mapping[str, Any], has_questions: bool) -> MakeEnv:
+def load_env(name: str, params: Mapping[str, Any] | None, has_questions: bool) -> MakeEnv:
     """Return the function that makes environments of the class `name`.
 
     Args:
-        params: task.params, the other arguments of the class.
+        params: task.params, the other arguments of the class. None: with task.name they are those of the task, and the
+            class gets none.
         has_questions: whether the run has a task that the environment may ask the questions of.
 
     Raises:
@@ -43,21 +44,25 @@ def load_env(name: str, params: Mapping[str, Any], has_questions: bool) -> MakeE
             f"{ENV_KEY} {name!r} must be a class with the `async def` methods {', '.join(_METHODS)}, "
             f"{', '.join(missing)} is not one: see rollout_server/episodes/env.py"
         )
-    parameters = inspect.signature(found).parameters
-    given = [argument for argument in _GIVEN if argument in parameters and argument not in params]
+    parameters, arguments = inspect.signature(found).parameters, params or {}
+    given = [argument for argument in _GIVEN if argument in parameters and argument not in arguments]
     if "question" in given and not has_questions and parameters["question"].default is inspect.Parameter.empty:
         raise ConfigError(f"{ENV_KEY} {name!r} needs questions: set task.name or task.path")
     try:
-        inspect.signature(found).bind(**dict.fromkeys(given), **params)
+        inspect.signature(found).bind(**dict.fromkeys(given), **arguments)
     except TypeError as error:
+        others = (
+            "need defaults: with task.name, task.params are those of the task" if params is None else
+            f"come from task.params, got {dict(params)}"
+        )  # fmt: skip
         raise ConfigError(
             f"{ENV_KEY} {name!r} can't be created: {error}. Its arguments are {', '.join(parameters) or 'none'}; "
-            f"{', '.join(_GIVEN)} are given, the others come from task.params, got {dict(params)}"
+            f"{', '.join(_GIVEN)} are given, the others {others}"
         ) from None
 
     def make(question: Question | None, index: int, seed: int) -> Env:
         values = {"question": question, "index": index, "seed": seed}
-        env: Env = found(**{argument: values[argument] for argument in given}, **params)
+        env: Env = found(**{argument: values[argument] for argument in given}, **arguments)
         return env
 
     return make
@@ -71,7 +76,7 @@ def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
     """
     task = config.task
     has_questions = bool(task.name or task.path)
-    make = load_env(task.env, {} if task.name else task.params, has_questions)
+    make = load_env(task.env, None if task.name else task.params, has_questions)
 
     def open_env(prompt: Prompt, seed: int) -> Env:
         question = prompt.reference

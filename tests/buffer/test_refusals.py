@@ -58,7 +58,10 @@ FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0,
         ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1, allowed a finite number >= 0"),
         ([pack_request("admit", 77, worker="rollout/0", max_groups=0, wait_s=0)], "max_groups: got 0"),
         ([pack_request("admit", 77, worker="w" * 300, max_groups=1, wait_s=0)], "worker: got 'www"),
-        ([pack_request("fail", 77, worker="rollout/0", group_id=9, cause="", requeue=False, data_row=0)], "group_id: got 9"),
+        (
+            [pack_request("fail", 77, worker="rollout/0", group_id=9, cause="", requeue=False, data_row=0)],
+            "group_id: got 9",
+        ),
         ([pack_request("fail", 77, worker="rollout/0", group_id=0, cause="", requeue=1, data_row=0)], "requeue: got 1"),
         (
             [pack_request("fail", 77, worker="rollout/0", group_id=0, cause="", requeue=False, data_row=-2)],

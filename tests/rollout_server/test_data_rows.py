@@ -31,7 +31,7 @@ LONG, FAILS, FAILS_AT_TIMES = 1, 3, 5
 
 
 class Asks:
-    """Asks a question that does not show which one it is. It fails for one, and for another in its first four attempts."""
+    """Asks a question that does not show which one it is. It fails for one, and for another in four attempts."""
 
     tools: Sequence[Any] = ()
     num_failed = 0
@@ -114,7 +114,7 @@ def test_errors_lead_back_to_their_rows(config: Config) -> None:
     assert {task.prompt(index).data_row for index in range(6)} == {0, 2, 3, 4, 5, 6}
     (dropped,) = [error for row, what, error in errors if (row, what) == (FAILS, "dropped")]
     assert "0 of a group's 3 episodes could be played" in dropped and "KeyError: 'plum'" in dropped
-    ((row, what, left_out),) = [found for found in errors if found[1] == "left out"]
+    ((row, left_out),) = [(row, error) for row, what, error in errors if what == "left out"]
     assert row == FAILS_AT_TIMES and "raised ValueError: no shop ? xxx" in left_out and len(left_out) == 2000
     assert {(row, what) for row, what, *_ in counted} == {(FAILS, "dropped"), (FAILS_AT_TIMES, "left out")}
     notes = [note for report in reports for note in report.notes]

@@ -3,11 +3,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
+from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError
+from async_rl.types import Prompt
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.load import load_agent, load_env
+from rollout_server.episodes.load import load_agent, load_env, load_task_env
 from rollout_server.episodes.messages import Message, user
 from rollout_server.question import Question
 
@@ -80,6 +83,27 @@ def test_an_environment_that_can_not_be_made_is_refused(name: str, params: dict[
 def test_an_environment_that_needs_questions_is_refused_without_a_task() -> None:
     with pytest.raises(ConfigError, match=r"needs questions: set task\.name or task\.path"):
         load_env(f"{HERE}:Asking", {}, False)
+
+
+class Hard(Asking):
+    def __init__(self, question: Question, level: int) -> None:
+        super().__init__(question, 0, level)
+
+
+def test_params_are_those_of_the_task_with_a_name_and_else_of_the_environment() -> None:
+    prompt = Prompt(index=3, tokens=np.zeros(1, np.int32), text="", reference=QUESTION)
+
+    def opened(env: str, **task: Any) -> Any:
+        task = {"env": f"{HERE}:{env}", **task}
+        return load_task_env(Config(model=ModelConfig(path="m"), task=TaskConfig(**task)))(prompt, 6)
+
+    assert opened("Asking", path="x.jsonl", params={"level": 3}).values == (QUESTION, 6, 3)
+    named = {"name": "reasoning_gym/chain_sum", "params": {"min_terms": 3}}
+    assert opened("Asking", **named).values == (QUESTION, 6, 1)
+    with pytest.raises(ConfigError, match=r"'level'.* the others need defaults: with task.name, task.params are those"):
+        opened("Hard", **named)
+    with pytest.raises(ConfigError, match=r"'level'.* the others come from task.params, got {}"):
+        opened("Hard", path="x.jsonl")
 
 
 def test_an_agent_is_a_function_with_three_arguments() -> None:

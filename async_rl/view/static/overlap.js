@@ -17,6 +17,7 @@ const MEANWHILE = {
   queued: "waited for its turn", generate: "waited for the engine", tools: "was with its tools, environment or agent",
   rewards: "was scored", failed: "failed",
 };
+const MOST_STEPS_NAMED = 28;
 let shown = null;
 let follows = form.dataset.follows === "1";
 
@@ -79,9 +80,14 @@ async function draw() {
 /** Write the number of each step above its part of the lanes, where it has room. */
 function nameSteps(figure, rows) {
   const starts = [0, ...shown.step_ends_s];
-  const every = Math.ceil(shown.step_ends_s.length / 25);
-  const at = shown.step_ends_s.map((_, index) => index).filter((index) => index % every === 0);
-  const data = { x: at.map((index) => (starts[index] + starts[index + 1]) / 2), y: at.map(() => rows - 0.5),
+  const middle = (index) => (starts[index] + starts[index + 1]) / 2;
+  let last = -Infinity;
+  const at = shown.step_ends_s.map((_, index) => index).filter((index) => {
+    if (middle(index) - last < shown.duration_s / MOST_STEPS_NAMED) return false;
+    last = middle(index);
+    return true;
+  });
+  const data = { x: at.map(middle), y: at.map(() => rows - 0.5),
     text: at.map((index) => String(shown.first_step + index)) };
   figure.text({ field: "x" }, { field: "y" }, { field: "text" }, { source: new Bokeh.ColumnDataSource({ data }),
     text_color: color("muted"), text_font_size: "11px", text_align: "center", text_baseline: "middle" });

@@ -78,7 +78,7 @@ class SessionCounts:
     refused: int = 0
     """Requests after the end of the session."""
     tool_calls: int = 0
-    """Calls of tools in the replies, also those that can't be read."""
+    """Calls of tools in the replies that were received, also those that can't be read."""
 
 
 class Session:
@@ -189,6 +189,7 @@ class Session:
         self._received.add(node)
         self._known_replies.setdefault(extended_digest(digests[-1], reply.message), node)
         self.last_answer = reply.message["content"]
+        self.counts.tool_calls += len(reply.message.get("tool_calls", ())) + len(reply.call_errors)
         self._pending.remove(pending)
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Schema]) -> None:
@@ -306,7 +307,6 @@ class Session:
         read = await self._reader.read(node.tokens, tools, stop)
         message, turn = read.message, len(self._replies)
         self._replies.append(node)  # only now: a reply that can't be read is no reply
-        self.counts.tool_calls += len(message.get("tool_calls", ())) + len(read.errors)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"call{100 * turn + number:05}"  # nine letters and digits: some templates want that
         return Reply(

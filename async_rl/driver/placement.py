@@ -2,7 +2,7 @@
 
     reserve(config)           reserves a Ray placement group that spreads over the hosts
     explain(config)           returns the placement as text without reserving anything (`--dry-run`)
-    resolve_placement(...)    fills in the settings that depend on the placement
+    resolve_placement(...)    fills in the weight transport, which depends on the placement
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer, writing
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import Metric
-from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
+from learner.models.tiny_model import TINY_MODELS, tiny_model
 from learner.optimizer import check_finite, lr_decay, non_finite
 
 _REPORT_EVERY_STEPS = 20
@@ -51,7 +51,7 @@ def base_tokenizer(config: Config) -> Any:
     """
     base = config.sft.base
     if base in TINY_MODELS:
-        return character_tokenizer()
+        return TINY_MODELS[base].tokenizer()
     if not Path(base).is_dir():
         nearest = difflib.get_close_matches(base, TINY_MODELS, n=1)
         from_hub = "A model of the hub: hf download MODEL --local-dir DIR"

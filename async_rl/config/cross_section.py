@@ -100,8 +100,8 @@ def _check_episodes(config: Config) -> None:
         "empty with task.env or task.agent", "These give the rewards.",
     )
     check(
-        not config.sft.oracle or bool(task.env), "sft.oracle", config.sft.oracle, "empty without task.env",
-        "It plays the episodes of an environment.",
+        not config.sft.oracle or task.has_turns, "sft.oracle", config.sft.oracle,
+        "empty without task.env, task.agent and task.tools", "It plays episodes of several turns.",
     )
 
 

@@ -115,7 +115,8 @@ class SftConfig:
 
     base: PathText = "tiny-qwen2"
     """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the
-    last one has heads that vLLM takes), or a Hugging Face folder."""
+    last one has heads that vLLM takes), tiny-qwen3-tools (the same with a chat template that knows tools, in the form
+    of Qwen2.5's), or a Hugging Face folder."""
     steps: PositiveInt = 200
     """The largest number of optimizer steps."""
     batch_size: PositiveInt = 128
@@ -125,5 +126,6 @@ class SftConfig:
     target_loss: NonNegativeFloat = 0.0
     """Training ends once the mean loss of the last steps, in nats a token, is below this. 0: only after `steps`."""
     oracle: str = ""
-    """A function that plays the episodes of task.env which the model learns: package.module:function. It takes the
-    messages so far and a random.Random, and returns a reply. Empty: the model learns the task's reference answers."""
+    """A function that plays the episodes of task.env, task.agent or task.tools which the model learns:
+    package.module:function. It takes the messages so far and a random.Random, and returns the text of a reply, with
+    its calls of tools. Empty: the model learns the task's reference answers."""

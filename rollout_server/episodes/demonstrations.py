@@ -1,4 +1,4 @@
-"""Plays an environment with an oracle, a function that writes good replies, for supervised fine-tuning before RL.
+"""Plays episodes with an oracle, a function that writes good replies, for supervised fine-tuning before RL.
 
 The rows hold exactly the tokens that the model meets in training, with the oracle's replies in place of sampled ones.
 """
@@ -9,6 +9,8 @@ import asyncio
 import inspect
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,39 +21,73 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError, raised_at
 from async_rl.seams import import_object
 from async_rl.storage.model_folder import end_tokens
+from async_rl.types import Prompt
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.env import Env, Step
+from rollout_server.episodes.agent_process import AgentProcess
+from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.env import Env
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_task_env
-from rollout_server.episodes.messages import Message
+from rollout_server.episodes.load import load_agent, load_task_env
+from rollout_server.episodes.messages import Message, Schema
+from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.player import open_tool_parser
+from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.session import Reply, Session, SessionLimits
+from rollout_server.episodes.tools import load_tools
+from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
 
+AGENT_LOG = "agent.log"
+"""The file in the folder of the model that gets what an agent in a process of its own prints."""
+
 Oracle = Callable[[Sequence[Message], random.Random], str]
-"""Takes the conversation so far and a source of random numbers, returns a reply."""
+"""Takes the conversation so far and a source of random numbers, returns a reply. Calls of tools are text of the reply,
+in the form of the model's chat template."""
+
+_conversation: ContextVar[Sequence[Message]] = ContextVar("conversation")
+"""The messages to which the reply that is being written answers."""
 
 
 class Demonstrator:
-    """Plays episodes of `task.env` with the replies of `sft.oracle`; `async-rl sft` trains on them.
+    """Plays the episodes of a task with the replies of `sft.oracle`; `async-rl sft` trains on them.
+
+    They are played with the environment, the agent or the tools of the task, as in training.
 
     Args:
         tokenizer: that of sft.base.
 
     Raises:
-        ConfigError: the environment, its questions or the oracle can't be loaded, or the chat template can't be used.
+        ConfigError: the environment, the agent, a tool, the questions or the oracle can't be loaded, or the chat
+            template can't be used.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         base = Path(config.sft.base)
+        ends = end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id]
         self._config = config
         self._tokenizer = tokenizer
         self._task = open_task(config, tokenizer)
-        self._make_env = load_task_env(config)
         self._oracle = load_oracle(config.sft.oracle)
-        self._renderer = TurnRenderer(tokenizer, end_tokens(base) if base.is_dir() else [tokenizer.eos_token_id])
+        self._renderer = TurnRenderer(tokenizer, ends)
+        try:
+            self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url=""))
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Of the tiny models for sft.base, tiny-qwen3-tools knows tools") from None
+        timeouts = config.timeouts
+        self._times = EpisodeLimits(
+            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout="partial"
+        )
+        self._sizes = SessionLimits(
+            max_tokens=config.longest_tokens, max_reply_tokens=config.rollout.max_response_tokens,
+            max_turns=config.rollout.max_turns,
+        )  # fmt: skip
+        self._envs = EnvRunner(self._times, config.task.max_concurrent_calls)
+        self._make_env = load_task_env(config) if config.task.env else None
+        self._tools = load_tools(config.task.tools)
+        self._reward = None if config.task.gives_rewards else open_reward(config, self._task)
 
     def play(self, count: int) -> list[Episode]:
         """Play one episode for each of the first `count` prompts, or for all if there are fewer, and return them.
@@ -59,42 +95,90 @@ class Demonstrator:
         The same run.seed gives the same episodes. Those that failed have no rows.
 
         Raises:
-            ConfigError: the oracle raised or returned no text, the environment has tools, or every episode failed.
+            ConfigError: the oracle raised or returned no text, the environment has tools that the chat template does
+                not know, or every episode failed.
         """
         return asyncio.run(self._play(min(count, self._task.num_prompts)))
 
     async def _play(self, count: int) -> list[Episode]:
-        config, timeouts = self._config, self._config.timeouts
-        times = EpisodeLimits(
-            tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout="partial"
-        )
-        runner = EnvRunner(times, config.task.max_concurrent_calls)
-        sizes = SessionLimits(
-            max_tokens=config.longest_tokens, max_reply_tokens=config.rollout.max_response_tokens,
-            max_turns=config.rollout.max_turns,
-        )  # fmt: skip
-        places = asyncio.Semaphore(config.task.max_concurrent_calls)
+        places = asyncio.Semaphore(self._config.task.max_concurrent_calls)
+        async with AsyncExitStack() as stack:
+            agents = await self._open_agents(stack) if self._config.task.agent else None
 
-        async def play_one(index: int) -> Episode:
-            async with places:
-                seed, open_env = config.run.seed + index, partial(self._open_env, index)
-                return await demonstrate(
-                    runner, open_env, self._oracle, seed, self._tokenizer, self._renderer, sizes
-                )
+            async def play_one(index: int) -> Episode:
+                async with places:
+                    return await self._episode(index, agents)
 
-        episodes = await asyncio.gather(*map(play_one, range(count)))
+            episodes = await asyncio.gather(*map(play_one, range(count)))
         if not any(episode.rows for episode in episodes):
-            raise ConfigError(f"task.env {config.task.env!r}: all episodes of sft.oracle failed: {episodes[0].error}")
+            raise ConfigError(f"all episodes of sft.oracle {self._config.sft.oracle!r} failed: {episodes[0].error}")
         return episodes
 
-    def _open_env(self, index: int) -> Env:
-        env = self._make_env(self._task.prompt(index), self._config.run.seed + index)
-        if env.tools:
+    async def _open_agents(self, stack: AsyncExitStack) -> AgentRunner:
+        task, endpoint = self._config.task, OpenAIEndpoint()
+        await endpoint.start()
+        stack.push_async_callback(endpoint.aclose)
+        agent = load_agent(task.agent) if not task.agent_python else None
+        if agent is None:
+            agent = AgentProcess(task.agent, Path(self._config.model.path) / AGENT_LOG, task.agent_python)
+            stack.push_async_callback(agent.aclose)
+        return AgentRunner(agent, endpoint, self._times, task.max_concurrent_calls)
+
+    async def _episode(self, index: int, agents: AgentRunner | None) -> Episode:
+        prompt = self._task.prompt(index)
+        rng = random.Random(self._config.run.seed + index)
+        open_session = partial(
+            OracleSession, self._oracle, rng, self._tokenizer, self._renderer, self._reader, self._sizes
+        )
+        if agents is not None:
+            return await agents.run(prompt.reference, open_session)
+        episode = await self._envs.run(partial(self._open_env, prompt), open_session)
+        if self._reward is None or not episode.rows:
+            return episode
+        return episode.with_reward(await asyncio.to_thread(self._reward, prompt, episode.answer))
+
+    def _open_env(self, prompt: Prompt) -> Env:
+        if self._make_env is None:
+            return QuestionEnv(prompt.reference, [tool for make in self._tools for tool in make()])
+        env = self._make_env(prompt, self._config.run.seed + prompt.index)
+        if env.tools and not ("tool" in self._renderer.roles and self._reader.reads_calls):
             raise ConfigError(
-                f"sft.oracle must be empty with task.env {self._config.task.env!r}, which has tools: an oracle returns "
-                "text, and can't call them"
+                f"sft.base must be a model whose chat template knows tools, as task.env {self._config.task.env!r} has "
+                f"some, got {self._config.sft.base}. Use tiny-qwen3-tools, or the folder of a model that knows them"
             )
         return env
+
+
+class OracleSession(Session):
+    """A session whose replies an oracle writes. Each ends with the end-of-text token, and all logprobs are 0.
+
+    A reply that is too long is cut off where the engine would cut it off.
+    """
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        rng: random.Random,
+        tokenizer: Any,
+        renderer: TurnRenderer,
+        reader: ReplyReader,
+        limits: SessionLimits,
+    ) -> None:
+        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+            text = oracle(_conversation.get(), rng)
+            reply = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            is_cut = len(reply) > max_tokens
+            zeros = np.zeros(min(len(reply), max_tokens))
+            return Completion(
+                tokens=np.array(reply[:max_tokens], np.int32), logprobs=zeros.astype(np.float32),
+                versions=zeros.astype(np.int32), finish_reason="length" if is_cut else "stop",
+            )  # fmt: skip
+
+        super().__init__(generate, renderer, reader, limits)
+
+    async def reply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any) -> Reply:
+        _conversation.set(messages)  # the task that samples the reply inherits it
+        return await super().reply(messages, tools, **options)
 
 
 def load_oracle(name: str) -> Oracle:
@@ -131,58 +215,3 @@ def summary_of(episodes: Sequence[Episode]) -> str:
     text = f"{len(rewards)} episodes of the oracle, mean reward {sum(rewards) / len(rewards):.3f}"
     others = [episode for episode in episodes if episode.end != "done"]
     return f"{text}; {len(others)} did not end by themselves, the first: {others[0].error}" if others else text
-
-
-async def demonstrate(
-    runner: EnvRunner,
-    open_env: Callable[[], Env],
-    oracle: Oracle,
-    seed: int,
-    tokenizer: Any,
-    renderer: TurnRenderer,
-    limits: SessionLimits,
-) -> Episode:
-    """Return one episode played with the oracle's replies, each ended by the end-of-text token. All logprobs are 0.
-
-    A reply that is too long is cut off where the engine would cut it off.
-    """
-    watched: list[_Watched] = []
-    rng = random.Random(seed)
-
-    def open_watched() -> Env:
-        watched[:] = [_Watched(open_env())]
-        return watched[0]
-
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
-        text = oracle(watched[0].messages, rng)
-        reply = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        is_cut = len(reply) > max_tokens
-        zeros = np.zeros(min(len(reply), max_tokens))
-        return Completion(
-            tokens=np.array(reply[:max_tokens], np.int32), logprobs=zeros.astype(np.float32),
-            versions=zeros.astype(np.int32), finish_reason="length" if is_cut else "stop",
-        )  # fmt: skip
-
-    reader = ReplyReader(tokenizer, [tokenizer.eos_token_id], None)
-    return await runner.run(open_watched, partial(Session, generate, renderer, reader, limits))
-
-
-class _Watched:
-    """Wraps an environment and keeps the conversation in `messages`, for the oracle to read."""
-
-    def __init__(self, env: Env) -> None:
-        self.tools = env.tools
-        self.messages: list[Message] = []
-        self._env = env
-
-    async def start(self) -> Sequence[Message]:
-        self.messages = list(await self._env.start())
-        return self.messages
-
-    async def step(self, reply: Message) -> Step:
-        step = await self._env.step(reply)
-        self.messages += [reply, *step.messages]
-        return step
-
-    async def close(self) -> None:
-        await self._env.close()

@@ -93,7 +93,7 @@ class MultiTurnPlayer:
         )
         ends = end_tokens(config.model.path)
         self._renderer = TurnRenderer(tokenizer, ends)
-        self._reader = ReplyReader(tokenizer, ends, _open_parser(config, tokenizer, server_url))
+        self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url))
         waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
         playing = partial(waiting, "plays", waits_on, limits.longest_s, "episodes")
         self._envs = EnvRunner(limits, task.max_concurrent_calls, playing)
@@ -179,7 +179,7 @@ class MultiTurnPlayer:
             await self._agent_process.aclose()
 
 
-def _open_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
+def open_tool_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCalls | None:
     """Return the parser of the model's tool calls, or None: the run needs no parser and none is known.
 
     Raises:

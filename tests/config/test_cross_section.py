@@ -52,7 +52,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "learner.max_tokens_per_microbatch must be at least rollout.max_episode_tokens = 20000, got",
         ),
         (["buffer.max_uses=0"], "buffer.max_uses must be greater than 0, got 0"),
-        (["sft.oracle=my_envs:oracle"], "sft.oracle must be empty without task.env, got 'my_envs:oracle' (command l"),
+        (["sft.oracle=my_envs:oracle"], "sft.oracle must be empty without task.env, task.agent and task.tools, got "),
         (
             ["buffer.max_uses=2", "buffer.fresh_fraction=0.96"],
             "buffer.max_uses must be 1 with staleness.max 0, got 2 (command line). A used group is at least one "

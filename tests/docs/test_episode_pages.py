@@ -5,28 +5,36 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import random
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
+from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import dry_run
+from async_rl.storage.model_folder import load_tokenizer
 from rollout_server.episodes.agent_process import AgentProcess
 from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.demonstrations import load_oracle
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.load import load_agent, load_env
+from rollout_server.episodes.messages import user
 from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.question_env import QuestionEnv
 from rollout_server.episodes.rendering import TurnRenderer
 from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.rows import Row
 from rollout_server.episodes.session import Session, SessionLimits
 from rollout_server.episodes.tools import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k
-from tests.docs.test_readme import DOCUMENTS, ROOT, blocks
+from tests.docs.test_readme import DOCUMENTS, ROOT, blocks, run
 from tests.e2e.assembled import run_assembled
 from tests.rollout_server.episodes.fake_engine import scripted
 from tests.rollout_server.episodes.packages.environment import new_environment
@@ -36,9 +44,12 @@ from tests.rollout_server.episodes.tool_model import save_tool_model
 EPISODES, AGENTS = DOCUMENTS["docs/episodes.md"], DOCUMENTS["docs/agents.md"]
 MODULES = {
     "my_tools": (EPISODES, 0), "make_orders": (EPISODES, 1), "my_search": (EPISODES, 2), "my_env": (EPISODES, 3),
-    "my_agent": (AGENTS, 0), "train_agent": (AGENTS, 1), "pydantic_agent": (AGENTS, 2),
+    "pydantic_agent": (AGENTS, 2),
 }  # fmt: skip
-"""The modules that the pages show, in order."""
+"""The modules that the pages show, and that a reader copies."""
+SHIPPED = {"configs/shop/agent.py": (AGENTS, 0), "configs/shop/training.py": (AGENTS, 1)}
+"""The files of which the pages show a part."""
+SHOP = ROOT / "configs" / "shop_agent_cpu.yaml"
 CONFIGS = {"orders": (EPISODES, 0), "env": (EPISODES, 1), "agent": (AGENTS, 0), "pydantic": (AGENTS, 1),
            "verifiers": (AGENTS, 2)}  # fmt: skip
 LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=20)
@@ -49,7 +60,7 @@ QUESTION = Question(messages=({"role": "user", "content": "2 apple(s)?"},), answ
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a reader who has copied all that the pages show, and ran make_orders.py."""
+    """The working directory of a reader who has copied all that the pages show, and ran the two scripts."""
     for name, (page, place) in MODULES.items():
         (tmp_path / f"{name}.py").write_text(blocks(page, "python")[place])
     for name, (page, place) in CONFIGS.items():
@@ -60,9 +71,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     }))  # fmt: skip
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "fruit.txt").write_text("A melon is a fruit.")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("make_orders")
+    runpy.run_path("configs/shop/orders.py", run_name="__main__")
     yield tmp_path
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -75,10 +88,12 @@ def session(*replies: str) -> Session:
 
 
 def test_the_pages_show_no_more_code_than_is_tested() -> None:
-    for language, shown in (("python", MODULES), ("yaml", CONFIGS)):
+    for language, shown in (("python", MODULES | SHIPPED), ("yaml", CONFIGS)):
         for page in (EPISODES, AGENTS):
-            places = [place for text, place in shown.values() if text == page]
+            places = sorted(place for text, place in shown.values() if text == page)
             assert places == list(range(len(blocks(page, language))))
+    for file, (page, place) in SHIPPED.items():
+        assert blocks(page, "python")[place].strip() in (ROOT / file).read_text()
 
 
 def test_the_way_from_a_function_to_a_tool_user_takes_fifty_lines() -> None:
@@ -133,19 +148,45 @@ def test_the_environment_of_the_page_is_played(folder: Path) -> None:
 
 
 def test_the_agent_of_the_page_is_one_row(folder: Path) -> None:
-    agent = load_agent(load_config(folder / "agent.yaml").task.agent)
+    agent, oracle = load_agent(load_config(folder / "agent.yaml").task.agent), load_oracle(load_config(SHOP).sft.oracle)
+    question = Question(messages=({"role": "user", "content": "What do 2 apples cost?"},), answer="6")
+    rng = random.Random(2)  # which does not make it wrong
+    call = oracle(question.messages, rng)  # type: ignore[arg-type]
+    answer = oracle([*question.messages, {"role": "tool", "content": "3"}], rng)  # type: ignore[list-item]
+    assert call == CALLS.partition("\n<tool_call>")[0] and answer == "#### 6"
 
     async def play() -> Episode:
         endpoint = OpenAIEndpoint()
         await endpoint.start()
         try:
-            return await AgentRunner(agent, endpoint, LIMITS, 4).run(QUESTION, lambda: session(CALLS, "#### 6"))
+            return await AgentRunner(agent, endpoint, LIMITS, 4).run(question, lambda: session(call, answer))
         finally:
             await endpoint.aclose()
 
     episode = asyncio.run(play())
     assert (episode.end, episode.reward, len(episode.rows)) == ("done", 1.0, 1), episode.error
     assert episode.metrics["turns"] == 2
+
+
+def test_thinking_that_an_agent_sends_back_is_one_row_and_stripped_it_is_one_a_turn() -> None:
+    tokenizer, ends = tokenizer_of("qwen3"), end_tokens("qwen3")
+    renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, JsonParser("hermes"))
+
+    async def rows(strips: bool) -> list[Row]:
+        session = Session(scripted(tokenizer, ["<think>\nhm\n</think>\n\nyes"] * 3), renderer, reader, SIZES)
+        said = [user("is it?")]
+        for _ in range(3):
+            reply = (await session.reply(said)).message
+            assert reply["content"] == "<think>\nhm\n</think>\n\nyes"
+            if strips:
+                reply = {**reply, "content": "yes"}
+            said += [reply, user("sure?")]
+        assert session.counts.rewritten == (2 if strips else 0)
+        return session.rows()
+
+    (whole,) = asyncio.run(rows(strips=False))
+    assert tokenizer.decode(whole.tokens).count("<think>\nhm") == 3
+    assert len(asyncio.run(rows(strips=True))) == 3
 
 
 @pytest.mark.nightly
@@ -206,5 +247,39 @@ def test_the_settings_of_the_pages_train(folder: Path, name: str) -> None:
     ]  # fmt: skip
     config = load_config(folder / f"{name}.yaml", [*overrides(folder), *small])
     (config.run_dir / "logs").mkdir(parents=True)
-    run = run_assembled(config)
-    assert len(run.steps) == 2 and run.counters["buffer/trained"] >= 4 and run.counters["buffer/unaccounted"] == 0
+    done = run_assembled(config)
+    assert len(done.steps) == 2 and done.counters["buffer/trained"] >= 4 and done.counters["buffer/unaccounted"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:task.eval_path is not set")
+def test_the_agent_of_the_page_can_be_followed_on_a_cpu(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The commands of the page with few steps: the tiny model has tools, and the agent is trained with it."""
+    small = [
+        f"run.dir={folder}/runs", "model.path=runs/shop-sft/model", "sft.steps=20", "sft.batch_size=4", "run.steps=2",
+        "rollout.engine=hf", "learner.prompts_per_step=2", "rollout.group_size=2", "logging.wandb=disabled",
+        "algorithm.filter_zero_variance=false", "weight_sync.transport=disk",
+    ]  # fmt: skip
+    assert main(["sft", "configs/shop_agent_cpu.yaml", *small]) == 0
+    said = capfd.readouterr().out
+    assert "80 episodes of the oracle, mean reward 0." in said
+    assert main(["train", "configs/shop_agent_cpu.yaml", "--dry-run", *small]) == 0
+    config = load_config(Path("configs/shop_agent_cpu.yaml"), small)
+    (config.run_dir / "logs").mkdir(parents=True)
+    done = run_assembled(config)
+    assert len(done.steps) == 2 and done.counters["buffer/unaccounted"] == 0
+    tokenizer = load_tokenizer(config.model.path)
+    for group in (group for batch in done.batches for group in batch.groups):
+        assert 0 <= group.data_row < 2000
+        assert '<tools>\n{"type": "function", "function": {"name": "price"' in tokenizer.decode(group.prompt_tokens)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.timeout(3600)
+def test_the_agent_of_the_page_learns_on_a_cpu(folder: Path) -> None:
+    for command in ("sft configs/shop_agent_cpu.yaml", "train configs/shop_agent_cpu.yaml rollout.engine=hf"):
+        run(f"async-rl {command}", folder, timeout_s=1800)
+    steps = [json.loads(line) for line in (folder / "runs" / "shop" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
+    print(f"reward of the first five steps {mean(rewards[:5]):.2f}, of the last five {mean(rewards[-5:]):.2f}")
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2

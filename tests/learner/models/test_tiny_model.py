@@ -42,11 +42,12 @@ def test_a_saved_tiny_model_loads_as_it_was(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
     assert 0.25e6 < sum(p.numel() for p in model.parameters()) < 0.35e6
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.chat_template == character_tokenizer().chat_template
+    made = TINY_MODELS[name].tokenizer()
+    assert tokenizer.chat_template == made.chat_template
     assert len(tokenizer) == model.config.vocab_size
     assert model.config.eos_token_id == tokenizer.eos_token_id
     text = "It's  10 + 2,\n\n so: <x>\n é_<sep>"
-    assert tokenizer(text)["input_ids"] == character_tokenizer()(text)["input_ids"]
+    assert tokenizer(text)["input_ids"] == made(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text.replace("é", "")
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
 from async_rl.errors import ConfigError
-from learner.models.tiny_model import character_tokenizer
+from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.episodes.demonstrations import Demonstrator, summary_of
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode
@@ -66,6 +70,10 @@ def says_nothing(messages: Sequence[Message], rng: random.Random) -> None:
     return None
 
 
+def says_box(prompt: str, response: str, answer: Any, extra: dict[str, Any]) -> float:
+    return 0.5 * response.endswith("box")
+
+
 def takes_one(messages: Sequence[Message]) -> str:
     return ""
 
@@ -94,6 +102,94 @@ def test_an_environment_of_a_task_gets_its_questions() -> None:
     assert "backward" in text.partition("<sep>")[0]
 
 
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "box"}}\n</tool_call>'
+
+
+def look(place: str) -> str:
+    """Look somewhere.
+
+    Args:
+        place: where to look.
+    """
+    return f"a cat in the {place}"
+
+
+def calls_once(messages: Sequence[Message], rng: random.Random) -> str:
+    """An oracle that looks into the box, and says what it saw."""
+    return messages[-1]["content"] if messages[-1]["role"] == "tool" else CALL
+
+
+class Room(Ask):
+    """Has a tool that the episode calls, and ends with the reply after it."""
+
+    tools = (Tool.from_function(look),)
+
+    async def start(self) -> list[Message]:
+        return [user("what is there?")]
+
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True, reward=float(reply["content"] == "a cat in the box"))
+
+
+def asks(question: Question, base_url: str, api_key: str) -> float:
+    """An agent with OpenAI's client, which blocks."""
+    tools: list[Any] = [Room.tools[0].schema]
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = list(question.messages)
+        said = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
+        for call in said.tool_calls or ():
+            result = {"role": "tool", "tool_call_id": call.id, "content": look(**json.loads(call.function.arguments))}
+            messages += [said.model_dump(exclude_none=True), result]
+        said = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
+        return float(said.content == "a cat in the box")
+
+
+SPELL = "reasoning_gym/spell_backward"
+
+
+@pytest.mark.parametrize(
+    ("task", "reward"),
+    [
+        (TaskConfig(env=f"{HERE}:Room", size=4), 1.0),
+        (TaskConfig(name=SPELL, size=4, tools=[f"{HERE}:look"], reward=f"{HERE}:says_box"), 0.5),
+        (TaskConfig(name=SPELL, size=4, agent=f"{HERE}:asks"), 1.0),
+    ],
+    ids=["environment", "tools", "agent"],
+)
+def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskConfig, reward: float) -> None:
+    config = Config(
+        model=ModelConfig(path="m"), task=task, rollout=RolloutConfig(max_response_tokens=200, max_episode_tokens=900),
+        sft=SftConfig(base="tiny-qwen3-tools", oracle=f"{HERE}:calls_once"),
+    )  # fmt: skip
+    tokenizer = tool_tokenizer()
+    episodes = Demonstrator(config, tokenizer).play(3)
+    assert summary_of(episodes) == f"3 episodes of the oracle, mean reward {reward:.3f}", episodes[0].error
+    for (row,) in (episode.rows for episode in episodes):
+        assert tokenizer.decode(row.tokens[row.mask]) == f"{CALL}<|im_end|>a cat in the box<|im_end|>"
+        context = tokenizer.decode(row.tokens[~row.mask])
+        assert '<tools>\n{"type": "function"' in context
+        assert "<tool_response>\na cat in the box\n</tool_response>" in context
+
+
+@pytest.mark.processes
+def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(path=str(tmp_path)), rollout=RolloutConfig(max_response_tokens=200, max_episode_tokens=900),
+        task=TaskConfig(name=SPELL, size=4, agent=f"{HERE}:asks", agent_python=sys.executable),
+        sft=SftConfig(base="tiny-qwen3-tools", oracle=f"{HERE}:calls_once"),
+    )  # fmt: skip
+    assert summary_of(Demonstrator(config, tool_tokenizer()).play(2)) == "2 episodes of the oracle, mean reward 1.000"
+
+
+def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
+    config = Config(
+        model=ModelConfig(path="m"), task=TaskConfig(name=SPELL, tools=[f"{HERE}:look"]),
+        sft=SftConfig(oracle=f"{HERE}:calls_once"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* tiny-qwen3-tools knows tools"):
+        Demonstrator(config, TOKENIZER)
+
+
 def test_the_seed_determines_the_episodes_and_a_task_has_no_more_than_its_prompts() -> None:
     first, again, other = (
         [row.tokens.tolist() for episode in play(f"{GUESS}:Guess", f"{GUESS}:oracle", 40, seed=seed, size=30)
@@ -119,8 +215,8 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
         ({"oracle": f"{HERE}:fails"}, "sft.oracle .*raised ValueError: out of ideas, at .*test_demonstrations.py"),
         ({"oracle": f"{HERE}:says_nothing"}, "sft.oracle .*must return a text, got None"),
         ({"env": f"{HERE}:echo"}, "task.env .*must be a class with the `async def` methods"),
-        ({"env": f"{HERE}:WithTools"}, "sft.oracle must be empty with task.env .*which has tools"),
-        ({"env": f"{HERE}:Broken"}, "all episodes of sft.oracle failed: the environment's step raised KeyError"),
+        ({"env": f"{HERE}:WithTools"}, "sft.base must be a model whose chat template knows tools.*tiny-qwen3-tools"),
+        ({"env": f"{HERE}:Broken"}, "all episodes of sft.oracle .* failed: the environment's step raised KeyError"),
     ],
 )
 def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict[str, str], message: str) -> None:

@@ -64,12 +64,12 @@ class Chat:
 def save_models(folder: Path, family: str) -> list[PreTrainedModel]:
     """Two versions of a tiny model, whose folders also hold the family's tokenizer."""
     name = "tiny-llama" if family.startswith("llama") else "tiny-qwen2"
-    config_class, model_class = TINY_MODELS[name]
+    kind = TINY_MODELS[name]
     tokenizer, models = tokenizer_of(family), []
     for version in range(2):
         torch.manual_seed(version)
-        model = model_class(
-            config_class(
+        model = kind.model(
+            kind.config(
                 vocab_size=len(tokenizer),
                 hidden_size=96,
                 intermediate_size=128,

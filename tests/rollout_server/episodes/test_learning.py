@@ -19,7 +19,7 @@ from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.episodes.demonstrations import demonstrate
+from rollout_server.episodes.demonstrations import OracleSession
 from rollout_server.episodes.engine_sampler import GroupSampler
 from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.environments import chain
@@ -45,8 +45,9 @@ def new_runner() -> EnvRunner:
 async def demonstrations(count: int) -> list[Row]:
     runner = new_runner()
     episodes = await asyncio.gather(*(
-        demonstrate(
-            runner, partial(chain.Chain, -1 - index, mean_s=0), chain.oracle, index, TOKENIZER, RENDERER, LIMITS
+        runner.run(
+            partial(chain.Chain, -1 - index, mean_s=0),
+            partial(OracleSession, chain.oracle, random.Random(index), TOKENIZER, RENDERER, READER, LIMITS),
         )
         for index in range(count)
     ))  # fmt: skip

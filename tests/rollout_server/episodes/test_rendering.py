@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from async_rl.errors import ConfigError
-from learner.models.tiny_model import character_tokenizer
+from async_rl.storage.model_folder import load_tokenizer
+from learner.models.tiny_model import character_tokenizer, tiny_model, tool_tokenizer
 from rollout_server.episodes.messages import Message, user
 from rollout_server.episodes.rendering import LARGE_CHARACTERS, TurnRenderer
 from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
@@ -184,6 +186,36 @@ def test_tools_are_described_at_the_start_only() -> None:
     renderer = TurnRenderer(tokenizer, end_tokens("qwen2_5"))
     assert '"name": "add"' in tokenizer.decode(renderer.start([user("1+1?")], [ADD]))
     assert renderer.roles == {"user", "tool", "system"}
+
+
+def test_the_tiny_model_with_tools_reads_and_writes_what_qwen2_5_does() -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1, "b": "x\n\"é"}}}
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."}, user("1+1?"),
+        {"role": "assistant", "content": "", "tool_calls": [call, call]}, TOOL, TOOL,
+        {"role": "assistant", "content": "once more", "tool_calls": [call]}, TOOL,
+        {"role": "assistant", "content": "2"}, user("sure?"),
+    ]  # fmt: skip
+    texts = {}
+    for name, tokenizer in (("tiny", tool_tokenizer()), ("qwen", tokenizer_of("qwen2_5"))):
+        text = tokenizer.apply_chat_template(said, tools=[ADD], tokenize=False, add_generation_prompt=True)
+        system, sep, rest = text.partition("<|im_end|>")
+        assert system.startswith("<|im_start|>system\nBe brief.\n") and '"name": "add"' in system
+        texts[name] = sep + rest
+    assert texts["tiny"] == texts["qwen"]
+
+
+def test_the_tokenizer_of_the_tiny_model_with_tools_comes_back_from_its_folder(tmp_path: Path) -> None:
+    saved = tool_tokenizer()
+    tiny_model("tiny-qwen3-tools", 0).save_pretrained(tmp_path)
+    saved.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    renderer = TurnRenderer(loaded, [loaded.eos_token_id])
+    assert renderer.roles == {"user", "tool", "system"}
+    text = '<|im_start|>user\n<tool_call>\n{"name": "add", "arguments": {"a": "b"}}\n</tool_call><|im_end|>'
+    tokens = saved(text, add_special_tokens=False)["input_ids"]
+    assert loaded(text, add_special_tokens=False)["input_ids"] == tokens and loaded.decode(tokens) == text
+    assert len(tokens) < 22 and loaded.decode(tokens, skip_special_tokens=True).startswith("user\n<tool_call>")
 
 
 def test_the_date_in_a_prompt_does_not_depend_on_the_day() -> None:

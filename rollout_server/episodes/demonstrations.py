@@ -43,6 +43,8 @@ from rollout_server.tasks.base import open_task
 AGENT_LOG = "agent.log"
 """The file in the folder of the model that gets what an agent in a process of its own prints."""
 
+_NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"
+
 Oracle = Callable[[Sequence[Message], random.Random], str]
 """Takes the conversation so far and a source of random numbers, returns a reply. Calls of tools are text of the reply,
 in the form of the model's chat template."""
@@ -75,7 +77,7 @@ class Demonstrator:
         try:
             self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url=""))
         except ConfigError as error:
-            raise ConfigError(f"{error}. Of the tiny models for sft.base, tiny-qwen3-tools knows tools") from None
+            raise ConfigError(f"{error}. If the chat template of sft.base {_NO_TOOLS}") from None
         timeouts = config.timeouts
         self._times = EpisodeLimits(
             tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout="partial"
@@ -111,7 +113,9 @@ class Demonstrator:
 
             episodes = await asyncio.gather(*map(play_one, range(count)))
         if not any(episode.rows for episode in episodes):
-            raise ConfigError(f"all episodes of sft.oracle {self._config.sft.oracle!r} failed: {episodes[0].error}")
+            sft = self._config.sft
+            hint = "" if self._knows_tools else f". As the chat template of sft.base {sft.base} {_NO_TOOLS}"
+            raise ConfigError(f"all episodes of sft.oracle {sft.oracle!r} failed: {episodes[0].error}{hint}")
         return episodes
 
     async def _open_agents(self, stack: AsyncExitStack) -> AgentRunner:
@@ -141,12 +145,16 @@ class Demonstrator:
         if self._make_env is None:
             return QuestionEnv(prompt.reference, [tool for make in self._tools for tool in make()])
         env = self._make_env(prompt, self._config.run.seed + prompt.index)
-        if env.tools and not ("tool" in self._renderer.roles and self._reader.reads_calls):
+        if env.tools and not self._knows_tools:
             raise ConfigError(
-                f"sft.base must be a model whose chat template knows tools, as task.env {self._config.task.env!r} has "
-                f"some, got {self._config.sft.base}. Use tiny-qwen3-tools, or the folder of a model that knows them"
+                f"task.env {self._config.task.env!r} has tools. As the chat template of sft.base "
+                f"{self._config.sft.base} {_NO_TOOLS}"
             )
         return env
+
+    @property
+    def _knows_tools(self) -> bool:
+        return "tool" in self._renderer.roles and self._reader.reads_calls
 
 
 class OracleSession(Session):

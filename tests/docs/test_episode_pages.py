@@ -255,13 +255,13 @@ def test_the_settings_of_the_pages_train(folder: Path, name: str) -> None:
 def test_the_agent_of_the_page_can_be_followed_on_a_cpu(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The commands of the page with few steps: the tiny model has tools, and the agent is trained with it."""
     small = [
-        f"run.dir={folder}/runs", "model.path=runs/shop-sft/model", "sft.steps=20", "sft.batch_size=4", "run.steps=2",
+        f"run.dir={folder}/runs", "model.path=runs/shop-sft/model", "sft.steps=10", "sft.batch_size=2", "run.steps=2",
         "rollout.engine=hf", "learner.prompts_per_step=2", "rollout.group_size=2", "logging.wandb=disabled",
         "algorithm.filter_zero_variance=false", "weight_sync.transport=disk",
     ]  # fmt: skip
     assert main(["sft", "configs/shop_agent_cpu.yaml", *small]) == 0
     said = capfd.readouterr().out
-    assert "80 episodes of the oracle, mean reward 0." in said
+    assert "20 episodes of the oracle, mean reward 0." in said
     assert main(["train", "configs/shop_agent_cpu.yaml", "--dry-run", *small]) == 0
     config = load_config(Path("configs/shop_agent_cpu.yaml"), small)
     (config.run_dir / "logs").mkdir(parents=True)

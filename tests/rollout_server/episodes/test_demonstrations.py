@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,11 @@ def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
         model=ModelConfig(path="m"), task=TaskConfig(name=SPELL, tools=[f"{HERE}:look"]),
         sft=SftConfig(oracle=f"{HERE}:calls_once"),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* tiny-qwen3-tools knows tools"):
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* knows no tools, set sft.base to"):
         Demonstrator(config, TOKENIZER)
+    task = TaskConfig(name=SPELL, size=2, agent=f"{HERE}:asks")
+    with pytest.raises(ConfigError, match=r"all episodes .* failed: .* of sft.base tiny-qwen2 knows no tools"):
+        Demonstrator(replace(config, task=task), TOKENIZER).play(2)
 
 
 def test_the_seed_determines_the_episodes_and_a_task_has_no_more_than_its_prompts() -> None:
@@ -215,7 +219,7 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
         ({"oracle": f"{HERE}:fails"}, "sft.oracle .*raised ValueError: out of ideas, at .*test_demonstrations.py"),
         ({"oracle": f"{HERE}:says_nothing"}, "sft.oracle .*must return a text, got None"),
         ({"env": f"{HERE}:echo"}, "task.env .*must be a class with the `async def` methods"),
-        ({"env": f"{HERE}:WithTools"}, "sft.base must be a model whose chat template knows tools.*tiny-qwen3-tools"),
+        ({"env": f"{HERE}:WithTools"}, "task.env .* has tools. .* of sft.base tiny-qwen2 knows no tools"),
         ({"env": f"{HERE}:Broken"}, "all episodes of sft.oracle .* failed: the environment's step raised KeyError"),
     ],
 )

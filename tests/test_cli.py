@@ -234,7 +234,8 @@ def test_sft_from_a_base_that_is_not_there_names_the_nearest(
 ) -> None:
     assert main(["sft", str(config_file), "sft.base=tiny-lama"]) == 2
     error = capsys.readouterr().err
-    assert "sft.base must be tiny-qwen2 or tiny-llama or tiny-qwen3 or a Hugging Face folder, got 'tiny-lama'" in error
+    bases = "tiny-qwen2 or tiny-llama or tiny-qwen3 or tiny-qwen3-tools or a Hugging Face folder"
+    assert f"sft.base must be {bases}, got 'tiny-lama'" in error
     assert "there is no such folder. Did you mean tiny-llama?" in error
     (tmp_path / "empty").mkdir()
     assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2

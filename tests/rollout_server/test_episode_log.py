@@ -14,6 +14,8 @@ from tests.rollout_server.episodes.test_env_runner import MORE, Scripted, played
 
 CONFIG = Config(model=ModelConfig(path="none"), task=TaskConfig(env="my_env:MyEnv"))
 
+ROW = "row 7 of data.jsonl"
+
 
 def log() -> EpisodeLog:
     return EpisodeLog("rollout/0", CONFIG)
@@ -35,11 +37,11 @@ def test_further_errors_of_a_kind_are_only_counted_whatever_numbers_they_hold() 
     episodes = [ended_by_length(num_tokens) for num_tokens in (6, 7, 13, 14, 21)]
     assert len({episode.error for episode in episodes}) > 2
     seen = log()
-    seen.add(episodes, are_trained=True)
+    seen.add(episodes, ROW, are_trained=True)
     (note,) = seen.drain_notes()
     assert note == (
-        f"rollout/0: an episode ended with `length`: {episodes[0].error}. Further ones of this kind are only counted, "
-        "in episode/end_length"
+        f"rollout/0: an episode ended with `length`: {episodes[0].error} (on row 7 of data.jsonl). Further ones of "
+        "this kind are only counted, in episode/end_length"
     )
     assert reduce_metrics(seen.drain_metrics())["episode/end_length"] == 1
 
@@ -53,10 +55,10 @@ def test_errors_of_two_places_are_two_kinds(caplog: pytest.LogCaptureFixture) ->
 
     seen = log()
     for number in range(3):
-        seen.add([played(wrong(number / 7), wrong(number / 7))], are_trained=True)
-        seen.add([played(*(Scripted(MORE, Step(done=True), act=fail) for _ in range(2)))], are_trained=True)
+        seen.add([played(wrong(number / 7), wrong(number / 7))], ROW, are_trained=True)
+        seen.add([played(*(Scripted(MORE, Step(done=True), act=fail) for _ in range(2)))], ROW, are_trained=True)
     notes = seen.drain_notes()
-    assert len(notes) == 2 and "step must return a Step, got {'reward': 0.0}." in notes[0]
+    assert len(notes) == 2 and "step must return a Step, got {'reward': 0.0} (on row 7" in notes[0]
     assert f"the environment's step raised KeyError: 'plum', at {__file__}:" in notes[1]
     (record,) = caplog.records  # the traceback is in the worker's log, once
     assert "Traceback (most recent call last)" in record.getMessage() and "in fail" in record.getMessage()
@@ -64,18 +66,23 @@ def test_errors_of_two_places_are_two_kinds(caplog: pytest.LogCaptureFixture) ->
 
 def test_held_out_and_greedy_episodes_do_not_count_in_the_metrics_of_the_training() -> None:
     seen = log()
-    seen.add([an_episode()], are_trained=True)
-    seen.add([an_episode(metrics=dict.fromkeys(EPISODE_METRICS, 50.0), end="timeout", error="late")], are_trained=False)
+    seen.add([an_episode()], ROW, are_trained=True)
+    late = an_episode(metrics=dict.fromkeys(EPISODE_METRICS, 50.0), end="timeout", error="late")
+    seen.add([late], ROW, are_trained=False)
     values = reduce_metrics(seen.drain_metrics())
     assert values["episode/turns"] == 2 and values["episode/end_done"] == 1 and values["episode/end_timeout"] == 0
     assert seen.drain_notes() == (
-        "rollout/0: a held-out or greedy episode ended with `timeout`: late. Further ones of this kind are not shown",
+        "rollout/0: a held-out or greedy episode ended with `timeout`: late (on row 7 of data.jsonl). "
+        "Further ones of this kind are not shown",
     )
     assert reduce_metrics(seen.drain_metrics()) == {} and seen.drain_notes() == ()
 
 
 def test_an_error_that_is_scored_zero_is_told_so() -> None:
     seen = log()
-    seen.add([an_episode(end="error", error="the agent raised KeyError: 'plum', at a.py:5")], are_trained=True)
+    seen.add([an_episode(end="error", error="the agent raised KeyError: 'plum', at a.py:5")], ROW, are_trained=True)
     (note,) = seen.drain_notes()
-    assert note.endswith("at a.py:5. Its reward is 0. Further ones of this kind are only counted, in episode/end_error")
+    assert note.endswith(
+        "at a.py:5 (on row 7 of data.jsonl). Its reward is 0. Further ones of this kind are only counted, in "
+        "episode/end_error"
+    )

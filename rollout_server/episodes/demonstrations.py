@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -184,9 +184,13 @@ class OracleSession(Session):
 
         super().__init__(generate, renderer, reader, limits)
 
-    async def reply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any) -> Reply:
+    @asynccontextmanager
+    async def offer(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any
+    ) -> AsyncIterator[Reply]:
         _conversation.set(messages)  # the task that samples the reply inherits it
-        return await super().reply(messages, tools, **options)
+        async with super().offer(messages, tools, **options) as reply:
+            yield reply
 
 
 def load_oracle(name: str) -> Oracle:

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.log_tail import split_tails
 from benchmarks.commands import add_benchmarks, add_command, describe_command
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The code is 0 for success, 2 for an error in command, configuration or files, 130 after Ctrl-C, else 1.
     """
+    limit_spinning()
     args = _parse(arguments)
     try:
         return int(args.run(args))

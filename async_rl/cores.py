@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from async_rl.config import Config
 
+SPINS = 2_000
+"""How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
+libgomp's default, 300,000, is right for cores of one's own. Where threads of other programs, or of another process of
+the run, use the same cores, it wastes nine tenths of the CPU time, as a thread spins until a peer gets a core again."""
+
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on, as limited by SLURM, taskset or placement.pin_cpus."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def limit_spinning() -> None:
+    """Let computing threads of this process, and of those that it starts, spin SPINS times for work and then sleep.
+
+    Call it before torch is imported. A GOMP_SPINCOUNT or OMP_WAIT_POLICY of the user is kept.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def threads_per_process(config: Config) -> int:

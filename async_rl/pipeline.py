@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
-from async_rl.driver.placement import explain, open_ray, reserve, resolve_placement
+from async_rl.driver.placement import explain, open_ray, ray_messages_in, reserve, resolve_placement
 from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -88,7 +88,10 @@ def run(
 
 def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[str, Any]:
     run_dir = config.run_dir
-    with contextlib.closing(RunLog(config)) as log, own_keys(config, run_dir / "keys") as config, open_ray(config):
+    with (
+        contextlib.closing(RunLog(config)) as log, own_keys(config, run_dir / "keys") as config,
+        open_ray(config), ray_messages_in(run_dir / "logs" / "ray.log"),
+    ):  # fmt: skip
         signals.install()
         signals.check()
         log.logger.note(f"run directory: {run_dir}")

@@ -44,6 +44,7 @@ done
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export RAY_AUTH_TOKEN
+export RAY_worker_niceness=0
 cpus=${ASYNC_RL_CPUS:-8}
 start_ray() { # host, address of it, Ray's own arguments...
     local host=$1 address=$2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from async_rl.config import Config, ModelConfig, PlacementConfig, TaskConfig
-from async_rl.cores import threads_per_process, usable_cores
+from async_rl.cores import SPINS, limit_spinning, threads_per_process, usable_cores
 
 
 @pytest.mark.parametrize(("pinned", "threads"), [(False, 3), (True, 6)])
@@ -23,3 +25,30 @@ def test_threads_are_counted_on_the_cores_the_process_may_use(
     )
     assert usable_cores() == 6
     assert threads_per_process(config) == threads
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [
+    ({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None),
+])
+def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(
+    set_by_user: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, set_by_user[name]) if name in set_by_user else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+@pytest.mark.processes
+def test_a_command_limits_the_spinning_before_torch_is_loaded() -> None:
+    program = (
+        "from async_rl.cli import main\n"
+        "try:\n    main(['status', '/none'])\nfinally:\n    import torch"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"}, text=True,
+        capture_output=True, timeout=300,
+    )
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in found.stderr, found.stderr[-2000:]

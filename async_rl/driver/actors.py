@@ -21,7 +21,7 @@ import ray
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.cores import threads_per_process
+from async_rl.cores import limit_spinning, threads_per_process
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network import use_interface
 from async_rl.telemetry.status import Status
@@ -227,6 +227,7 @@ def enter(folder: str, config: Config, name: str) -> Config:
         config = dataclasses.replace(config, network=network)
     use_interface(config.network.host)
     use_huge_pages()
+    limit_spinning()
     return config
 
 

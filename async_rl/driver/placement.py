@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
@@ -153,6 +154,7 @@ def open_ray(config: Config) -> Iterator[None]:
     hosts, else to a Ray that is started on this machine for this process alone.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves a run on a host with other work
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import logging
 
@@ -185,6 +187,26 @@ def open_ray(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def ray_messages_in(file: Path) -> Iterator[None]:
+    """Append what Ray tells the driver, such as a page of text about each killed process, to `file` in the body.
+
+    Otherwise Ray prints it, also with log_to_driver off; the driver says in its own words what has happened.
+    """
+    from ray._private import worker
+
+    def write(data: dict[str, Any], ignore_prefix: bool) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as log:
+            log.writelines(f"{line}\n" for line in data["lines"])
+
+    printed, worker.print_to_stdstream = worker.print_to_stdstream, write
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printed
 
 
 def explain(config: Config) -> list[str]:

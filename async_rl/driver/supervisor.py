@@ -30,8 +30,7 @@ from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, 
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone
 
 GRACE_S = 3.0
-"""Time to wait after a learner rank fails: if a peer has died, which makes the others fail, the death is then known and
-ends the run in place of the failure."""
+"""Time to wait after a learner rank fails: if a peer's death is the cause, that is known by then and ends the run."""
 
 
 class ServerLostError(Exception):
@@ -133,7 +132,8 @@ class Supervisor:
         """
         timeouts = self._config.timeouts
         num_groups = await self._abandon(name)
-        self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups go to other servers")
+        whither = "go to other servers" if self._running else "wait until a server is back: no other one runs"
+        self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
         actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
         self.watchdog.begin(name)
         url = self._urls[name] = await self._call_server(
@@ -153,12 +153,9 @@ class Supervisor:
         while True:
             await self._wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
-            call = buffer.abandon.remote(name)
+            limit, what = timeouts.limit("wire_s"), f"an answer about the groups of {name}"
             try:
-                num_groups: int = await self._processes.call(
-                    "buffer", call, timeouts.limit("wire_s"), f"an answer about the groups of {name}"
-                )
-                return num_groups
+                return int(await self._processes.call("buffer", buffer.abandon.remote(name), limit, what))
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
                 if self._buffer is buffer:
                     self._buffer = None
@@ -340,10 +337,9 @@ class Supervisor:
 
     def end_restarts(self) -> list[str]:
         """After training, kill the servers that are still being restarted; returns the names of those that work."""
-        servers = sorted(name for name in self._processes.actors if name.startswith("rollout"))
-        for name in [name for name in servers if name not in self._running]:
+        for name in [n for n in self._processes.actors if n.startswith("rollout") and n not in self._running]:
             self._remove_server(name)
-        return [name for name in servers if name in self._running]
+        return sorted(self._running)
 
     def give_up(self, error: BaseException) -> None:
         """Write into status.json that the run ends by `error`; if that is a timeout, all processes log their stacks."""

@@ -19,7 +19,7 @@ from ray.exceptions import OutOfMemoryError
 from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import BufferActor
-from async_rl.driver.placement import Reservation
+from async_rl.driver.placement import Reservation, ray_messages_in
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import (
     AsyncRLError,
@@ -31,7 +31,7 @@ from async_rl.errors import (
     WaitTimeoutError,
     WeightSyncError,
 )
-from benchmarks.marked_command import MarkedCommand
+from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.driver.fake_actors import FakeReservation
 
 pytestmark = pytest.mark.e2e
@@ -206,6 +206,47 @@ def test_the_memory_monitor_of_ray_is_recognised_by_its_own_kill(tmp_path: Path)
     text = command.text()
     assert "killed: buffer on 10.0.0.9 was killed by Ray's memory monitor, because the memory of its host was" in text
     assert re.search(r"was full \(\S+ used / \S+ limit; the largest: .+ GB\)", text), text
+
+
+NICENESS = """
+import os, ray
+from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.driver.placement import open_ray
+
+with open_ray(Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"))):
+    print("niceness:", os.nice(0), ray.get(ray.remote(lambda: os.nice(0)).remote()))
+"""
+
+
+def test_a_process_of_a_run_has_the_niceness_of_its_driver(tmp_path: Path) -> None:
+    command = MarkedCommand(["-c", NICENESS], tmp_path / "log", program=[sys.executable])
+    try:
+        command.wait(200)
+    finally:
+        command.kill()
+    found = re.search(r"niceness: (\d+) (\d+)", command.text())
+    assert found and found[1] == found[2], command.text()
+
+
+class Idle:
+    def __init__(self, folder: str) -> None: ...
+
+    def start(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None: ...
+
+
+def test_what_ray_says_of_a_killed_process_is_in_a_log_and_not_on_the_console(
+    group: ActorGroup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "r" / "logs" / "ray.log"
+    with ray_messages_in(log):
+        pid = call(group, "buffer", Idle)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: log.is_file() and str(pid) in log.read_text(), 60, "Ray's message")
+    told = capfd.readouterr()
+    assert str(pid) not in told.out + told.err
 
 
 def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any)
     thread.join(5)
     lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
     assert len(lost) == run.notes.count(back) == 1
+    assert "rollout/0: the prompts of its 3 running groups wait until a server is back: no other one runs" in run.notes
 
 
 def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(start_run: Any) -> None:

@@ -64,7 +64,7 @@ def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, An
         metrics = (
             Metric("reward/mean", REWARD[number]), Metric("staleness/mean", STALENESS[number]),
             Metric("staleness/max", 2.0, "max"), Metric("batch/rollouts", ROLLOUTS[number]),
-            Metric("batch/response_tokens", TOKENS[number]),
+            Metric("batch/response_tokens", TOKENS[number]), Metric("time/train_s", BUSY_S),
         )  # fmt: skip
         busy_s = end_s - BUSY_S
         spans = (Span("learner/0", "wait_data", start_s, busy_s), Span("learner/0", "busy", busy_s, end_s))

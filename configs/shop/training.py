@@ -1,4 +1,4 @@
-"""What training adds to the agent of the shop: a function that returns the reward of an episode."""
+"""The function that trains the agent of the shop: it plays one episode and returns its reward."""
 
 import re
 

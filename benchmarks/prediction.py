@@ -217,7 +217,7 @@ def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> R
         replays = [workload_of([stage], rules) for stage in own]
         return mean_result([simulate(replay, row.staleness, steps) for replay in replays])
     workload = workload_of(everywhere, rules)
-    if math.isnan(workload.group_mean_s):
+    if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
     return simulate(with_learner_of(workload, own), row.staleness, steps)
 

@@ -182,6 +182,15 @@ def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path) -> None:
     assert table is not None and table.rows[0][2] == "-"
 
 
+def test_a_run_whose_groups_were_reported_in_its_first_step_only_is_not_predicted(tmp_path: Path) -> None:
+    """As in a run of a second: the spread of the durations, which is taken without that step, is unknown."""
+    runs = read_runs(make_sweep(tmp_path, (0, 2), seeds=1, steps=12))
+    for run in runs:
+        for step in run.steps[1:]:
+            step["rollout/group_s"] = step["rollout/group_s_squared"] = None
+    assert [m.predicted for m in compare(rows_of(runs))] == [None, None]
+
+
 def test_exact_mode_is_not_compared(tmp_path: Path) -> None:
     overrides = ("staleness.mode=exact", "weight_sync.on_update=drain")
     assert compare(rows_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -157,6 +157,7 @@ def _train(args: argparse.Namespace) -> int:
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.config.loading import load_config
         from async_rl.pipeline import dry_run, run
+        from async_rl.telemetry.summary_table import format_summary
 
         signals.check()
         if args.resume:
@@ -169,20 +170,11 @@ def _train(args: argparse.Namespace) -> int:
         if args.view:
             from async_rl.view.command import shown
         beside = [shown] if args.view else []
-        text = dry_run(config) if args.dry_run else _end_text(run(config, signals, *beside))
+        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
     return 0
-
-
-def _end_text(summary: Mapping[str, Any]) -> str:
-    """Return the table of a run that ended, and a caution where waiting for late episodes has cost it much."""
-    from async_rl.telemetry.summary_table import format_summary
-    from benchmarks.late_policies import caution
-
-    text = caution(Path(summary["run_dir"]))
-    return format_summary(summary) + (f"\n{text}\n" if text else "")
 
 
 def _sft(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
 from benchmarks.cells import numbers
-from benchmarks.late_policies import compare_policies, policy_table
 from benchmarks.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from benchmarks.results import read_runs, rows_of
 from benchmarks.simulate import Result, Workload, simulate
@@ -22,7 +20,7 @@ from benchmarks.tables import Table
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""
 SPLIT_STEPS = 80
-"""The number of simulated steps for each split of the devices, and for each policy for late groups."""
+"""The number of simulated steps for each split of the devices."""
 ABOVE_0 = (
     "train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_step", "params", "device_gb", "link_gbps",
 )  # fmt: skip
@@ -139,8 +137,6 @@ def planned_workload(args: argparse.Namespace) -> Workload | None:
         if args.train_s is None or (args.rollout_s is None and "group_mean_s" not in given):
             raise ConfigError("without a RUN_DIR plan needs --train-s, and one of --group-s and --rollout-s")
         workload = Workload(sync_s=0.0)
-    if args.rollout_s is not None or {"group_mean_s", "group_cv"} & set(given):
-        workload = dataclasses.replace(workload, groups=())  # the measured groups have other times
     workload = dataclasses.replace(workload, **given)
     if args.rollout_s is None:
         return workload
@@ -170,7 +166,8 @@ def describe_plan(plan: Plan) -> str:
     lines = [
         f"Learner: {w.train_s:.3g} s to train a batch of {w.prompts_per_step} groups, {w.sync_s:.3g} s to push, "
         f"{w.handout_s:.3g} s to receive a batch.",
-        _rollout_text(w),
+        f"Rollout: a group takes {w.group_mean_s:.3g} s alone and {w.load_s:.3g} s more for each other one in flight, "
+        f"{w.concurrency} at most; standard deviation {w.group_cv:.0%}; {w.failed:.0%} are dropped.",
     ]
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
@@ -178,10 +175,9 @@ def describe_plan(plan: Plan) -> str:
         "staleness.max", "step, s", "learner", "rollout", "learner, closed form", "staleness, mean",
         "groups in flight / concurrency",
     )  # fmt: skip
-    closed_forms = ["-" if w.groups else f"{plan.closed_form(bound):.1%}" for bound in plan.bounds]
     rows = [
-        [str(bound), *_shares(r), closed_form, f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]
-        for bound, r, closed_form in zip(plan.bounds, plan.results, closed_forms, strict=True)
+        [str(bound), *_shares(r), f"{plan.closed_form(bound):.1%}", f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]
+        for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
     lines += ["", Table(header, rows).markdown()]
     if w.smallest_bound:
@@ -195,33 +191,7 @@ def describe_plan(plan: Plan) -> str:
         f"Take staleness.max = {plan.best}: {gain:.2f} times the steps per hour of staleness {plan.bounds[0]}, "
         f"and {larger}."
     )
-    if w.groups:
-        lines += ["", _policies_text(plan)]
     return "\n".join(lines)
-
-
-def _rollout_text(w: Workload) -> str:
-    if not w.groups:
-        return (
-            f"Rollout: a group takes {w.group_mean_s:.3g} s alone and {w.load_s:.3g} s more for each other one in "
-            f"flight, {w.concurrency} at most; standard deviation {w.group_cv:.0%}; {w.failed:.0%} are dropped."
-        )
-    episodes = [episode for group in w.groups for episode in group.episodes]
-    turns, tools_s = (statistics.fmean(getattr(e, name) for e in episodes) for name in ("turns", "tools_s"))
-    return (
-        f"Rollout: an episode of {turns:.1f} turns is sampled for {w.group_mean_s:.3g} s alone and {w.load_s:.3g} s "
-        f"more for each other group that samples, and spends {tools_s:.3g} s in tools and environment; {w.concurrency} "
-        f"groups at most; {w.failed:.0%} are dropped. {len(w.groups)} measured groups are replayed."
-    )
-
-
-def _policies_text(plan: Plan) -> str:
-    """Return the table of the policies for late groups; at bound 0 none is ever late."""
-    found = {
-        bound: compare_policies([plan.workload], bound, SPLIT_STEPS) for bound in plan.bounds if bound
-    }
-    table = policy_table(found)
-    return "" if table is None else f"{table.title}:\n\n{table.markdown()}"
 
 
 def _shares(result: Result) -> list[str]:

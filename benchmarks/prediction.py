@@ -12,10 +12,8 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
-from benchmarks.episode_times import measure_episodes
 from benchmarks.results import Row, Run
-from benchmarks.simulate import Result, Workload, mean_result, simulate
-from benchmarks.simulated_rollout import GroupTimes
+from benchmarks.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
 
@@ -35,8 +33,8 @@ class Stages:
     handout_s: float
     """How long the learner takes to receive a batch that is ready."""
     group_s: float
-    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted. With
-    `groups` it is the time in which an episode would be sampled if its group were alone."""
+    """The duration of a rollout group without the pauses of pushes: from its first prompt to its last reward, with all
+    turns, tools and environments. An aborted group counts until it was aborted."""
     group_cv: float
     together: float
     """The mean number of groups in flight while a group runs."""
@@ -45,12 +43,6 @@ class Stages:
     rollout_busy_s: float
     """The time per step in which at least one group is in flight, also while an evaluation runs."""
     failed: float
-    load_s: float = 0.0
-    """With `groups`: the time that each further group that samples adds to `group_s`."""
-    groups: tuple[GroupTimes, ...] = ()
-    """The times of the run's groups; empty if its episodes have one turn, or if it has no journal."""
-    train_times: tuple[float, ...] = ()
-    """With `groups`: the times of training of all batches but the first."""
 
 
 def stages(run: Run) -> Stages:
@@ -63,7 +55,7 @@ def stages(run: Run) -> Stages:
     running = 1 - paused / max(busy + paused, 1e-9)
     buffer = run.summary["buffer"]
     dropped = sum(buffer.get(f"buffer/dropped_{reason}", 0.0) for reason in ("failed", "zero_variance"))
-    found = Stages(
+    return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
         handout_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
@@ -71,12 +63,6 @@ def stages(run: Run) -> Stages:
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
         failed=dropped / max(1.0, dropped + buffer["buffer/trained"]),
-    )
-    if (episodes := measure_episodes(run.folder)) is None:
-        return found
-    return dataclasses.replace(
-        found, group_s=episodes.alone_s * running, load_s=episodes.load_s * running, groups=episodes.groups,
-        train_times=tuple(train),
     )
 
 
@@ -108,26 +94,21 @@ def workload_of(found: Sequence[Stages], rules: Workload) -> Workload:
     """Return one workload for the simulator, made of the measured stages of runs at several bounds.
 
     A straight line is fitted to the duration of a group over the number of groups in flight. If all runs had nearly
-    the same number in flight, the engine counts as full (load_s = group_mean_s). With episodes of several turns each
-    run has a line of its own, and the workload gets their mean.
+    the same number in flight, the engine counts as full (load_s = group_mean_s).
 
     Args:
         rules: the sizes and rules of the runs, from `rules_of`.
     """
-    if all(stage.groups for stage in found):
-        alone_s, load_s = _mean(found, "group_s"), _mean(found, "load_s")
-    else:
-        load = np.array([stage.together for stage in found])
-        durations = np.array([stage.group_s for stage in found])
-        load_s = float(np.mean(durations / load))
-        if len(found) > 1 and load.std() > 0.1 * load.mean():
-            load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
-        alone_s = float(np.mean(durations - load_s * (load - 1)))
+    load = np.array([stage.together for stage in found])
+    durations = np.array([stage.group_s for stage in found])
+    load_s = float(np.mean(durations / load))
+    if len(found) > 1 and load.std() > 0.1 * load.mean():
+        load_s = float(np.clip(np.polyfit(load, durations, 1)[0], 0.0, load_s))
+    alone_s = float(np.mean(durations - load_s * (load - 1)))
 
     workload = dataclasses.replace(
         rules, group_mean_s=float(np.maximum(alone_s, 1e-6)), load_s=load_s, group_cv=_mean(found, "group_cv"),
-        groups=tuple(group for stage in found for group in stage.groups),
-        train_times=tuple(seconds for stage in found for seconds in stage.train_times), failed=_mean(found, "failed"),
+        failed=_mean(found, "failed"),
     )
     return with_learner_of(workload, found)
 
@@ -200,9 +181,7 @@ def compare(rows: Sequence[Row]) -> list[Measured]:
 def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
     """Return the simulated values of a row's runs; None if they can't be simulated.
 
-    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds. With
-    episodes of several turns it replays each run's own groups: these take longer where both pools share a machine and
-    are busy at once, which is no effect of the load.
+    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.
 
     Args:
         own: the stages of the row's runs.
@@ -212,13 +191,10 @@ def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> R
         rules = rules_of(row.runs[0])
     except ConfigError:
         return None
-    steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
-    if all(stage.groups for stage in own):
-        replays = [workload_of([stage], rules) for stage in own]
-        return mean_result([simulate(replay, row.staleness, steps) for replay in replays])
     workload = workload_of(everywhere, rules)
     if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
+    steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
     return simulate(with_learner_of(workload, own), row.staleness, steps)
 
 
@@ -232,12 +208,10 @@ def rules_of(run: Run) -> Workload:
     if config["eval"]["pin_version"]:
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
-    has_turns = any(config["task"].get(key) for key in ("env", "agent", "tools"))
-    drain = push["on_update"] == "drain"
     return Workload(
         concurrency=_concurrency(config), prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
-        every_steps=push["every_steps"], drain=drain, holds_turns=drain and has_turns,
+        every_steps=push["every_steps"], drain=push["on_update"] == "drain",
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import SEED, STALENESS, finished_cells
-from benchmarks.late_policies import policies_of_rows
 from benchmarks.plots import draw_all
 from benchmarks.prediction import Measured, compare
 from benchmarks.results import Row, read_runs, rows_of
@@ -69,9 +68,6 @@ NOTES = (
     "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
     "where the simulator does not cover these rules. Groups in flight are rollout groups that were granted a slot and "
     "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
-    "With episodes of several turns the simulator replays each run's own groups: the sampling of an episode is the "
-    "slower the more groups sample, while tools and environments take as long as measured. What wait, drop and mask "
-    "would have brought is simulated with the same groups. Lengths are those of the time of sampling.",
     "A wait for a batch has the name of what the slowest episode of the group that completed the batch did meanwhile. "
     "The wait was for late groups where enough others had finished.",
     "The work-conserving bound is the sum of both utilisations if neither pool ever waited without need: the stages "
@@ -103,8 +99,7 @@ def write_report(folder: Path) -> str:
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
-        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), policies_of_rows(rows), waits(rows),
-        bounds_compared(rows),
+        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), waits(rows), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
     )  # fmt: skip
     tables = [table for table in found if table]

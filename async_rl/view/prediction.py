@@ -23,7 +23,7 @@ KEYS = (
 
 
 class Predictor:
-    """Predicts one run in a thread, once for each state of its files, whoever asks and however often.
+    """Predicts one run in a thread, once for each state of its metrics, whoever asks and however often.
 
     Args:
         turn: the lock of all runs that one server shows. The simulator computes for seconds, so only one thread may.
@@ -38,8 +38,7 @@ class Predictor:
 
     def ask(self) -> Future[Measured | None]:
         """Return the prediction that is being computed; else the one of the files as they are now, begun if needed."""
-        revision = self._run.revision()
-        stamp = f"{revision['metrics']} {revision['journal']}"
+        stamp = str(self._run.revision()["metrics"])
         with self._lock:
             if self._found is None or (self._found.done() and self._stamp != stamp):
                 self._stamp, self._found = stamp, Future()

@@ -158,6 +158,18 @@ def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload:
     assert at_1.predicted.utilisation == pytest.approx(learner, abs=0.04)
 
 
+def test_every_policy_for_late_groups_keeps_the_bound() -> None:
+    """With long tails the learner waits, unless late groups are dropped or their old tokens are masked."""
+    for bound in (0, 1, 3):
+        wait, drop, mask = (
+            simulate(dataclasses.replace(HEAVY_TAILS, late=late), bound, 60)  # type: ignore[arg-type]
+            for late in ("wait", "drop", "mask")
+        )
+        assert [found.max_staleness for found in (wait, drop, mask)] == [bound] * 3
+        assert wait.dropped == mask.dropped == 0 < drop.dropped + (bound == 0)
+        assert (min(drop.utilisation, mask.utilisation) > 1.2 * wait.utilisation) == (bound > 0)
+
+
 def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
     overrides = (
         "placement.rollout.servers=2", "rollout.concurrency=40", "weight_sync.every_steps=2", "buffer.max_uses=2",

@@ -1,4 +1,4 @@
-"""The prediction on the page: one thread simulates, once for each state of a run's files, whoever asks."""
+"""The prediction on the page: one thread simulates, once for each state of a run's metrics, whoever asks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.log_tail import split_tails
-from benchmarks.commands import add_benchmarks, add_command, describe_command
+from async_rl.sweeps.commands import add_benchmarks, add_command, describe_command
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 

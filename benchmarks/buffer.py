@@ -39,9 +39,9 @@ from async_rl.config import BufferConfig, CheckpointConfig, Config, RunConfig
 from async_rl.config.loading import load_config
 from async_rl.errors import WaitTimeoutError
 from async_rl.messages.codec import encode_group
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.tables import Table
 from async_rl.types import Rollout, RolloutGroup, Slot
-from benchmarks.machine import machine_text
-from benchmarks.tables import Table
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
 from buffer.protocol.keys import own_keys

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError
-from benchmarks.machine import describe_machine, machine_text
+from async_rl.sweeps.machine import describe_machine, machine_text
+from async_rl.sweeps.tables import Table, write_page
 from benchmarks.random_model import save_random_model
-from benchmarks.tables import Table, write_page
 
 RESULTS = Path(__file__).parent / "results" / "engines"
 TRL = "trl"

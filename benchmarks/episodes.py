@@ -38,10 +38,10 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import RolloutGroup
 from benchmarks.generation import roll_out
-from benchmarks.machine import machine_text
-from benchmarks.tables import Table, write_page
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
 from buffer.protocol.keys import own_keys
 from learner.models.tiny_model import character_tokenizer, tiny_model

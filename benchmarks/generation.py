@@ -34,8 +34,8 @@ from async_rl.config.loading import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.network import api_key, authorization
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
+from async_rl.sweeps.machine import describe_machine
 from async_rl.types import Batch
-from benchmarks.machine import describe_machine
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import WaitTimeoutError
+from async_rl.sweeps.machine import describe_machine
 from benchmarks.gpu_steps import SERVER_ARGS, STEPS, SWEEP, Step
-from benchmarks.machine import describe_machine
 from benchmarks.marked_command import MarkedCommand
 
 STATE = Path("runs/gpu-suite")

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.loading import load_config
-from benchmarks.machine import describe_machine, machine_text
+from async_rl.sweeps.machine import describe_machine, machine_text
+from async_rl.sweeps.tables import Table, write_page
 from benchmarks.marked_command import MarkedCommand, wait_until
-from benchmarks.tables import Table, write_page
 
 RESULTS = Path(__file__).parent / "results" / "kill_matrix"
 VICTIMS = {

@@ -38,10 +38,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
+from async_rl.sweeps.machine import describe_machine, machine_text
+from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import Batch, Rollout, RolloutGroup
-from benchmarks.machine import describe_machine, machine_text
 from benchmarks.random_model import SIZES, save_random_model
-from benchmarks.tables import Table, write_page
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models import token_scores as scoring
 from learner.models.policy import shard

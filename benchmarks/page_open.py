@@ -26,11 +26,11 @@ from urllib.parse import urlencode
 import psutil
 
 from async_rl.errors import AsyncRLError
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.statistics import CONFIDENCE, estimate, p_value, ratio_interval
+from async_rl.sweeps.tables import Table, write_page
 from async_rl.telemetry.metrics import read_metrics
-from benchmarks.machine import machine_text
 from benchmarks.marked_command import MarkedCommand, wait_until
-from benchmarks.statistics import CONFIDENCE, estimate, p_value, ratio_interval
-from benchmarks.tables import Table, write_page
 
 RUN_LIMIT_S = 1800.0
 START_LIMIT_S = 300.0

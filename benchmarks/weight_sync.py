@@ -41,11 +41,11 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
 from async_rl.driver.actors import use_huge_pages
 from async_rl.errors import WaitTimeoutError
+from async_rl.sweeps.machine import describe_machine, machine_text
+from async_rl.sweeps.tables import Table, write_page
 from async_rl.weights import open_publisher
 from async_rl.weights.base import serving_dtype
-from benchmarks.machine import describe_machine, machine_text
 from benchmarks.random_model import SIZES, save_random_model
-from benchmarks.tables import Table, write_page
 from benchmarks.weight_receiver import ReceiverProcess, end
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine

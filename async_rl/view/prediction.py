@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from async_rl.sweeps.prediction import Measured, compare
+from async_rl.sweeps.results import Run, rows_of
 from async_rl.telemetry.figures import over_steps
 from async_rl.view.run_files import RunFiles
-from benchmarks.prediction import Measured, compare
-from benchmarks.results import Run, rows_of
 
 LEAST_STEPS = 5
 MEASURED = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync", "occupancy/rollout")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from async_rl.sweeps.cells import SEED, STALENESS
+from async_rl.sweeps.report import LEARNING, TRADE_OFF
+from async_rl.sweeps.results import Run, read_runs, rows_of
+from async_rl.sweeps.statistics import estimate
 from async_rl.view.run_files import RunFiles, is_run, read_json
-from benchmarks.cells import SEED, STALENESS
-from benchmarks.report import LEARNING, TRADE_OFF
-from benchmarks.results import Run, read_runs, rows_of
-from benchmarks.statistics import estimate
 
 TITLES = {key: title for key, (title, _) in {**TRADE_OFF, **LEARNING}.items()}
 WALL_CLOCK = "wall_clock"

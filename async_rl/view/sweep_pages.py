@@ -9,11 +9,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from async_rl.errors import AsyncRLError
+from async_rl.sweeps.cells import SEED
+from async_rl.sweeps.report import LEARNING, TRADE_OFF
 from async_rl.view.live import event_stream
 from async_rl.view.pages import json_finite, library_of, page
 from async_rl.view.sweep_files import TITLES, SweepFiles
-from benchmarks.cells import SEED
-from benchmarks.report import LEARNING, TRADE_OFF
 
 SHOWN = ("per_100_steps", "learner", "per_minute", "ess", "kl")
 """The charts of the trade-off are those of the first NUM_SHOWN that were measured: what a step teaches, how busy the

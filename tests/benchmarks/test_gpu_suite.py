@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_rl.sweeps.tables import write_page
 from benchmarks.gpu_steps import STEPS, SWEEP, Step
 from benchmarks.gpu_suite import PLOTS, Suite, write_results
 from benchmarks.learner_step import utilisation
-from benchmarks.tables import write_page
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from async_rl.config.loading import load_config
-from benchmarks.machine import describe_machine
+from async_rl.sweeps.machine import describe_machine
 from tests.e2e.assembled import run_assembled
 
 STEPS, A_ROW, TOKENS = 16, 4, 96

@@ -16,15 +16,15 @@ from async_rl.config.loading import load_config
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import StepDone, WorkerReport
 from async_rl.storage.run_dir import write_config
+from async_rl.sweeps.cells import all_cells, make_record, seed_axis, staleness_axis, write_record
+from async_rl.sweeps.report import write_report
+from async_rl.sweeps.results import read_runs
 from async_rl.telemetry.figures import KINDS, kind_of, over_steps
 from async_rl.telemetry.metrics import Metric, read_metrics
 from async_rl.telemetry.status import NORMAL_END, write_status
 from async_rl.telemetry.summary_table import format_summary
 from async_rl.telemetry.timeline import Span
 from async_rl.view.sweep_files import SweepFiles
-from benchmarks.cells import all_cells, make_record, seed_axis, staleness_axis, write_record
-from benchmarks.report import write_report
-from benchmarks.results import read_runs
 from tests.view.conftest import Client
 
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)

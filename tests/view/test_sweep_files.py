@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.view.library import Library
 from async_rl.view.sweep_files import SweepFiles
-from tests.benchmarks.factories import make_sweep
+from tests.sweeps.factories import make_sweep
 from tests.view.conftest import Client
 from tests.view.factories import make_run
 

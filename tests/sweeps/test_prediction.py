@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from async_rl.errors import ConfigError
-from benchmarks.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
-from benchmarks.report import prediction
-from benchmarks.results import Run, read_runs, rows_of
-from benchmarks.simulate import Workload, simulate
-from tests.benchmarks.factories import make_sweep
+from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
+from async_rl.sweeps.report import prediction
+from async_rl.sweeps.results import Run, read_runs, rows_of
+from async_rl.sweeps.simulate import Workload, simulate
+from tests.sweeps.factories import make_sweep
 
 STEADY = Workload(
     concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0

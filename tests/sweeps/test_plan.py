@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from benchmarks.commands import add_benchmarks
-from benchmarks.plan import (
+from async_rl.sweeps.commands import add_benchmarks
+from async_rl.sweeps.plan import (
     answer,
     describe_memory,
     describe_plan,
@@ -18,9 +18,9 @@ from benchmarks.plan import (
     measured_workload,
     split_devices,
 )
-from benchmarks.results import read_runs
-from benchmarks.simulate import Workload, simulate
-from tests.benchmarks.factories import WORKLOAD, make_sweep
+from async_rl.sweeps.results import read_runs
+from async_rl.sweeps.simulate import Workload, simulate
+from tests.sweeps.factories import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
 
@@ -103,7 +103,7 @@ def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
 def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 groups are generated for 16: each takes half as long of the 8 s."""
     half = dataclasses.replace(WORKLOAD, failed=0.5)
-    monkeypatch.setattr("benchmarks.plan.measured_workload", lambda folder: half)
+    monkeypatch.setattr("async_rl.sweeps.plan.measured_workload", lambda folder: half)
     assert "a group takes 0.25 s alone" in plan("--rollout-s 8 --staleness 0", tmp_path)
 
 

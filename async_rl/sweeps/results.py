@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from async_rl.errors import ConfigError
+from async_rl.sweeps.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
+from async_rl.sweeps.statistics import Estimate, estimate
 from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.metrics import read_metrics
-from benchmarks.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
-from benchmarks.statistics import Estimate, estimate
 
 Step = dict[str, float | None]
 SYSTEM_VALUES = (

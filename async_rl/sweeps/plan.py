@@ -11,11 +11,11 @@ from pathlib import Path
 
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
-from benchmarks.cells import numbers
-from benchmarks.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
-from benchmarks.results import read_runs, rows_of
-from benchmarks.simulate import Result, Workload, simulate
-from benchmarks.tables import Table
+from async_rl.sweeps.cells import numbers
+from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
+from async_rl.sweeps.results import read_runs, rows_of
+from async_rl.sweeps.simulate import Result, Workload, simulate
+from async_rl.sweeps.tables import Table
 
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""

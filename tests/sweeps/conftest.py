@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.factories import make_sweep
+from tests.sweeps.factories import make_sweep
 
 
 @pytest.fixture(scope="session", autouse=True)
 def small_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.plots.DPI", 20)
+        patch.setattr("async_rl.sweeps.plots.DPI", 20)
         yield
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
-from benchmarks.results import Row, Run
-from benchmarks.simulate import Result, Workload, simulate
+from async_rl.sweeps.results import Row, Run
+from async_rl.sweeps.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
 

@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from benchmarks.results import Row, baseline
-from benchmarks.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
-from benchmarks.tables import Table
+from async_rl.sweeps.results import Row, baseline
+from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
+from async_rl.sweeps.tables import Table
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_rl.driver.signals import StopSignals
-from benchmarks.cells import (
+from async_rl.sweeps.cells import (
     SEED,
     Axis,
     Cell,
@@ -31,8 +31,8 @@ from benchmarks.cells import (
     read_record,
     write_record,
 )
-from benchmarks.machine import describe_machine
-from benchmarks.report import write_report
+from async_rl.sweeps.machine import describe_machine
+from async_rl.sweeps.report import write_report
 
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""

@@ -14,7 +14,7 @@ from async_rl.cli import main
 from async_rl.config.loading import dump_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
-from benchmarks.cells import (
+from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
     Cell,
@@ -26,8 +26,8 @@ from benchmarks.cells import (
     seed_axis,
     staleness_axis,
 )
-from benchmarks.sweep import Progress, Sweep, run_in_process, run_sweep
-from tests.benchmarks.factories import base_yaml, make_run
+from async_rl.sweeps.sweep import Progress, Sweep, run_in_process, run_sweep
+from tests.sweeps.factories import base_yaml, make_run
 
 
 def make(folder: Path, **changes: Any) -> Sweep:
@@ -209,8 +209,8 @@ def test_an_interrupted_sweep_ends_the_run_of_its_cell(tmp_path: Path, monkeypat
 def test_the_command_reports_what_is_finished_and_remembers_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.sweep.run_in_process", Trainer())
-    monkeypatch.setattr("benchmarks.report.draw_all", lambda *_: [])
+    monkeypatch.setattr("async_rl.sweeps.sweep.run_in_process", Trainer())
+    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
     config = str(base_yaml(tmp_path))
     options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
     assert main(["sweep", config, *options]) == 0

@@ -13,13 +13,13 @@ import pytest
 
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
-from benchmarks.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
-from benchmarks.plots import _utilisation
-from benchmarks.prediction import compare
-from benchmarks.report import write_report
-from benchmarks.results import Row, Run, read_runs, rows_of
-from benchmarks.significance import best_row, bounds_compared, corrections_compared, ended_early
-from tests.benchmarks.factories import base_yaml, make_run
+from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
+from async_rl.sweeps.plots import _utilisation
+from async_rl.sweeps.prediction import compare
+from async_rl.sweeps.report import write_report
+from async_rl.sweeps.results import Row, Run, read_runs, rows_of
+from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
+from tests.sweeps.factories import base_yaml, make_run
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def printed(sweep: Path) -> str:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.report.draw_all", lambda *_: [])
+    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
 
 
 def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, printed: str) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from async_rl.config import Config, LearnerConfig, LoggingConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.config.loading import dump_config
+from async_rl.sweeps.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
+from async_rl.sweeps.simulate import Workload, simulate
 from async_rl.telemetry.timeline import STATES
-from benchmarks.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
-from benchmarks.simulate import Workload, simulate
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import GroupAccounting
 

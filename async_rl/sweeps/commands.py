@@ -80,8 +80,8 @@ def _add_plan(commands: Any) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
-    from benchmarks.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
-    from benchmarks.sweep import Sweep, run_and_report
+    from async_rl.sweeps.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
+    from async_rl.sweeps.sweep import Sweep, run_and_report
 
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
     is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
@@ -101,14 +101,14 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from benchmarks.report import write_report
+    from async_rl.sweeps.report import write_report
 
     print(f"{write_report(args.folder)}\n\n{args.folder}/report.html")
     return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from benchmarks.plan import answer
+    from async_rl.sweeps.plan import answer
 
     print(answer(args))
     return 0

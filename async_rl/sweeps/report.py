@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import SEED, STALENESS, finished_cells
-from benchmarks.plots import draw_all
-from benchmarks.prediction import Measured, compare
-from benchmarks.results import Row, read_runs, rows_of
-from benchmarks.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
-from benchmarks.tables import Table
+from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
+from async_rl.sweeps.plots import draw_all
+from async_rl.sweeps.prediction import Measured, compare
+from async_rl.sweeps.results import Row, read_runs, rows_of
+from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
+from async_rl.sweeps.tables import Table
 from buffer.learner_waits import FAILED, PHASES
 from buffer.store_rows import DROP_REASONS
 

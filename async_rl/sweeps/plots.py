@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.sweeps.results import Row
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
-from benchmarks.results import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.simulate import Result
+    from async_rl.sweeps.simulate import Result
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"

@@ -16,7 +16,7 @@ from typing import Any
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.log_tail import split_tails
-from async_rl.sweeps.commands import add_benchmarks, add_command, describe_command
+from async_rl.sweeps.commands import add_sweeps
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -57,7 +57,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments; `run` is the command's function. CONFIG and words such as key=value may stand anywhere."""
     parser = _Parser(
         prog="async-rl",
-        description=describe_command(
+        description=_description(
             "Asynchronous RL post-training of language models with bounded staleness.",
             "async-rl train configs/quickstart.yaml",
         ),
@@ -65,7 +65,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_commands(commands)
-    add_benchmarks(commands, _add_config)
+    add_sweeps(partial(add_command, commands), _add_config)
 
     args, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
@@ -81,6 +81,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if isinstance(value, Path):
             setattr(args, name, value.expanduser())
     return args
+
+
+def _description(sentence: str, example: str) -> str:
+    """Return a command's description, with which its --help begins: the sentence, and an example of a call."""
+    return f"{sentence}\n\nexample: {example}"
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
+    description = _description(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_commands(commands: Any) -> None:

@@ -5,42 +5,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str, str], argparse.ArgumentParser]
+"""Adds a command by its name, the function that makes its exit code, a sentence on it, and an example of its words."""
 
 
-def describe_command(sentence: str, example: str) -> str:
-    """Return a command's description, with which its --help begins: the sentence, and an example of a call."""
-    return f"{sentence}\n\nexample: {example}"
-
-
-def add_benchmarks(commands: Any, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Add sweep, report and plan to the subparsers of argparse; `add_config` adds the arguments CONFIG and key=value.
-
-    The parser of each command sets `run`, which returns the exit code.
-    """
-    _add_sweep(commands, add_config)
-    sentence = "make table, plots and the page report.html of a sweep or a run"
-    report = add_command(commands, "report", _report, sentence, "runs/quickstart-sweep")
-    report.add_argument("folder", type=Path, metavar="RUN_DIR")
-    _add_plan(commands)
-
-
-def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser; `run` makes its exit code, `example` is what a user types after its name."""
-    description = describe_command(f"{help[0].upper()}{help[1:]}.", f"async-rl {name} {example}")
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_sweep(commands: Any, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
-    sweep = add_command(
-        commands, "sweep", _sweep, "train at every combination of settings and seeds, and report",
+def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Add the commands sweep, report and plan; `add_config` adds the arguments CONFIG and key=value to a command."""
+    sweep = add(
+        "sweep", _sweep, "train at every combination of settings and seeds, and report",
         "configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
     add_config(sweep)
+    _add_sweep_options(sweep)
+
+    sentence = "make table, plots and the page report.html of a sweep or a run"
+    add("report", _report, sentence, "runs/quickstart-sweep").add_argument("folder", type=Path, metavar="RUN_DIR")
+
+    sentence = "predict utilisation at each staleness bound, and memory, before any run"
+    _add_plan_options(add("plan", _plan, sentence, "--train-s 40 --rollout-s 60 --devices 8 --now 4,4"))
+
+
+def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--staleness", default="0,1,2,3,5,8,10", help="values of staleness.max (default: %(default)s)")
     sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
     sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")
@@ -52,11 +38,7 @@ def _add_sweep(commands: Any, add_config: Callable[[argparse.ArgumentParser], No
     sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
 
 
-def _add_plan(commands: Any) -> None:
-    plan = add_command(
-        commands, "plan", _plan, "predict utilisation at each staleness bound, and memory, before any run",
-        "--train-s 40 --rollout-s 60 --devices 8 --now 4,4",
-    )
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
     plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
     seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")

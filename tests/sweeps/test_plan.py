@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from async_rl.cli import add_command
 from async_rl.errors import ConfigError
-from async_rl.sweeps.commands import add_benchmarks
+from async_rl.sweeps.commands import add_sweeps
 from async_rl.sweeps.plan import (
     answer,
     describe_memory,
@@ -28,7 +30,7 @@ OVERLAP = "--rollout-s 60 --train-s 40"
 def plan(options: str, folder: Path | None = None) -> str:
     """The output of the command."""
     parser = argparse.ArgumentParser()
-    add_benchmarks(parser.add_subparsers(), lambda command: None)
+    add_sweeps(partial(add_command, parser.add_subparsers()), lambda command: None)
     return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
 
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from aiohttp import web
@@ -23,12 +23,28 @@ from async_rl.network import authorization
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 
-if TYPE_CHECKING:
-    from rollout_server.engines.hf.engine import HFEngine
-
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 """Takes the JSON body of a request; returns the fields of the reply beside `success` and `message`."""
+
+
+class ServedModel(Protocol):
+    """A model that samples, as its engine lets the endpoints stop it, replace its weights and score tokens with it."""
+
+    model: PreTrainedModel
+
+    async def pause(self, *, keep_kv: bool) -> None:
+        """Stop sampling until `resume`; without `keep_kv` running answers go on with KV that is computed anew."""
+
+    def resume(self) -> None:
+        """Go on sampling."""
+
+    async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
+        """Replace the weights by `tensors` between two tokens; what is sampled after has `version`."""
+
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i, len(tokens) - 1 numbers."""
+        ...
 
 
 class WeightEndpoints:
@@ -38,7 +54,7 @@ class WeightEndpoints:
     this server's address: with another, a web page has had a browser ask under a name of its own.
     """
 
-    def __init__(self, engine: HFEngine, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
+    def __init__(self, engine: ServedModel, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
         self._timeouts = timeouts
         self._host = network.host

@@ -204,7 +204,7 @@ def _sft(args: argparse.Namespace) -> int:
             "Set model.path to a new folder for the result, and sft.base to the model to start from"
         )
     from learner.sft import Example, answer_example, base_tokenizer, train_sft
-    from rollout_server.episodes.demonstrations import Demonstrator, summary_of
+    from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
     from rollout_server.tasks.base import Task, open_task
 
     tokenizer = base_tokenizer(config)

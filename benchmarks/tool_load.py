@@ -13,8 +13,8 @@ import random
 from collections.abc import Sequence
 from zlib import crc32
 
-from rollout_server.episodes.messages import Schema
-from rollout_server.episodes.reply_reader import Parsed
+from rollout_server.episodes.conversation.messages import Schema
+from rollout_server.episodes.conversation.reply_reader import Parsed
 
 MEAN_S = 1.0
 CV = 1.5

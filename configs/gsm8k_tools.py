@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rollout_server.episodes.calculator import calculate
-from rollout_server.episodes.retrieval import TextFolder
+from rollout_server.episodes.tools.calculator import calculate
+from rollout_server.episodes.tools.retrieval import TextFolder
 
 __all__ = ["calculate", "search"]
 

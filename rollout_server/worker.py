@@ -34,7 +34,7 @@ from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
-from rollout_server.episodes.player import open_player
+from rollout_server.episodes.players.player import open_player
 from rollout_server.flat_rewards import FlatRewards
 from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads

@@ -117,7 +117,7 @@ class RolloutConfig:
     tool_parser: str = ""
     """The format in which the model calls tools: hermes, llama3, another parser of SGLang's, or `module:name` of an
     `async def` that takes the text of a reply and the tools' schemas and returns a
-    rollout_server.episodes.reply_reader.Parsed. Empty: found in the chat template."""
+    rollout_server.episodes.conversation.reply_reader.Parsed. Empty: found in the chat template."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy rollouts have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout_server.episodes.messages import Message
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.tools.tool import Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from async_rl.telemetry.metrics import Metric
-from rollout_server.episodes.faults import Fault
-from rollout_server.episodes.rows import Row
-from rollout_server.episodes.session import CLOSE_S as SESSION_CLOSE_S
-from rollout_server.episodes.session import EpisodeOver, Session
-from rollout_server.episodes.time_limits import CANCEL_S, ForeignCode, OverdueError
-from rollout_server.episodes.tools import ToolCounts
+from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
+from rollout_server.episodes.conversation.session import EpisodeOver, Session
+from rollout_server.episodes.tools.tool import ToolCounts
+from rollout_server.episodes.user_code.faults import Fault
+from rollout_server.episodes.user_code.time_limits import CANCEL_S, ForeignCode, OverdueError
 
 CLOSE_S = 10.0
 """The time limit of an environment's `close`."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from async_rl.types import EpisodeFacts, IntArray, Rollout
+from rollout_server.episodes.conversation.rows import Row, num_shared_tokens
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.rows import Row, num_shared_tokens
 
 
 class GroupRows(NamedTuple):

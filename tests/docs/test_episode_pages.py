@@ -18,20 +18,20 @@ from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import dry_run
 from async_rl.storage.model_folder import load_tokenizer
-from rollout_server.episodes.agent_process import AgentProcess
-from rollout_server.episodes.agents import AgentRunner
-from rollout_server.episodes.demonstrations import load_oracle
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.agents.agent_process import AgentProcess
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_agent, load_env
-from rollout_server.episodes.messages import user
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.question_env import QuestionEnv
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.rows import Row
-from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.episodes.tools import load_tools
+from rollout_server.episodes.players.demonstrations import load_oracle
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.load import load_agent, load_env
+from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k
 from tests.docs.test_readme import DOCUMENTS, ROOT, blocks, run

@@ -14,9 +14,9 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.types import Rollout
 from buffer.store_rows import DROP_REASONS
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import Run, run_assembled
 

@@ -12,10 +12,10 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.seams.engines import UPDATE_POLICIES
 from buffer.store_rows import DROP_REASONS
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.time_limits import in_thread
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
+from rollout_server.episodes.user_code.time_limits import in_thread
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import run_assembled
 

@@ -13,9 +13,9 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 from tests.rollout_server.test_worker import TOKENIZER
 

@@ -17,8 +17,8 @@ from async_rl.cli import main
 from async_rl.config import BufferConfig, Config, TaskConfig
 from async_rl.errors import RewardError
 from buffer.journal.journal import FILE_NAME
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
 from tests.docs.test_readme import DOCUMENTS, blocks

@@ -15,7 +15,7 @@ from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig,
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import RolloutGroup
 from buffer.client import LearnerClient
-from rollout_server.episodes.player import MultiTurnPlayer
+from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.episode_cases import TalkingEngine, follow

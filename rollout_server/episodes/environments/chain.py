@@ -14,9 +14,9 @@ import random
 import string
 from collections.abc import Sequence
 
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 
 MAX_LINKS = 30
 TAIL_EXPONENT = 1.1

@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 
 HIGHEST = 30
 MAX_GUESSES = 5

@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 
 
 class OpenEnv:

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from async_rl.errors import ConfigError
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.time_limits import in_thread
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
+from rollout_server.episodes.user_code.time_limits import in_thread
 from rollout_server.question import Question
 
 try:

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import openai
 
-from rollout_server.episodes.messages import user
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from tests.rollout_server.episodes.fake_engine import scripted
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
 

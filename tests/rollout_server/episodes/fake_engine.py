@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 
 LIMITS = SessionLimits(max_tokens=2000, max_reply_tokens=8, max_turns=50)
 

@@ -8,10 +8,10 @@ import pytest
 
 from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.agent_process import AgentProcess
-from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.agents.agent_process import AgentProcess
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
 from rollout_server.question import Question
 from tests.rollout_server.episodes import example_agents
 from tests.rollout_server.episodes.fake_engine import scripted, session_of

@@ -12,12 +12,12 @@ import pytest
 from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
 from rollout_server.question import Question
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from rollout_server.episodes.calculator import calculate
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.calculator import calculate
+from rollout_server.episodes.tools.tool import Tool
 
 
 @pytest.mark.parametrize(

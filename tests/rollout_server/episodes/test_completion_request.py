@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_server.episodes.completion_request import CompletionRequest, RequestRefusedError
-from rollout_server.episodes.messages import Message, plain_messages, prefix_digests, user
-from rollout_server.episodes.reply_reader import json_calls
-from rollout_server.episodes.session import EpisodeOver
+from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
+from rollout_server.episodes.conversation.messages import Message, plain_messages, prefix_digests, user
+from rollout_server.episodes.conversation.reply_reader import json_calls
+from rollout_server.episodes.conversation.session import EpisodeOver
 from tests.rollout_server.episodes.fake_engine import completion, session_of
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
 

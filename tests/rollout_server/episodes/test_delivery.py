@@ -11,9 +11,9 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import user
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
-from rollout_server.episodes.session import EpisodeOver, Session, SessionLimits
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, post, with_session
 from tests.rollout_server.episodes.endpoint_session import TOKENIZER as QWEN
 from tests.rollout_server.episodes.fake_engine import completion, session_of

@@ -16,11 +16,11 @@ from openai import OpenAI
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
-from rollout_server.episodes.demonstrations import Demonstrator, summary_of
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
+from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 
 HERE = __name__

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from rollout_server.engines.base import Completion
-from rollout_server.episodes import openai_endpoint
-from rollout_server.episodes.messages import user
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.agents import openai_endpoint
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.conversation.messages import user
 from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, post, with_session
 from tests.rollout_server.episodes.fake_engine import completion
 from tests.rollout_server.episodes.random_requests import request

@@ -12,13 +12,13 @@ import pytest
 from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
+from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.env import Env, Step
-from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.question_env import QuestionEnv
-from rollout_server.episodes.session import SessionLimits
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 
@@ -154,7 +154,7 @@ def test_the_time_of_the_whole_episode_is_limited() -> None:
 
 
 def test_an_environment_that_ignores_its_limit_is_given_up_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.episodes.time_limits.CANCEL_S", 0.1)
+    monkeypatch.setattr("rollout_server.episodes.user_code.time_limits.CANCEL_S", 0.1)
     limits = EpisodeLimits(tool_s=5, turn_s=0.1, episode_s=10)
     episode = played(Scripted(MORE, DONE, act=hang_on), limits=limits)
     assert episode.end == "timeout" and episode.metrics["given_up_calls"] == 1

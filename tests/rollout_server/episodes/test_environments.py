@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.environments import chain, guess
-from rollout_server.episodes.messages import Message
 
 
 def play(env: Env, policy: Callable[[list[Message]], str]) -> tuple[float, int]:

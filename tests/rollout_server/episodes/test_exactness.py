@@ -19,15 +19,15 @@ from learner.models.tiny_model import TINY_MODELS, character_tokenizer
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.episodes.engine_sampler import GroupSampler
+from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.session import Session, SessionLimits
-from rollout_server.episodes.single_turn import SingleTurnPlayer
+from rollout_server.episodes.players.engine_sampler import GroupSampler
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.single_turn import SingleTurnPlayer
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of

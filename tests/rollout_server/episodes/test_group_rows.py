@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rollout_server.episodes.conversation.rows import Row
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
 from rollout_server.episodes.group_rows import group_rows
-from rollout_server.episodes.rows import Row
 
 
 def row(tokens: list[int], sampled: list[int], ends: tuple[int, ...], rewards: tuple[float, ...]) -> Row:

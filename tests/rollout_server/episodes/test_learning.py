@@ -19,15 +19,15 @@ from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
-from rollout_server.episodes.demonstrations import OracleSession
-from rollout_server.episodes.engine_sampler import GroupSampler
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.environments import chain
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.rows import Row
-from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.players.demonstrations import OracleSession
+from rollout_server.episodes.players.engine_sampler import GroupSampler
+from rollout_server.episodes.players.env_runner import EnvRunner
 from tests.rollout_server.engines.hf_cases import config_for
 
 TOKENIZER = character_tokenizer()

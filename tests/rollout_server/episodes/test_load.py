@@ -9,9 +9,9 @@ import pytest
 from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.load import load_agent, load_env, load_task_env
-from rollout_server.episodes.messages import Message, user
+from rollout_server.episodes.players.load import load_agent, load_env, load_task_env
 from rollout_server.question import Question
 
 HERE = "tests.rollout_server.episodes.test_load"

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_server.episodes.mcp_server import McpServer
+from rollout_server.episodes.tools.mcp_server import McpServer
 
 
 class MadeUpSession:

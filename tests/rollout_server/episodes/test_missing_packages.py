@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.load import load_env
-from rollout_server.episodes.tools import load_tools
+from rollout_server.episodes.players.load import load_env
+from rollout_server.episodes.tools.tool import load_tools
 
 ENVIRONMENTS = "rollout_server.episodes.environments"
 

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.messages import Message
+from rollout_server.episodes.players.env_runner import EnvRunner
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 
 TOKENIZER = character_tokenizer()

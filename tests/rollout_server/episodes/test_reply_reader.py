@@ -12,10 +12,17 @@ from aiohttp import web
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.network import authorization
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import user
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, Parsed, ReplyReader, ServerParser, json_calls, open_parser
-from rollout_server.episodes.session import Session, SessionLimits
+from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import (
+    JsonParser,
+    Parsed,
+    ReplyReader,
+    ServerParser,
+    json_calls,
+    open_parser,
+)
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from tests.conftest import EngineInThread
 from tests.rollout_server.episodes.fake_engine import completion
 from tests.rollout_server.episodes.tokenizers import end_tokens, template, tokenizer_of

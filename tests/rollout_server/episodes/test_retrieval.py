@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.retrieval import TextFolder
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.retrieval import TextFolder
+from rollout_server.episodes.tools.tool import Tool
 
 
 @pytest.fixture

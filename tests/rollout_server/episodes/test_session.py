@@ -8,10 +8,10 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.rows import num_shared_tokens
-from rollout_server.episodes.session import EpisodeOver, Session, SessionLimits
+from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.rows import num_shared_tokens
+from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from tests.rollout_server.episodes.fake_engine import completion, scripted, session_of
 from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import Message, user
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.rows import Row, num_shared_tokens
-from rollout_server.episodes.session import EpisodeOver, Session, SessionLimits
+from rollout_server.episodes.conversation.messages import Message, user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.rows import Row, num_shared_tokens
+from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from tests.rollout_server.episodes.fake_engine import RandomEngine, completion
 from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollout_server.episodes.faults import CodeExitError, Fault
-from rollout_server.episodes.time_limits import ForeignCode, in_thread
+from rollout_server.episodes.user_code.faults import CodeExitError, Fault
+from rollout_server.episodes.user_code.time_limits import ForeignCode, in_thread
 
 
 async def exits() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.conversation.messages import Message, ToolCall
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.messages import Message, ToolCall
-from rollout_server.episodes.question_env import QuestionEnv
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.session import Session
-from rollout_server.episodes.time_limits import ForeignCode
-from rollout_server.episodes.tools import MAX_CALLS, MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.tools.tool import MAX_CALLS, MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
+from rollout_server.episodes.user_code.time_limits import ForeignCode
 from rollout_server.question import Question
 from tests.rollout_server.episodes import example_tools
 from tests.rollout_server.episodes.fake_engine import LIMITS, scripted

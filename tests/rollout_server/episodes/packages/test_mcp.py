@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.mcp_server import McpServer
-from rollout_server.episodes.messages import ToolCall
-from rollout_server.episodes.time_limits import ForeignCode
-from rollout_server.episodes.tools import Tool, ToolCaller, load_tools
+from rollout_server.episodes.conversation.messages import ToolCall
+from rollout_server.episodes.tools.mcp_server import McpServer
+from rollout_server.episodes.tools.tool import Tool, ToolCaller, load_tools
+from rollout_server.episodes.user_code.time_limits import ForeignCode
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.processes

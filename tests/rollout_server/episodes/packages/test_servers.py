@@ -15,14 +15,14 @@ import pytest
 
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.agents import AgentRunner
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.environments import verifiers_server
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.environments.verifiers_server import solve
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.session import SessionLimits
+from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.question import Question
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 from tests.rollout_server.episodes.packages.environment import new_environment

@@ -7,10 +7,10 @@ import pytest
 
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.episodes.env_runner import EnvRunner
+from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import MakeEnv, load_env
-from rollout_server.episodes.session import SessionLimits
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.load import MakeEnv, load_env
 from tests.rollout_server.episodes.fake_engine import scripted, session_of
 
 pytest.importorskip("textarena")

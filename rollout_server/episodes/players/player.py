@@ -19,20 +19,20 @@ from async_rl.errors import ConfigError, first_error
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.episodes.agent_process import AgentProcess
-from rollout_server.episodes.agents import AgentRunner
-from rollout_server.episodes.engine_sampler import GenerateAnswers, GroupSampler
+from rollout_server.episodes.agents.agent_process import AgentProcess
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ParseCalls, ReplyReader, open_parser
+from rollout_server.episodes.conversation.session import Generate, Session, SessionLimits
 from rollout_server.episodes.env import Env
-from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_agent, load_task_env
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.question_env import QuestionEnv
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ParseCalls, ReplyReader, open_parser
-from rollout_server.episodes.session import Generate, Session, SessionLimits
-from rollout_server.episodes.single_turn import SingleTurnPlayer
-from rollout_server.episodes.tools import load_tools
+from rollout_server.episodes.players.engine_sampler import GenerateAnswers, GroupSampler
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.load import load_agent, load_task_env
+from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.players.single_turn import SingleTurnPlayer
+from rollout_server.episodes.tools.tool import load_tools
 
 Waiting = Callable[[str, str, float, str], AbstractContextManager[None]]
 """Shows a wait in the worker's status; see WorkerStats.waiting."""

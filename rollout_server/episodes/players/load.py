@@ -10,7 +10,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 from async_rl.types import Prompt
-from rollout_server.episodes.agents import Agent
+from rollout_server.episodes.agents.agent_runner import Agent
 from rollout_server.episodes.env import Env
 from rollout_server.question import Question
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.episodes import agent_host
 from rollout_server.episodes.episode import EpisodeFailedError
-from rollout_server.episodes.faults import AgentRaisedError, Fault
+from rollout_server.episodes.user_code import agent_host
+from rollout_server.episodes.user_code.faults import AgentRaisedError, Fault
 from rollout_server.question import Question
 
 MAX_DEATHS = 3

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import Message, Schema, extended_digest, prefix_digests
-from rollout_server.episodes.pending_replies import PendingReplies, PendingReply, RequestKey
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.rows import Node, Row, make_rows
+from rollout_server.episodes.conversation.messages import Message, Schema, extended_digest, prefix_digests
+from rollout_server.episodes.conversation.pending_replies import PendingReplies, PendingReply, RequestKey
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.rows import Node, Row, make_rows
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end the requests that it cancels."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.env import Step
-from rollout_server.episodes.messages import Message
-from rollout_server.episodes.tools import Tool
+from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
 
 

@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.messages import ROLES, Message, Schema, tools_text, user
+from rollout_server.episodes.conversation.messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"
 """The made-up reply. No template trims or escapes it in an assistant message."""

@@ -16,10 +16,10 @@ from transformers.utils import get_json_schema
 
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
-from rollout_server.episodes.faults import CodeExitError
-from rollout_server.episodes.mcp_server import PREFIX, McpServer
-from rollout_server.episodes.messages import Message, Schema, ToolCall
-from rollout_server.episodes.time_limits import ForeignCode, OverdueError, in_thread
+from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
+from rollout_server.episodes.tools.mcp_server import PREFIX, McpServer
+from rollout_server.episodes.user_code.faults import CodeExitError
+from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueError, in_thread
 
 MAX_RESULT_CHARACTERS = 10_000
 """The longest result of a tool; longer ones lose their middle."""

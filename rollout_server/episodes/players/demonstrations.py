@@ -23,20 +23,20 @@ from async_rl.seams import import_object
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import Prompt
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.agent_process import AgentProcess
-from rollout_server.episodes.agents import AgentRunner
+from rollout_server.episodes.agents.agent_process import AgentProcess
+from rollout_server.episodes.agents.agent_runner import AgentRunner
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.messages import Message, Schema
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import ReplyReader
+from rollout_server.episodes.conversation.session import Reply, Session, SessionLimits
 from rollout_server.episodes.env import Env
-from rollout_server.episodes.env_runner import EnvRunner
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.load import load_agent, load_task_env
-from rollout_server.episodes.messages import Message, Schema
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint
-from rollout_server.episodes.player import open_tool_parser
-from rollout_server.episodes.question_env import QuestionEnv
-from rollout_server.episodes.rendering import TurnRenderer
-from rollout_server.episodes.reply_reader import ReplyReader
-from rollout_server.episodes.session import Reply, Session, SessionLimits
-from rollout_server.episodes.tools import load_tools
+from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.players.load import load_agent, load_task_env
+from rollout_server.episodes.players.player import open_tool_parser
+from rollout_server.episodes.players.question_env import QuestionEnv
+from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
 

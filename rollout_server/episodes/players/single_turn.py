@@ -11,9 +11,9 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.episodes.engine_sampler import GenerateAnswers
+from rollout_server.episodes.conversation.rows import Node, make_rows
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.rows import Node, make_rows
+from rollout_server.episodes.players.engine_sampler import GenerateAnswers
 
 
 class SingleTurnPlayer:

@@ -1,4 +1,4 @@
-"""A calculator as a tool: `task.tools: [rollout_server.episodes.calculator:calculate]`."""
+"""A calculator as a tool: `task.tools: [rollout_server.episodes.tools.calculator:calculate]`."""
 
 from __future__ import annotations
 

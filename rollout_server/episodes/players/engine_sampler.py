@@ -17,7 +17,7 @@ import numpy as np
 
 from async_rl.types import Prompt
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.episodes.session import Generate
+from rollout_server.episodes.conversation.session import Generate
 
 GenerateAnswers = Callable[[GenerationRequest], Awaitable[list[Completion]]]
 """Has the engine answer a request; returns its completions."""

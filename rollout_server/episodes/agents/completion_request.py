@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_server.episodes.messages import Message, Schema, plain_messages
+from rollout_server.episodes.conversation.messages import Message, Schema, plain_messages
 
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (), "top_p": (), "top_k": (), "min_p": (), "frequency_penalty": (), "presence_penalty": (),

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rollout_server.episodes.faults import CodeExitError, GuardedCoroutine
+from rollout_server.episodes.user_code.faults import CodeExitError, GuardedCoroutine
 
 CANCEL_S = 1.0
 """How long a task that was cancelled may take to end. After that it is given up and runs on by itself."""

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
+from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.episode import (
     Attempt,
     Episode,
@@ -26,11 +28,9 @@ from rollout_server.episodes.episode import (
     finite,
     first_success,
 )
-from rollout_server.episodes.faults import Fault
-from rollout_server.episodes.openai_endpoint import OpenAIEndpoint, OpenSession
-from rollout_server.episodes.session import Session
-from rollout_server.episodes.time_limits import CANCEL_S, OverdueError, in_thread
-from rollout_server.episodes.tools import ToolCounts
+from rollout_server.episodes.tools.tool import ToolCounts
+from rollout_server.episodes.user_code.faults import Fault
+from rollout_server.episodes.user_code.time_limits import CANCEL_S, OverdueError, in_thread
 from rollout_server.question import Question
 
 Agent = Callable[..., Any]

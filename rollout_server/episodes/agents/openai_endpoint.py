@@ -25,8 +25,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rollout_server.episodes.completion_request import CompletionRequest, RequestRefusedError
-from rollout_server.episodes.session import EpisodeOver, Reply, Session
+from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
+from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
 MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 100_000

@@ -22,7 +22,7 @@ import aiohttp
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.seams import import_object
 from rollout_server.engines.base import Completion
-from rollout_server.episodes.messages import Message, Schema, ToolCall
+from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 
 NUM_PARSE_ATTEMPTS = 4
 """How often an SGLang server is asked to read a reply, before it counts as lost."""

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 if __name__ != "__main__":
-    from rollout_server.episodes.faults import CodeExitError, Fault, GuardedCoroutine
+    from rollout_server.episodes.user_code.faults import CodeExitError, Fault, GuardedCoroutine
 else:  # a program has no package around it
     from faults import CodeExitError, Fault, GuardedCoroutine  # type: ignore[import-not-found, no-redef]
 

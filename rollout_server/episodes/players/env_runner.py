@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from async_rl.errors import AsyncRLError
 from async_rl.messages.limits import MAX_METRICS
 from async_rl.messages.message_reader import MAX_NAME_CHARS
+from rollout_server.episodes.conversation.messages import Message, plain_messages
+from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
-from rollout_server.episodes.faults import Fault
-from rollout_server.episodes.messages import Message, plain_messages
-from rollout_server.episodes.session import Session
-from rollout_server.episodes.time_limits import OverdueError
-from rollout_server.episodes.tools import ToolCaller, ToolCounts
+from rollout_server.episodes.tools.tool import ToolCaller, ToolCounts
+from rollout_server.episodes.user_code.faults import Fault
+from rollout_server.episodes.user_code.time_limits import OverdueError
 
 Result = TypeVar("Result")
 
@@ -149,7 +149,7 @@ def _messages(messages: Any) -> list[Message]:
     if isinstance(messages, str | Mapping):
         raise EpisodeFailedError(
             f"the environment's messages must be a list of messages, got {messages!r:.200}. One message is "
-            "[user('its text')], with `user` of rollout_server.episodes.messages"
+            "[user('its text')], with `user` of rollout_server.episodes.conversation.messages"
         )
     try:
         return plain_messages(messages)

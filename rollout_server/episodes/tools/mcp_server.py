@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.messages import Schema
+from rollout_server.episodes.conversation.messages import Schema
 
 PREFIX = "mcp:"
 START_S = 60.0

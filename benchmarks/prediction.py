@@ -232,12 +232,10 @@ def rules_of(run: Run) -> Workload:
     if config["eval"]["pin_version"]:
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
-    has_turns = any(config["task"].get(key) for key in ("env", "agent", "tools"))
-    drain = push["on_update"] == "drain"
     return Workload(
         concurrency=_concurrency(config), prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
-        every_steps=push["every_steps"], drain=drain, holds_turns=drain and has_turns,
+        every_steps=push["every_steps"], drain=push["on_update"] == "drain",
     )
 
 

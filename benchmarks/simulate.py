@@ -66,8 +66,6 @@ class Workload:
     fresh_fraction: float = 1.0
     drain: bool = False
     """As weight_sync.on_update=drain: a push waits for the groups in flight, and no group starts meanwhile."""
-    holds_turns: bool = False
-    """With drain: a push waits only until no episode samples, and no turn begins meanwhile."""
 
     @property
     def standstill_s(self) -> float:
@@ -144,7 +142,7 @@ class _Simulation:
             Rules(
                 max_staleness=max_staleness, prompts_per_step=workload.prompts_per_step,
                 fresh_per_step=workload.fresh_per_step, max_uses=workload.max_uses, late=workload.late,
-                drain=workload.drain, holds_turns=workload.holds_turns,
+                drain=workload.drain,
             ),
             StoreState(self._record),
         )
@@ -197,14 +195,12 @@ class _Simulation:
 
     def _push(self, version: int) -> None:
         workload, store, pool = self._workload, self._store, self._pool
-        pool.holds_turns = workload.drain and workload.holds_turns
-        while not store.may_push({WORKER} if pool.holds_turns and not pool.is_sampling else frozenset()):
+        while not store.may_push():
             pool.advance(None)
         pool.advance(workload.sync_s - workload.standstill_s)
         pool.advance(workload.standstill_s, is_paused=True)
         store.served(version)
         self._served.append((version, pool.work_s))
-        pool.release_turns()
         self._admit()
 
     def _finish(self, running: RunningGroup) -> None:

@@ -4,7 +4,6 @@
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
-    turns    a push's drain     held turns         running replies           the buffer's served version
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 """
 
@@ -16,7 +15,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,6 @@ from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
-from rollout_server.turn_gate import TurnGate
 from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
@@ -73,7 +71,6 @@ class Worker:
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self._stats.waiting)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
-        self._gate = TurnGate(self._name, config.timeouts.generate_s + config.timeouts.push_s)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
         self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
@@ -138,8 +135,6 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
-                if self._config.holds_turns:
-                    tasks.create_task(self._hold_turns())
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
@@ -171,17 +166,6 @@ class Worker:
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
-
-    async def _hold_turns(self) -> None:
-        """Keep asking the buffer whether to hold back further turns of episodes: shut the gate if so, else open it."""
-        holds = False
-        while True:
-            must_hold = await self._client.turns(holds)
-            if must_hold and not holds:
-                await self._gate.shut()
-            elif holds and not must_hold:
-                self._gate.open()
-            holds = must_hold
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
         clock = asyncio.get_running_loop().time
@@ -267,24 +251,23 @@ class Worker:
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Return the engine's answers to a request, which waits while turns are held back, except in an evaluation.
+        """Return the engine's answers to a request.
 
         Raises:
-            WaitTimeoutError: the engine has not answered within timeouts.generate_s, or the turns were held too long.
+            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
         """
-        timeout_s, is_evaluation = self._config.timeouts.generate_s, _BASELINE_IDS < request.group_id < 0
-        async with nullcontext() if is_evaluation else self._gate.reply():
-            try:
-                with self._stats.waiting("generates", "its engine", timeout_s):
-                    async with asyncio.timeout(timeout_s) as limit:
-                        return await self._engine.generate(request)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise WaitTimeoutError(
-                    f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                    f"{self._config.rollout.engine} engine to answer group {request.group_id}"
-                ) from None
+        timeout_s = self._config.timeouts.generate_s
+        try:
+            with self._stats.waiting("generates", "its engine", timeout_s):
+                async with asyncio.timeout(timeout_s) as limit:
+                    return await self._engine.generate(request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WaitTimeoutError(
+                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
+                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
+            ) from None
 
     async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:
         self._counts["failed"] += 1

@@ -44,7 +44,7 @@ class Parked:
     identity: bytes
     request: Request
     amount: int
-    """max_groups of an admit, holds of a turns, version of a take or may_push."""
+    """max_groups of an admit, version of a take or may_push."""
     until_s: float
 
 
@@ -80,7 +80,6 @@ class Operations:
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
-        self._last_turns: dict[str, tuple[int, dict[str, Any]]] = {}  # as _last_grant
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
         self._waits = LearnerWaits()
@@ -125,9 +124,6 @@ class Operations:
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
                 result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
                 self._last_grant[worker] = (parked.request.id, result)
-            elif op == "turns" and (self.store.wants_held_turns != parked.amount or parked.until_s <= now_s):
-                result = {"hold": self.store.wants_held_turns}
-                self._last_turns[worker] = (parked.request.id, result)
             if result is not None:
                 del self._parked[op, worker]
                 self._answers.append(Answer(parked.identity, [parked.request.id], result))
@@ -141,7 +137,7 @@ class Operations:
 
     def abandon(self, worker: str) -> int:
         """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
-        for op in ("admit", "aborts", "turns"):
+        for op in ("admit", "aborts"):
             self._parked.pop((op, worker), None)
         if lost := self.store.abandon(worker):
             self._waits.fail()
@@ -176,13 +172,6 @@ class Operations:
                     raise fields.refuse("acknowledged", "a list of group ids")
                 self._park("aborts", worker, identity, request)
                 self.store.acknowledge_aborts(worker, acknowledged)
-                return None
-            case "turns":
-                worker, holds = self._worker(fields), fields.boolean("holds")
-                last_id, last_result = self._last_turns.get(worker, (-1, {}))
-                if request.id == last_id:  # a late repetition: the worker may have begun new turns since
-                    return last_result
-                self._park("turns", worker, identity, request, int(holds))
                 return None
             case "take" | "may_push":
                 version = fields.integer("version", 0)
@@ -260,8 +249,7 @@ class Operations:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
         if parked.request.op == "may_push":
-            holding = {worker for (op, worker), turns in self._parked.items() if op == "turns" and turns.amount}
-            result = {"ready": True} if self.store.may_push(holding) else {}
+            result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.amount, now_s):
             counters = self.counters() | self._waits.hand_out(parked.amount, now_s)
             batch = batch_frames(parked.amount, taken, counters, self.limits)

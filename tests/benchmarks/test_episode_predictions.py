@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks.episode_times import measure_episodes
 from benchmarks.late_policies import caution, policies_of_rows
-from benchmarks.prediction import compare, rules_of
+from benchmarks.prediction import compare
 from benchmarks.results import read_runs, rows_of
 from benchmarks.simulate import Workload, simulate
 from benchmarks.simulated_rollout import EpisodeTimes, GroupTimes
@@ -116,15 +115,6 @@ def test_utilisation_with_long_tails_is_predicted_within_5_points(tails: Path) -
         assert measured.predicted.utilisation == pytest.approx(measured.learner, abs=0.05)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, abs=0.05)
     assert found[2].learner > 1.5 * found[0].learner
-
-
-def test_the_rules_of_a_run_that_drains_hold_turns_back(tmp_path: Path) -> None:
-    workload = dataclasses.replace(TAILS, groups=heavy_tails(40, 1))
-    (run,) = read_runs(make_episode_sweep(tmp_path, workload, (1,), 12))
-    assert not rules_of(run).holds_turns
-    file = run.folder / "config.yaml"
-    file.write_text(file.read_text().replace("on_update: in_place", "on_update: drain"))
-    assert rules_of(run).holds_turns and rules_of(run).drain
 
 
 def test_the_caution_says_what_other_policies_would_have_brought(tails: Path) -> None:

@@ -24,7 +24,6 @@ from async_rl.messages.codec import encode_group
 from async_rl.messages.episode_columns import error_text
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
-from buffer.learner_waits import MAX_PHASES, Phase
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
@@ -178,16 +177,12 @@ class WorkerClient:
         groups: list[int] = reply.result["groups"]
         return groups
 
-    async def put(self, group: RolloutGroup, phases: Sequence[Phase] = ()) -> bool:
+    async def put(self, group: RolloutGroup) -> bool:
         """Deliver a finished group; return False if the buffer had it already or has dropped it, else True.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
-
-        Args:
-            phases: what the group waited for until now, oldest first; only the last MAX_PHASES are sent.
         """
-        sent = [list(phase) for phase in phases[-MAX_PHASES:]]
-        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group), phases=sent)
+        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:

@@ -31,7 +31,6 @@ from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
 from rollout_server.episodes.player import open_player
 from rollout_server.flat_rewards import FlatRewards
@@ -168,8 +167,6 @@ class Worker:
                     self._counts["aborted"] += 1
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
         request = GenerationRequest(
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
@@ -189,12 +186,13 @@ class Worker:
             self._log.note(warning)
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
-            temperature=request.temperature, duration_s=clock() - granted_s, worker=self._name,
+            temperature=request.temperature, worker=self._name,
+            duration_s=asyncio.get_running_loop().time() - granted_s,
             baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
             data_row=prompt.data_row, **rows._asdict(),
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
-            await self._client.put(group, group_phases(episodes, granted_s, began_s, clock()))
+            await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
 

@@ -8,8 +8,7 @@ one client that have the same answer may be answered together, as those of `put`
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. With a group come its phases, {phases: [[name, seconds], ...]}; see
-                buffer/learner_waits.py.
+                comes at once.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
@@ -46,7 +45,7 @@ MAX_ANSWERED = 256
 
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
-    "put": ("worker", "phases"),
+    "put": ("worker",),
     "fail": ("worker", "group_id", "cause", "requeue", "data_row"),
     "aborts": ("worker", "acknowledged", "wait_s"),
     "take": ("version", "wait_s"),

@@ -74,7 +74,7 @@ def check(run: Run, config: Config, case: Case) -> None:
         assert step["staleness/max"] <= BOUND
         assert step.get("mismatch/mean_abs", 0.0) < 1e-4
         assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
-    check_waits(run)
+        assert 0 <= step["buffer/waited_for_late_s"] <= step["time/wait_data_s"] + 0.05
     for batch in run.batches:
         for group in batch.groups:
             sampled = np.concatenate([r.versions[r.mask] for r in group.rollouts])
@@ -86,21 +86,6 @@ def check(run: Run, config: Config, case: Case) -> None:
             if mode == "exact":
                 assert set(sampled.tolist()) == {max(0, batch.version - BOUND)}
     assert set(run.evals) >= {2} and all(values["eval/reward"] >= 0 for values in run.evals.values())
-
-
-def check_waits(run: Run) -> None:
-    """The learner's waits have names, and add up to its time without a batch but for the batch's way to it."""
-    waits = [
-        {key.rpartition("/")[2]: s for key, s in step.items() if key.startswith("buffer/waited_for/")}
-        for step in run.steps
-    ]
-    for step, waited in zip(run.steps, waits, strict=True):
-        assert set(waited) == {"queued", "generate", "tools", "rewards", "failed"}
-        assert 0 <= sum(waited.values()) <= step["time/wait_data_s"] + 0.05
-        assert 0 <= step["buffer/waited_for_late_s"] <= sum(waited.values()) + 1e-6
-    all_s = {name: sum(waited[name] for waited in waits) for name in waits[0]}
-    assert all_s["generate"] > 0 and all_s["tools"] > 0 and all_s["failed"] == 0
-    assert sum(all_s.values()) > 0.5 * sum(step["time/wait_data_s"] for step in run.steps)
 
 
 @pytest.mark.e2e

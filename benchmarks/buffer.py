@@ -131,7 +131,7 @@ def run_encoded_producer(config: Config, address: str) -> None:
             reply = read_reply(receive(socket))
             if asked in reply.ids:
                 for slot in read_slots(reply.result):
-                    socket.send(pack_request("put", next(ids), worker=WORKER, phases=[]), zmq.SNDMORE)
+                    socket.send(pack_request("put", next(ids), worker=WORKER), zmq.SNDMORE)
                     socket.send(groups.encoded(slot))
                 asked = admit()
 

@@ -24,7 +24,6 @@ from async_rl.messages.codec import encode_group
 from async_rl.messages.episode_columns import error_text
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
-from buffer.learner_waits import MAX_PHASES, Phase
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
@@ -80,7 +79,11 @@ class LearnerClient:
         In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
         is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
         """
-        self._poll("may_push", version, f"to push version {version}", lambda: False)
+        purpose = (
+            f"to push version {version}, which with weight_sync.on_update drain waits until no rollout group runs "
+            "(with in_place, retract and abort it waits for none)"
+        )
+        self._poll("may_push", version, purpose, lambda: False)
 
     def trained(self, version: int) -> None:
         """Report that the batch taken last yielded `version`; the buffer accepts tokens of this version from now on."""
@@ -174,27 +177,12 @@ class WorkerClient:
         groups: list[int] = reply.result["groups"]
         return groups
 
-    async def turns(self, holds: bool) -> bool:
-        """Wait until the buffer's wish to hold back further turns differs from `holds`, and return that wish.
-
-        After LONG_POLL_S without a change it returns `holds`.
-
-        Args:
-            holds: whether this worker holds back all turns now, and samples no reply.
-        """
-        reply = await self._call(next(self._ids), "turns", "held turns", holds=holds, wait_s=LONG_POLL_S)
-        return bool(reply.result["hold"])
-
-    async def put(self, group: RolloutGroup, phases: Sequence[Phase] = ()) -> bool:
+    async def put(self, group: RolloutGroup) -> bool:
         """Deliver a finished group; return False if the buffer had it already or has dropped it, else True.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
-
-        Args:
-            phases: what the group waited for until now, oldest first; only the last MAX_PHASES are sent.
         """
-        sent = [list(phase) for phase in phases[-MAX_PHASES:]]
-        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group), phases=sent)
+        reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:

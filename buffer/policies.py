@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from async_rl.errors import StalenessError
 from buffer.staleness import (
@@ -81,13 +81,9 @@ class Policy(ABC):
         """Return text on the running groups for which a batch waits although enough have finished; "" if none."""
         return ""
 
-    def may_push(self, state: StoreState, holding: Set[str]) -> bool:
-        """Return whether a push may begin now, if the workers `holding` hold back all turns of their episodes."""
-        if not self.rules.drain:
-            return True
-        if self.rules.holds_turns:
-            return holding >= {row.worker for row in state.running.values()}
-        return not state.running
+    def may_push(self, state: StoreState) -> bool:
+        """Return whether a push may begin now."""
+        return not (self.rules.drain and state.running)
 
     def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
         """Return for each finished group why it is dropped by a resume at `version`; None: it continues.
@@ -189,7 +185,7 @@ class Exact(Policy):
     def misses_late(self, state: StoreState) -> bool:
         return False
 
-    def may_push(self, state: StoreState, holding: Set[str]) -> bool:
+    def may_push(self, state: StoreState) -> bool:
         return not (state.running or self.capacity(state))
 
     def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:

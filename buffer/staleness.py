@@ -94,8 +94,6 @@ class Rules:
     exact: bool = False
     drain: bool = False
     """Whether a push waits until no group runs; meanwhile no group may start."""
-    holds_turns: bool = False
-    """Whether such a push waits only until no worker samples a reply: workers hold back the turns of their episodes."""
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
@@ -103,7 +101,6 @@ class Rules:
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
             fresh_per_step=config.fresh_per_step, max_uses=config.buffer.max_uses, late=config.staleness.late,
             exact=config.staleness.mode == "exact", drain=config.weight_sync.on_update == "drain",
-            holds_turns=config.holds_turns,
         )
 
 

@@ -12,7 +12,7 @@ The state is one Row for each live group and a few scalars, so that a journal ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 from async_rl.errors import WireError
@@ -112,11 +112,6 @@ class Store:
         self._aborts.pop(worker, None)
         return len(lost)
 
-    @property
-    def wants_held_turns(self) -> bool:
-        """Whether workers must hold back the turns of their episodes, because a push drains."""
-        return self._is_draining and self.rules.holds_turns
-
     def aborts(self, worker: str) -> list[int]:
         """Return the ids of the groups that were dropped while `worker` ran them and that it has not acknowledged."""
         return self._aborts.get(worker, [])
@@ -176,18 +171,14 @@ class Store:
             if self.policy.deadline(row) < version:
                 self.state.put(row, "trained")
 
-    def may_push(self, holding: Set[str] = frozenset()) -> bool:
+    def may_push(self) -> bool:
         """Return whether the newest version may be pushed now.
 
-        With `drain` it may once no group runs, or with episodes of several turns once every worker that runs a group is
-        in `holding`; this call stops admission until `served`. In exact mode it may once all groups of the served
-        version were admitted and have arrived. Otherwise it always may.
-
-        Args:
-            holding: the workers that hold back all turns of their episodes now, and sample none.
+        With `drain` it may once no group runs; this call stops admission until `served`. In exact mode it may once all
+        groups of the served version were admitted and have arrived. Otherwise it always may.
         """
         self._is_draining = self.policy.holds_admission
-        return self.policy.may_push(self.state, holding)
+        return self.policy.may_push(self.state)
 
     def served(self, version: int) -> None:
         """Record that every live server serves `version` or a later one.

@@ -4,7 +4,6 @@
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
-    turns    a push's drain     held turns         running replies           the buffer's served version
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 """
 
@@ -16,7 +15,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from buffer.client import WorkerClient
 from rollout_server.engines.base import Completion, Engine, GenerationRequest
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.group_phases import group_phases
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
 from rollout_server.episodes.players.player import open_player
 from rollout_server.flat_rewards import FlatRewards
@@ -40,7 +38,6 @@ from rollout_server.rewards.base import Reward, num_threads
 from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
-from rollout_server.turn_gate import TurnGate
 from rollout_server.worker_stats import WorkerStats
 
 REPORT_INTERVAL_S = 0.5
@@ -73,7 +70,6 @@ class Worker:
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self._stats.waiting)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
-        self._gate = TurnGate(self._name, config.timeouts.generate_s + config.timeouts.push_s)
         self._gpus = GpuSampler(self._name)
         self._evaluation = Evaluation(config, self._answer, task, self._stats)
         self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
@@ -138,8 +134,6 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
-                if self._config.holds_turns:
-                    tasks.create_task(self._hold_turns())
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
@@ -172,20 +166,7 @@ class Worker:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
 
-    async def _hold_turns(self) -> None:
-        """Keep asking the buffer whether to hold back further turns of episodes: shut the gate if so, else open it."""
-        holds = False
-        while True:
-            must_hold = await self._client.turns(holds)
-            if must_hold and not holds:
-                await self._gate.shut()
-            elif holds and not must_hold:
-                self._gate.open()
-            holds = must_hold
-
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
         request = GenerationRequest(
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
@@ -205,12 +186,13 @@ class Worker:
             self._log.note(warning)
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
-            temperature=request.temperature, duration_s=clock() - granted_s, worker=self._name,
+            temperature=request.temperature, worker=self._name,
+            duration_s=asyncio.get_running_loop().time() - granted_s,
             baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
             data_row=prompt.data_row, **rows._asdict(),
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
-            await self._client.put(group, group_phases(episodes, granted_s, began_s, clock()))
+            await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
 
@@ -267,24 +249,23 @@ class Worker:
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Return the engine's answers to a request, which waits while turns are held back, except in an evaluation.
+        """Return the engine's answers to a request.
 
         Raises:
-            WaitTimeoutError: the engine has not answered within timeouts.generate_s, or the turns were held too long.
+            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
         """
-        timeout_s, is_evaluation = self._config.timeouts.generate_s, _BASELINE_IDS < request.group_id < 0
-        async with nullcontext() if is_evaluation else self._gate.reply():
-            try:
-                with self._stats.waiting("generates", "its engine", timeout_s):
-                    async with asyncio.timeout(timeout_s) as limit:
-                        return await self._engine.generate(request)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise WaitTimeoutError(
-                    f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                    f"{self._config.rollout.engine} engine to answer group {request.group_id}"
-                ) from None
+        timeout_s = self._config.timeouts.generate_s
+        try:
+            with self._stats.waiting("generates", "its engine", timeout_s):
+                async with asyncio.timeout(timeout_s) as limit:
+                    return await self._engine.generate(request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WaitTimeoutError(
+                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
+                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
+            ) from None
 
     async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:
         self._counts["failed"] += 1

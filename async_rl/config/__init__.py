@@ -91,15 +91,6 @@ class Config:
         return self.longest_tokens if self.task.has_turns else self.rollout.max_response_tokens
 
     @property
-    def holds_turns(self) -> bool:
-        """Whether a push that drains holds back the turns of episodes, in place of waiting for whole groups.
-
-        In exact mode it waits for whole groups, because these are the batch that it goes with.
-        """
-        drains = self.weight_sync.on_update == "drain" and self.staleness.mode == "bounded"
-        return drains and self.task.has_turns
-
-    @property
     def fewest_episodes(self) -> int:
         """The fewest episodes of a group that can be trained. Episodes of several turns may fail, and are left out."""
         if not self.task.has_turns:

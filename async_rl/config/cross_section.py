@@ -153,16 +153,23 @@ def _check_best(config: Config) -> None:
 
 
 def _check_updates(config: Config) -> None:
-    """Check that weight_sync.on_update goes with staleness.late, and in_place with rollout.server_args.
+    """Check that weight_sync.on_update goes with staleness.late, with the time limits and with rollout.server_args.
 
     With SGLang's overlap schedule on, a token that is being sampled during a pause in place gets a wrong version.
     """
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
+    timeouts = config.timeouts
     check(
-        late != "mask" or on_update != "drain" or config.task.has_turns, "staleness.late", late,
+        late != "mask" or on_update != "drain", "staleness.late", late,
         "wait or drop with weight_sync.on_update drain",
         "All tokens of a drained answer are of one version: no single token can be too old. "
         "Or set weight_sync.on_update: in_place, retract or abort.",
+    )
+    check(
+        on_update != "drain" or not config.task.has_turns or timeouts.batch_s >= timeouts.episode_s,
+        "timeouts.batch_s", timeouts.batch_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
+        "weight_sync.on_update drain and episodes of several turns",
+        "A push waits until the episodes that run have ended. Raise it, or lower timeouts.episode_s.",
     )
     flags = {name.replace("_", "-"): value for name, value in server_args.items()}
     check(

@@ -265,7 +265,8 @@ class TimeoutsConfig:
     reward_s: Seconds = 30.0
     """How long one call of the reward function may take, from when a thread begins with it."""
     batch_s: Seconds = 1800.0
-    """How long the learner may wait for a batch."""
+    """How long the learner may wait for a batch, and with weight_sync.on_update drain for the groups that run to end.
+    """
     push_s: Seconds = 300.0
     """How long one weight push may take."""
     wire_s: Seconds = 30.0

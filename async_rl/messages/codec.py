@@ -37,7 +37,7 @@ from async_rl.messages.message_reader import (
 )
 from async_rl.types import BoolArray, FloatArray, IntArray, Rollout, RolloutGroup
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Version of every message; raise it when a field is added, removed or changes its meaning."""
 
 MAX_ROUNDING = 1e-4

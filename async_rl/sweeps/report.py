@@ -17,7 +17,6 @@ from async_rl.sweeps.prediction import Measured, compare
 from async_rl.sweeps.results import Row, read_runs, rows_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
 from async_rl.sweeps.tables import Table
-from buffer.learner_waits import FAILED, PHASES
 from buffer.store_rows import DROP_REASONS
 
 TRADE_OFF: dict[str, tuple[str, str]] = {
@@ -49,10 +48,6 @@ LEARNING: dict[str, tuple[str, str]] = {
     "dropped": ("groups dropped as too late", "{:.2%}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
 }
-WAITS = {
-    **{name: f"buffer/waited_for/{name}" for name in (*PHASES, FAILED)}, "for late groups": "buffer/waited_for_late_s"
-}
-"""The metric of each column of the table of waits. The last one is a part of the others."""
 NOTES = (
     "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
     "with the largest measured improvement per minute is bold.",
@@ -68,8 +63,6 @@ NOTES = (
     "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
     "where the simulator does not cover these rules. Groups in flight are rollout groups that were granted a slot and "
     "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
-    "A wait for a batch has the name of what the slowest episode of the group that completed the batch did meanwhile. "
-    "The wait was for late groups where enough others had finished.",
     "The work-conserving bound is the sum of both utilisations if neither pool ever waited without need: the stages "
     "one after the other at staleness 0, and the slower pool without pause above. It takes training and push as long "
     "as they were measured, also where they last longer because both pools share the machine.",
@@ -99,7 +92,7 @@ def write_report(folder: Path) -> str:
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
-        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), waits(rows), bounds_compared(rows),
+        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
     )  # fmt: skip
     tables = [table for table in found if table]
@@ -153,23 +146,6 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
             percent((m.learner + m.rollout) / m.bound),
         ])  # fmt: skip
     return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
-
-
-def waits(rows: Sequence[Row]) -> Table | None:
-    """Return a table of the shares of time that the learner waited for a batch, by the cause of the wait.
-
-    It has a line for each setting in bounded mode whose learner waited, and is None without such settings.
-    """
-    lines = []
-    for row in rows:
-        seconds = dict.fromkeys(WAITS, 0.0)
-        for run in row.runs:
-            for name, key in WAITS.items():
-                seconds[name] += sum(value for _, _, value in run.points(key, first=1))
-        all_s = sum(float(run.summary["seconds"]) for run in row.runs)
-        if any(seconds.values()) and not row.exact:
-            lines.append([row.name, *(f"{value / all_s:.1%}" for value in seconds.values())])
-    return Table(("setting", *WAITS), lines, "What the learner waited for, share of its time") if lines else None
 
 
 def dropped_groups(rows: Sequence[Row]) -> Table | None:

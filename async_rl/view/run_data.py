@@ -22,7 +22,6 @@ from async_rl.view.run_files import RunFiles
 
 MAX_KEYS = 60
 MAX_STEPS_SHOWN = 200
-WAITED_FOR = "buffer/waited_for/"
 MAX_HISTOGRAM_STEPS = 200
 PREDICTION_LIMIT_S = 20.0
 """The longest time that a request waits for the simulator."""
@@ -63,19 +62,7 @@ def window(request: Request) -> Response:
             f"it has the steps {number_of_first} to {number_of_first + len(ends_s) - 1}" if ends_s else "it is empty"
         )
         raise ConfigError(f"{run.folder / 'timeline.json'} has nothing of the steps {first} to {last}: {known} so far.")
-    return _json(asdict(found) | {"waited_for_s": waited_for_s(run, found.first_step, found.last_step)})
-
-
-def waited_for_s(run: RunFiles, first: int, last: int) -> dict[str, float]:
-    """Return the seconds of some steps in which the learner waited for a batch, by what the group that completed the
-    batch did meanwhile (see `buffer/waited_for` in docs/metrics.md).
-    """
-    sums = {}
-    for key in run.metrics.refresh().keys:
-        if key.startswith(WAITED_FOR):
-            of_steps = run.metrics.values(key, first - 1)
-            sums[key.removeprefix(WAITED_FOR)] = sum(value for step, value in of_steps.items() if step <= last)
-    return sums
+    return _json(asdict(found))
 
 
 def first_step_of_timeline(run: RunFiles) -> int:

@@ -18,7 +18,7 @@ from async_rl.messages.limits import MAX_CAUSE_CHARS, Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
-from buffer.learner_waits import MAX_PHASES, LearnerWaits, read_phases
+from buffer.late_waits import LateWaits
 from buffer.protocol.wire import (
     MAX_ANSWERED,
     MAX_ERROR_CHARS,
@@ -44,7 +44,7 @@ class Parked:
     identity: bytes
     request: Request
     amount: int
-    """max_groups of an admit, holds of a turns, version of a take or may_push."""
+    """max_groups of an admit, version of a take or may_push."""
     until_s: float
 
 
@@ -80,10 +80,9 @@ class Operations:
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
-        self._last_turns: dict[str, tuple[int, dict[str, Any]]] = {}  # as _last_grant
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
-        self._waits = LearnerWaits()
+        self._late_waits = LateWaits()
         self._answers: list[Answer] = []
         self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
 
@@ -125,9 +124,6 @@ class Operations:
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
                 result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
                 self._last_grant[worker] = (parked.request.id, result)
-            elif op == "turns" and (self.store.wants_held_turns != parked.amount or parked.until_s <= now_s):
-                result = {"hold": self.store.wants_held_turns}
-                self._last_turns[worker] = (parked.request.id, result)
             if result is not None:
                 del self._parked[op, worker]
                 self._answers.append(Answer(parked.identity, [parked.request.id], result))
@@ -141,11 +137,9 @@ class Operations:
 
     def abandon(self, worker: str) -> int:
         """Fail the running groups of a worker that died, and return their number. Their prompts are granted again."""
-        for op in ("admit", "aborts", "turns"):
+        for op in ("admit", "aborts"):
             self._parked.pop((op, worker), None)
-        if lost := self.store.abandon(worker):
-            self._waits.fail()
-        return lost
+        return self.store.abandon(worker)
 
     def counters(self) -> dict[str, float]:
         more = {"buffer/refused": float(self.refused), "buffer/restarts": float(self.restarts)}
@@ -177,19 +171,10 @@ class Operations:
                 self._park("aborts", worker, identity, request)
                 self.store.acknowledge_aborts(worker, acknowledged)
                 return None
-            case "turns":
-                worker, holds = self._worker(fields), fields.boolean("holds")
-                last_id, last_result = self._last_turns.get(worker, (-1, {}))
-                if request.id == last_id:  # a late repetition: the worker may have begun new turns since
-                    return last_result
-                self._park("turns", worker, identity, request, int(holds))
-                return None
             case "take" | "may_push":
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
                 self._park(LEARNER, "", identity, request, version)
-                if request.op == "take":
-                    self._waits.begin(time.monotonic())
                 return None
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
@@ -197,7 +182,6 @@ class Operations:
                 data_row = fields.integer("data_row", -1)
                 if self.store.running_slot(group_id, worker):
                     self.store.fail(group_id, cause, requeue, data_row)
-                    self._waits.fail()
             case "trained":
                 self.store.trained(fields.integer("version", 0))
             case "served":
@@ -231,7 +215,6 @@ class Operations:
         Raises WireError if the group is not valid, or not as it was granted.
         """
         worker, payload = self._worker(request.fields), request.payload[0]
-        phases = read_phases(request.fields.items("phases", 0, MAX_PHASES))
         group = check_group(view(payload), self.limits)
         slot = self.store.running_slot(group.group_id, worker)
         if slot is None:
@@ -244,7 +227,6 @@ class Operations:
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
         self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal, group.data_row)
-        self._waits.arrive(phases, time.monotonic())
         if self._record_group:
             self._record_group(group)
         return True
@@ -260,20 +242,20 @@ class Operations:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
         if parked.request.op == "may_push":
-            holding = {worker for (op, worker), turns in self._parked.items() if op == "turns" and turns.amount}
-            result = {"ready": True} if self.store.may_push(holding) else {}
+            result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.amount, now_s):
-            counters = self.counters() | self._waits.hand_out(parked.amount, now_s)
+            waited_s = self._late_waits.hand_out(parked.amount, now_s)
+            counters = self.counters() | {"buffer/waited_for_late_s": waited_s}
             batch = batch_frames(parked.amount, taken, counters, self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):
             if parked.request.op == "take" and self.store.misses_late:
-                self._waits.miss_late(now_s)
+                self._late_waits.begin(now_s)
             if now_s < parked.until_s:
                 return
             result = {"state": self.describe(now_s)}
-            self._waits.interrupt(now_s)
+            self._late_waits.end(now_s)
         del self._parked[LEARNER, ""]
         self._answers.append(Answer(parked.identity, [parked.request.id], result, batch=batch))
 

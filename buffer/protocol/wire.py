@@ -8,13 +8,10 @@ one client that have the same answer may be answered together, as those of `put`
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. With a group come its phases, {phases: [[name, seconds], ...]}; see
-                buffer/learner_waits.py.
+                comes at once.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
-    turns       A worker says whether it holds back all turns of its episodes and samples none ({holds}). The answer
-                {hold: whether it must} comes as soon as that is another value, or after wait_s.
     take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
                 wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
@@ -48,10 +45,9 @@ MAX_ANSWERED = 256
 
 _OPERATIONS = {
     "admit": ("worker", "max_groups", "wait_s"),
-    "put": ("worker", "phases"),
+    "put": ("worker",),
     "fail": ("worker", "group_id", "cause", "requeue", "data_row"),
     "aborts": ("worker", "acknowledged", "wait_s"),
-    "turns": ("worker", "holds", "wait_s"),
     "take": ("version", "wait_s"),
     "may_push": ("version", "wait_s"),
     "trained": ("version",),

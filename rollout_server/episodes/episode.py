@@ -70,10 +70,6 @@ class Episode:
     """Equal for errors of one class that were raised in one place, whatever their texts say."""
     traceback: str = ""
     """The traceback of what the environment or the agent raised."""
-    reply_times: tuple[tuple[float, float], ...]
-    """The begin and end of each reply's sampling by the event loop's clock, in the order in which they ended."""
-    ended_s: float
-    """The end of the episode by the same clock."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`. A question has none."""
 
@@ -211,13 +207,13 @@ class Attempt:
             end, error = failed.end, _described(failed)
         finally:
             num_leaked, close_error = await self._close(close)
-        ended_s = asyncio.get_running_loop().time()
+        duration_s = asyncio.get_running_loop().time() - began_s
         said, kind, lines = error or close_error
         return Episode(
             rows=self._rows(end), answer=self._session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
-            traceback=lines, reply_times=tuple(self._session.reply_times), ended_s=ended_s,
+            traceback=lines,
             metrics={
-                **self._metrics(ended_s - began_s, num_leaked, end),
+                **self._metrics(duration_s, num_leaked, end),
                 **{f"env/{name}": value for name, value in self.metrics.items()},
             },
         )  # fmt: skip

@@ -44,7 +44,7 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 def put_episodes(slot: Slot) -> list[bytes]:
     group = random_episodes(slot, np.random.default_rng(slot.group_id))
-    return [pack_request("put", 77, worker="rollout/0", phases=[]), encode_group(group)]
+    return [pack_request("put", 77, worker="rollout/0"), encode_group(group)]
 
 
 def valid_messages(put: Callable[[Slot], list[bytes]]) -> list[list[bytes]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -32,11 +31,11 @@ def ask(address: str, frames: list[bytes]) -> dict[str, Any]:
         return reply
 
 
-def put_frames(slot: Slot, phases: Sequence[Any] = (), worker: str = "rollout/0", **changes: Any) -> list[bytes]:
-    return [pack_request("put", 77, worker=worker, phases=phases), encode_group(make_group(slot, **changes))]
+def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
+    return [pack_request("put", 77, worker=worker), encode_group(make_group(slot, **changes))]
 
 
-PUT = pack_request("put", 77, worker="rollout/0", phases=[])
+PUT = pack_request("put", 77, worker="rollout/0")
 FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
@@ -70,9 +69,6 @@ FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0,
         ([PUT], "message: 1 frames, allowed 2 for put"),
         ([PUT, b"?"], "message: got 63, allowed a map"),
         ([PUT, bytes(10**5)], "group: 100000 bytes, allowed at most"),
-        (put_frames(FIRST, [["tools", 1]]), "phases[0]: got 1, allowed a finite number of seconds >= 0"),
-        (put_frames(FIRST, [["tools", 1.0], ["sleep", 1.0]]), "phases[1]: got 'sleep', allowed one of queued"),
-        (put_frames(FIRST, [1.0]), "phases[0]: got 1.0, allowed a list of name and seconds"),
         (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99, allowed one that was granted"),
         (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1', allowed one of the run's: rollout/0"),
         (put_frames(OTHER_PROMPT), "prompt_index: got 3, allowed 0 as granted to group 0"),

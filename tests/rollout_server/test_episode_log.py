@@ -23,7 +23,7 @@ def log() -> EpisodeLog:
 
 def an_episode(**changes: Any) -> Episode:
     plain = Episode(
-        rows=(), answer="", end="done", reply_times=(), ended_s=0.0, metrics=dict.fromkeys(EPISODE_METRICS, 2.0)
+        rows=(), answer="", end="done", metrics=dict.fromkeys(EPISODE_METRICS, 2.0)
     )
     return replace(plain, **changes)
 

@@ -9,9 +9,7 @@ import pytest
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import Completion, GenerationRequest
-from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
-from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, rolled_out
+from tests.rollout_server.test_worker import EchoEngine, config_of, rolled_out
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
@@ -43,22 +41,3 @@ def test_a_timeout_of_the_engines_own_is_not_blamed_on_generate_s() -> None:
     config = config_of(timeouts=TimeoutsConfig(generate_s=20, wire_s=5, batch_s=1, shutdown_s=5))
     with pytest.raises(TimeoutError, match="the engine waited for a connection"):
         rolled_out(config, ImpatientEngine(), lambda prompt, text: 1.0)
-
-
-def test_a_turn_that_is_held_too_long_by_a_push_says_so() -> None:
-    """With drain, no turn may begin while a push waits, here for ever."""
-
-    async def generate_while_shut() -> None:
-        config = config_of(timeouts=TimeoutsConfig(generate_s=0.1, push_s=0.1))
-        task = open_task(config, TOKENIZER)
-        worker = Worker(config, 0, EchoEngine(), task, lambda *_: 1.0, TOKENIZER, "tcp://127.0.0.1:1")
-        await worker._gate.shut()
-        with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* for the learner to end a weight push"):
-            await worker._generate(
-                GenerationRequest(
-                    group_id=0, prompt=task.prompt(0), start_version=0, seed=0, n=1, max_tokens=1, temperature=1.0
-                )
-            )
-        await worker.stop()
-
-    asyncio.run(generate_while_shut())

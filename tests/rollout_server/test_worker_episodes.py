@@ -1,4 +1,4 @@
-"""The worker with episodes of several turns: environments, agents, faults, and pushes that hold back turns."""
+"""The worker with episodes of several turns: environments, agents, faults, and pushes that drain."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: 
     assert values["eval/accuracy"] == 1 and values["eval/failed"] == 0  # two answers a question: none is wrong
 
 
-def test_a_push_that_drains_waits_for_replies_and_not_for_tools(config: Config) -> None:
-    """Episodes wait most of the time. A push is allowed in between, and while it runs the engine gets no request."""
+def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
+    """Episodes wait most of the time, and the push for them. While it runs the engine gets no request."""
     config = replace(
         config, staleness=StalenessConfig(max=4), weight_sync=WeightSyncConfig(on_update="drain"),
-        task=replace(config.task, params={"mean_s": 0.2}), timeouts=replace(config.timeouts, turn_s=30),
+        task=replace(config.task, params={"mean_s": 0.02}), timeouts=replace(config.timeouts, turn_s=10, episode_s=20),
     )
     engine = TalkingEngine(follow, delay_s=0.01)
     seen: Counter[str] = Counter()
@@ -156,12 +156,13 @@ def test_a_push_that_drains_waits_for_replies_and_not_for_tools(config: Config) 
         client = LearnerClient(address, config.timeouts)
         client.served(0)
         for version in range(4):
-            client.take(version)
+            sampled = [r.versions[r.mask] for group in client.take(version).groups for r in group.rollouts]
+            seen["of two versions"] += sum(len(set(versions.tolist())) > 1 for versions in sampled)
             client.trained(version + 1)
             client.await_push(version + 1)
             before = len(engine.requests)
             seen["running"] += engine.num_running
-            asyncio.run(asyncio.sleep(0.3))  # the push: episodes go on waiting for their look-ups
+            asyncio.run(asyncio.sleep(0.3))  # the push
             seen["begun"] += len(engine.requests) - before
             engine.version = version + 1
             client.served(version + 1)
@@ -183,4 +184,4 @@ def test_a_push_that_drains_waits_for_replies_and_not_for_tools(config: Config) 
 
     with running_buffer(config) as server:
         asyncio.run(asyncio.wait_for(run(server.address), 60))
-    assert seen == {"running": 0, "begun": 0}
+    assert seen == {"running": 0, "begun": 0, "of two versions": 0}

@@ -46,7 +46,7 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
 def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class TimesOut(SingleTurnPlayer):
         async def play(self, request: GenerationRequest) -> list[Episode]:
-            late = Episode(rows=(), answer="", end="timeout", error="it took too long", reply_times=(), ended_s=0.0)
+            late = Episode(rows=(), answer="", end="timeout", error="it took too long")
             return [late] * request.n
 
     monkeypatch.setattr("rollout_server.worker.open_player", lambda *arguments: TimesOut(*arguments[1:3]))

@@ -175,8 +175,7 @@ def chats(tmp_path: Path) -> Client:
     writer.add(make_group(3, ["answer"]), step=4)
     writer.close()
     with (run_dir / "metrics.jsonl").open("a") as file:
-        waits = {"buffer/waited_for/tools": 0.25, "buffer/waited_for/rewards": 0.0, "episode/turns": 2.0}
-        file.writelines(json.dumps({"step": step} | waits) + "\n" for step in (1, 2, 3, 4))
+        file.writelines(json.dumps({"step": step, "episode/turns": 2.0}) + "\n" for step in (1, 2, 3, 4))
     return Client(run_dir)
 
 
@@ -211,12 +210,9 @@ def test_groups_are_found_by_how_their_episodes_ended(chats: Client) -> None:
     assert "No group meets all of this" in chats.get("/run/rollouts?end=turns").text
 
 
-def test_runs_with_episodes_have_their_charts_and_their_waits(chats: Client, client: Client) -> None:
+def test_runs_with_episodes_have_their_charts(chats: Client, client: Client) -> None:
     assert "How episodes end" in chats.get("/run/overview").text
     assert "How episodes end" not in client.get("/run/overview").text
-    found = chats.get("/run/data/window?from=2&to=3").json()
-    assert found["waited_for_s"] == {"rewards": 0.0, "tools": 0.5}
-    assert client.get("/run/data/window?from=2&to=3").json()["waited_for_s"] == {}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,6 @@ const WAITS = {
   "held push": "an evaluation, before a push", push: "a weight push", "release memory": "the servers' memory",
   copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "other work",
 };
-const MEANWHILE = {
-  queued: "waited for its turn", generate: "waited for the engine", tools: "was with its tools, environment or agent",
-  rewards: "was scored", failed: "failed",
-};
 const MOST_STEPS_NAMED = 28;
 let shown = null;
 let follows = form.dataset.follows === "1";
@@ -108,10 +104,6 @@ function writeTables() {
   const sums = {};
   for (const [name, seconds] of Object.entries(shown.waits_s)) sums[WAITS[name] || name] = (sums[WAITS[name] || name] || 0) + seconds;
   writeSeconds(document.getElementById("waits"), sums);
-  const meanwhile = Object.entries(shown.waited_for_s).filter(([, seconds]) => seconds > 0);
-  const place = document.getElementById("waited-for");
-  place.hidden = !meanwhile.length;
-  writeSeconds(place.querySelector("table"), Object.fromEntries(meanwhile.map(([what, seconds]) => [MEANWHILE[what] || what, seconds])));
 }
 
 /** Write seconds by what they were spent on into a table, the most first. */

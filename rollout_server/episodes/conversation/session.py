@@ -108,8 +108,8 @@ class Session:
         self.is_closed = False
         self.last_answer = ""
         """The content of the last reply that was received."""
-        self.reply_times: list[tuple[float, float]] = []
-        """The begin and end of each reply's sampling by the event loop's clock, also of replies that failed."""
+        self.generate_s = 0.0
+        """The time that the engine took, summed over all replies, also those that failed."""
         self.counts = SessionCounts()
 
     @property
@@ -121,11 +121,6 @@ class Session:
     def num_undelivered(self) -> int:
         """The number of replies that were sampled to their end, and that nobody has received."""
         return len(self._replies) - len(self._received)
-
-    @property
-    def generate_s(self) -> float:
-        """The time that the engine took, summed over all replies."""
-        return sum(end_s - began_s for began_s, end_s in self.reply_times)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -300,7 +295,7 @@ class Session:
         try:
             sampled = await self._generate(context.all_tokens(), room)
         finally:
-            self.reply_times.append((began_s, asyncio.get_running_loop().time()))
+            self.generate_s += asyncio.get_running_loop().time() - began_s
         if stop:
             sampled = self._reader.cut(sampled, stop)
         node = Node(context, sampled.tokens.tolist(), sampled)

@@ -6,7 +6,6 @@ to the engine, and need no session: a session for each would take CPU from the e
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from async_rl.errors import AsyncRLError
@@ -34,10 +33,7 @@ class SingleTurnPlayer:
             AsyncRLError: the engine failed, or did not give `request.n` answers.
             ValueError: the prompt is empty or has a token that the model does not have.
         """
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
         completions = await self._generate(request)
-        ended_s = clock()
         if len(completions) != request.n:
             raise AsyncRLError(
                 f"the engine must answer group {request.group_id} with {request.n} completions, got "
@@ -47,12 +43,9 @@ class SingleTurnPlayer:
         replies = [Node(question, completion.tokens.tolist(), completion) for completion in completions]
         answers = self._tokenizer.batch_decode([reply.tokens for reply in replies], skip_special_tokens=True)
         return [
-            Episode(
-                rows=tuple(make_rows([reply])), answer=answer, end="done",
-                reply_times=((began_s, ended_s),), ended_s=ended_s,
-            )
+            Episode(rows=tuple(make_rows([reply])), answer=answer, end="done")
             for reply, answer in zip(replies, answers, strict=True)
-        ]  # fmt: skip
+        ]
 
     def drain_counts(self) -> dict[str, int]:
         """Return no counts: there is no endpoint for agents."""

@@ -26,7 +26,7 @@ FORKED = Episode(
         row([1, 2, 5, 6], [2, 3], (3,), (0.5,)), row([1, 2, 7, 8, 9], [3, 4], (4,), (0.25,)),
         row([1, 2, 7, 3, 4, 5], [3, 5], (3, 5), (1.0, 2.0)),
     ),
-    answer="", end="done", reply_times=(), ended_s=0.0,
+    answer="", end="done",
     metrics={**dict.fromkeys(EPISODE_METRICS, 1.0), "env/score": 3.0},
 )  # fmt: skip
 PLAIN = replace(FORKED, rows=(row([1, 2, 4, 4], [2, 3], (3,), (7.0,)),))

@@ -26,7 +26,7 @@ from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
-from learner.batch_checks import TrainedGroupLedger, check_staleness
+from learner.batch_checks import check_staleness
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.handout import NoBatch, ask_buffer, share_handout
@@ -79,7 +79,6 @@ class Learner:
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
-        self._trained_groups = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
@@ -91,7 +90,6 @@ class Learner:
             self.version = self._saved_version = state.version
             self.evaluations.resume(state.version)
             self._updater.objective.kl_coef = state.kl_coef
-            self._trained_groups = TrainedGroupLedger(config.buffer.max_uses, state.trained_groups)
         self._log_ratios = LogRatioRecorder(config, rank, state) if config.buffer.journal else None
 
     def stop(self) -> None:
@@ -172,7 +170,6 @@ class Learner:
         """Train on one batch, which yields one new version, and return the metrics."""
         with self._timeline.span("busy", "update"):
             batch, metrics = check_staleness(batch, self.version, self.config.staleness)
-            self._trained_groups.add(group.group_id for group in batch.groups)
             metrics += self._updater.update(batch, self._log_ratios)
         self.version += 1
         if self._log_ratios:
@@ -296,7 +293,6 @@ class Learner:
             state = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
-                trained_groups=self._trained_groups.ranges(),
                 buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
             target = checkpoint_folder(self.config.run_dir, self.version)

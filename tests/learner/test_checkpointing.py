@@ -49,7 +49,7 @@ def whole(updater: Updater) -> dict[str, torch.Tensor]:
 def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
     return TrainingState(
         version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
-        trained_groups=[[]], buffer={},
+        buffer={},
     )
 
 
@@ -168,7 +168,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
     state = read_training_state(checkpoint_folder(tmp_path / "a", 2))
-    assert (state.version, state.lineage, state.trained_groups) == (2, 0, [[[0, 5]]])
+    assert (state.version, state.lineage) == (2, 0)
 
     publisher.calls.clear()
     (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
@@ -181,7 +181,6 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
-    assert read_training_state(checkpoint_folder(tmp_path / "a", 5)).trained_groups == [[[0, 14]]]
 
 
 def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.params import read_params
+from async_rl.config.params import OnePart
 from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
 
@@ -39,7 +38,7 @@ class RunConfig:
 
 
 @section("weight_sync")
-class WeightSyncConfig:
+class WeightSyncConfig(OnePart):
     """The way in which new weights reach the rollout servers, and what running requests do meanwhile."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
@@ -58,15 +57,10 @@ class WeightSyncConfig:
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `transport`, one of your own, declares."""
 
-    def __post_init__(self) -> None:
-        if settings := self.settings:
-            object.__setattr__(self, "params", dataclasses.asdict(settings))
-
     @property
-    def settings(self) -> Any:
-        """The settings of `transport`, made of `params`: an instance of the class that its entry declares, or None."""
-        part, entry = f"weight_sync.transport {self.transport}", self.transport_entry
-        return read_params("weight_sync.params", self.params, {part: entry.settings if entry else None}).get(part)
+    def part(self) -> tuple[str, str, Any]:
+        entry = self.transport_entry
+        return "weight_sync.transport", self.transport, entry.settings if entry else None
 
     @property
     def transport_entry(self) -> TransportEntry | None:

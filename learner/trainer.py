@@ -148,7 +148,7 @@ class Learner:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
         `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
-        for its groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
+        for its groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
         """
         handout = None
         with self._timeline.span("wait_data", "batch"):
@@ -276,13 +276,13 @@ class Learner:
         match state:
             case "eval":
                 on = "the held-out evaluation"
-                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.eval_s)
+                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
             case "wait_data":
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
-                return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
+                return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
             case "sync":
                 servers = self._publisher.servers  # each may die in a push, which is then repeated without that server
-                limit_s = (timeouts.join_s + timeouts.push_s) * (1 + len(servers))
+                limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
 

@@ -242,10 +242,8 @@ class Limit(NamedTuple):
 class TimeoutsConfig:
     """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
 
-    server_start_s: Seconds = 600.0
-    """How long a rollout server may take to start."""
-    join_s: Seconds = 120.0
-    """How long processes may take to connect: torch.distributed, the weight group, the buffer."""
+    startup_s: Seconds = 600.0
+    """How long a process of the run may take to start and to reach the others."""
     generate_s: Seconds = 1800.0
     """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
     tool_s: Seconds = 30.0
@@ -254,14 +252,13 @@ class TimeoutsConfig:
     """How long an environment may take to answer a reply, or an agent to ask for the next one."""
     episode_s: Seconds = 3600.0
     """How long one episode may take. After that `task.on_timeout` says what it is worth."""
-    eval_s: Seconds = 3600.0
-    """How long one evaluation may take, before, beside or after training."""
     reward_s: Seconds = 30.0
     """How long one call of the reward function may take, from when a thread begins with it."""
-    batch_s: Seconds = 1800.0
-    """How long the learner may wait for a batch."""
+    work_s: Seconds = 3600.0
+    """How long one large piece of work may take: the batch that the learner waits for, an evaluation, the writing of a
+    checkpoint."""
     push_s: Seconds = 300.0
-    """How long one weight push may take."""
+    """How long one weight push may take, and a server to join it."""
     wire_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
@@ -272,9 +269,7 @@ class TimeoutsConfig:
     interrupt_s: Seconds = 300.0
     """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
     """
-    checkpoint_s: Seconds = 1800.0
-    """How long the writing of one checkpoint may take."""
 
     def limit(self, name: str) -> Limit:
-        """Return the timeout in the field `name`, such as join_s, with its configuration key."""
+        """Return the timeout in the field `name`, such as push_s, with its configuration key."""
         return Limit(getattr(self, name), f"timeouts.{name}")

@@ -203,10 +203,10 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
 def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(checkpoint_s=0.05))
+    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(work_s=0.05))
     checkpointer = Checkpointer(config, {}, CPU)
     checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
-    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.checkpoint_s\) .*step_3"):
+    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.work_s\) .*step_3"):
         checkpointer.wait()
 
 
@@ -267,7 +267,7 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
     evaluations = EvalSchedule(make_config(
-        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(eval_s=0.05)
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(work_s=0.05)
     ))
     evaluations.wait()
     assert not evaluations.served(1)

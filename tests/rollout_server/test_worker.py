@@ -50,7 +50,7 @@ def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **cha
         rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
         algorithm=AlgorithmConfig(filter_zero_variance=False), buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
-        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, batch_s=20, shutdown_s=5),
+        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, work_s=20, shutdown_s=5),
     )
     config = replace(
         config, staleness=replace(config.staleness, max=staleness), run=replace(config.run, steps=steps)
@@ -224,7 +224,7 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
     def reward(question: Question, text: str) -> float:
         raise KeyError("no unit")
 
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, work_s=1, shutdown_s=5))
     with pytest.raises(RewardError, match=r"5 groups in a row failed .*\. The last error: KeyError: 'no unit'"):
         rolled_out(config, EchoEngine(), reward)
 

@@ -24,7 +24,7 @@ from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, m
 
 pytestmark = pytest.mark.processes
 
-SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, batch_s=20, shutdown_s=5)
+SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, work_s=20, shutdown_s=5)
 
 
 def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address."""
     from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
 
-    join, server_start = config.timeouts.limit("join_s"), config.timeouts.limit("server_start_s")
+    limit = config.timeouts.limit("startup_s")
     servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
     engines = ", ".join(config.engine_entries)
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({engines}), {ranks} learner rank(s)")
@@ -142,14 +142,12 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
         for r in range(ranks)
     }
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
-    address = processes.gather({"buffer": buffer.start.remote()}, join, "the start")["buffer"]
-    urls = processes.gather({name: each.start.remote() for name, each in rollouts.items()}, server_start, "the start")
-    listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, join, "the address")
-    processes.gather({name: each.connect.remote(address) for name, each in rollouts.items()}, join, "connecting")
+    address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
+    urls = processes.gather({name: each.start.remote() for name, each in rollouts.items()}, limit, "the start")
+    listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
+    processes.gather({name: each.connect.remote(address) for name, each in rollouts.items()}, limit, "connecting")
     arguments = (listening["learner/0"], address, [urls[name] for name in rollouts])
-    processes.gather(
-        {name: each.start.remote(*arguments) for name, each in learners.items()}, server_start, "the start"
-    )
+    processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
     return str(address)
 
 
@@ -158,7 +156,7 @@ def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, ver
         return
     report = processes.gather(
         {name: processes.actors[name].evaluate.remote(version, beside_training=False)},
-        config.timeouts.limit("eval_s"), f"the evaluation of version {version}",
+        config.timeouts.limit("work_s"), f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)
 
@@ -201,7 +199,7 @@ async def _revive_buffer(
     log.logger.note("the buffer's process died; another one goes on from its journal")
     port = int(address.rpartition(":")[2])
     buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
-    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("join_s"), "the restart")
+    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("startup_s"), "the restart")
 
 
 def _close_buffer(

@@ -55,7 +55,7 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
     prompts = [task.prompt(i) for i in range(steps * config.learner.prompts_per_step)]
-    by_text = {prompt.text: prompt for prompt in prompts}
+    by_text = {prompt.text: prompt.reference for prompt in prompts}
     lengths: list[int] = []
     clock = StepClock(seconds)
 

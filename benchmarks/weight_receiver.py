@@ -61,7 +61,7 @@ class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
         self.names = tensor_names(num_tensors)
         command = [sys.executable, "-m", "benchmarks.weight_receiver", str(num_tensors), str(num_elements)]
         self.process = subprocess.Popen(
-            [*command, str(config.timeouts.join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(config.timeouts.push_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         if not wait([self.process.stdout.fileno()], START_S):
@@ -96,9 +96,10 @@ def tensor_names(num_tensors: int) -> list[str]:
     return [f"w{number}" for number in range(num_tensors)]
 
 
-async def serve(num_tensors: int, num_elements: int, join_s: float) -> None:
+async def serve(num_tensors: int, num_elements: int, timeout_s: float) -> None:
     """Serve the weight endpoints and print their URL; return when stdin ends, which it does with the parent process."""
-    endpoints = WeightEndpoints(TensorEngine(num_tensors, num_elements), TimeoutsConfig(join_s=join_s), NetworkConfig())  # type: ignore[arg-type]
+    engine: Any = TensorEngine(num_tensors, num_elements)
+    endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), NetworkConfig())
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await endpoints.aclose()

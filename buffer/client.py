@@ -65,7 +65,7 @@ class LearnerClient:
         The list is empty if `interrupted`, asked every few seconds, returns True before there is a batch.
 
         Raises:
-            WaitTimeoutError: there was no batch within timeouts.batch_s; the message says what is missing.
+            WaitTimeoutError: there was no batch within timeouts.work_s; the message says what is missing.
             NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
@@ -74,7 +74,7 @@ class LearnerClient:
         return [frame.buffer for frame in reply.frames] if reply else []
 
     def await_push(self, version: int) -> None:
-        """Wait until `version`, the newest, may be pushed; raise WaitTimeoutError after timeouts.batch_s.
+        """Wait until `version`, the newest, may be pushed; raise WaitTimeoutError after timeouts.work_s.
 
         In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
         is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
@@ -104,9 +104,9 @@ class LearnerClient:
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> Reply | None:
         """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
 
-        Raises WaitTimeoutError after timeouts.batch_s, which says what the learner waited for: `purpose`.
+        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`.
         """
-        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
+        limit, start_s = self._timeouts.limit("work_s"), time.monotonic()
         while not interrupted():
             left_s = limit.seconds - (time.monotonic() - start_s)
             reply = self._call(op, version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))

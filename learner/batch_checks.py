@@ -1,12 +1,7 @@
-"""The learner's own checks of every batch: no trained token is too old, and no group is used too often.
-
-They also hold after a resume, because the uses of each group are part of the checkpoint.
-"""
+"""The learner's own check of every batch: no trained token is too old."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,50 +73,3 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
                     f"{version} and staleness.max is {max_staleness}: only tokens of versions "
                     f"{max(0, version - max_staleness)}..{version} may be trained on."
                 )
-
-
-class TrainedGroupLedger:
-    """Counts how often each group was trained on, as ranges of ids, to refuse one that was used too often.
-
-    Ranges keep a checkpoint small: of a million groups, half of them dropped at random, there are 250 000 ranges,
-    4.5 MB in a checkpoint.
-
-    Args:
-        max_uses: buffer.max_uses.
-        ranges: the result of `ranges()` in the checkpoint of a resumed run.
-    """
-
-    def __init__(self, max_uses: int, ranges: Sequence[Sequence[Sequence[int]]] = ()) -> None:
-        self._edges: list[list[int]] = [[] for _ in range(max_uses)]
-        """[use] sorted first id of a range, first id after it, first id of the next range, and so on."""
-        for edges, loaded in zip(self._edges, ranges, strict=False):
-            edges += [edge for first, last in loaded for edge in (first, last + 1)]
-
-    def add(self, group_ids: Iterable[int]) -> None:
-        """Count one use of each group.
-
-        Raises:
-            StalenessError: a group was used buffer.max_uses times already. Those before it in `group_ids` are counted.
-        """
-        for group_id in group_ids:
-            edges = next((edges for edges in self._edges if bisect_right(edges, group_id) % 2 == 0), None)
-            if edges is None:
-                raise StalenessError(
-                    f"group {group_id} would be trained on more often than buffer.max_uses = {len(self._edges)}; this "
-                    "is a bug"
-                )
-            for edge in (group_id, group_id + 1):  # begins or ends a range, or joins two that meet there
-                place = bisect_left(edges, edge)
-                if edges[place : place + 1] == [edge]:
-                    del edges[place]
-                else:
-                    edges.insert(place, edge)
-
-    def ranges(self) -> list[list[list[int]]]:
-        """Return a list of one entry for each k = 0, 1, ..., max_uses - 1.
-
-        Entry k has the sorted ranges [first, last] of the ids of the groups that were trained on more than k times.
-        """
-        return [
-            [[first, end - 1] for first, end in zip(edges[::2], edges[1::2], strict=True)] for edges in self._edges
-        ]

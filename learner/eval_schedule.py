@@ -13,7 +13,7 @@ class EvalSchedule:
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
-        self._timeout_s = config.timeouts.eval_s
+        self._timeout_s = config.timeouts.work_s
         self._served = 0
         self._idle = threading.Event()
         self._idle.set()
@@ -43,11 +43,11 @@ class EvalSchedule:
         """Wait until the running evaluation has ended, if eval.pin_version holds the next push back for it.
 
         Raises:
-            WaitTimeoutError: the evaluation did not end within timeouts.eval_s.
+            WaitTimeoutError: the evaluation did not end within timeouts.work_s.
         """
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(
-                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.eval_s) for the held-out "
+                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.work_s) for the held-out "
                 f"evaluation of version {self._served}, which has not ended. Make eval.size smaller, or set "
                 "eval.pin_version: false"
             )

@@ -39,7 +39,7 @@ def ask_buffer(
     Every few seconds `is_stopping` and `is_push_wanted` are asked; the wait ends if one of them returns True.
 
     Raises:
-        WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.
+        WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
     """
     try:
         frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())

@@ -30,7 +30,7 @@ def init_distributed(
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeouts.join_s + max(timeouts.batch_s, timeouts.eval_s) + timeouts.push_s)
+    timeout = timedelta(seconds=timeouts.startup_s + timeouts.work_s + timeouts.push_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=open_store(master_address, master_port, rank, world_size, timeout, listener),

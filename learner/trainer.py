@@ -26,7 +26,7 @@ from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
-from learner.batch_checks import TrainedGroupLedger, check_staleness
+from learner.batch_checks import check_staleness
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.handout import NoBatch, ask_buffer, share_handout
@@ -79,7 +79,6 @@ class Learner:
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
-        self._trained_groups = TrainedGroupLedger(config.buffer.max_uses)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
@@ -91,7 +90,6 @@ class Learner:
             self.version = self._saved_version = state.version
             self.evaluations.resume(state.version)
             self._updater.objective.kl_coef = state.kl_coef
-            self._trained_groups = TrainedGroupLedger(config.buffer.max_uses, state.trained_groups)
         self._log_ratios = LogRatioRecorder(config, rank, state) if config.buffer.journal else None
 
     def stop(self) -> None:
@@ -150,7 +148,7 @@ class Learner:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
         `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
-        for its groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
+        for its groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
         """
         handout = None
         with self._timeline.span("wait_data", "batch"):
@@ -172,7 +170,6 @@ class Learner:
         """Train on one batch, which yields one new version, and return the metrics."""
         with self._timeline.span("busy", "update"):
             batch, metrics = check_staleness(batch, self.version, self.config.staleness)
-            self._trained_groups.add(group.group_id for group in batch.groups)
             metrics += self._updater.update(batch, self._log_ratios)
         self.version += 1
         if self._log_ratios:
@@ -279,13 +276,13 @@ class Learner:
         match state:
             case "eval":
                 on = "the held-out evaluation"
-                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.eval_s)
+                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
             case "wait_data":
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
-                return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
+                return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
             case "sync":
                 servers = self._publisher.servers  # each may die in a push, which is then repeated without that server
-                limit_s = (timeouts.join_s + timeouts.push_s) * (1 + len(servers))
+                limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
 
@@ -296,7 +293,6 @@ class Learner:
             state = TrainingState(
                 version=self.version, lineage=self._lineage, ranks=dist.get_world_size(),
                 networks=self._checkpointer.counts(), kl_coef=self._updater.objective.kl_coef,
-                trained_groups=self._trained_groups.ranges(),
                 buffer=self._client.buffer_checkpoint(self.version) if self._client else {},
             )
             target = checkpoint_folder(self.config.run_dir, self.version)

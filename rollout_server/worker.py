@@ -234,7 +234,7 @@ class Worker:
             return episodes
         can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
         answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
-        calls = [partial(self._reward, request.prompt, answer) for answer in answers]
+        calls = [partial(self._reward, request.prompt.reference, answer) for answer in answers]
         try:
             with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
                 rewards = iter(await self._threads.run(calls))

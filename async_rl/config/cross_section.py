@@ -166,8 +166,8 @@ def _check_updates(config: Config) -> None:
         "Or set weight_sync.on_update: in_place, retract or abort.",
     )
     check(
-        on_update != "drain" or not config.task.has_turns or timeouts.batch_s >= timeouts.episode_s,
-        "timeouts.batch_s", timeouts.batch_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
+        on_update != "drain" or not config.task.has_turns or timeouts.work_s >= timeouts.episode_s,
+        "timeouts.work_s", timeouts.work_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
         "weight_sync.on_update drain and episodes of several turns",
         "A push waits until the episodes that run have ended. Raise it, or lower timeouts.episode_s.",
     )

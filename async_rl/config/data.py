@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.params import read_params
+from async_rl.config.params import OnePart
 from async_rl.config.section import Named, PathText, Section, section
 from async_rl.seams import ENGINES, EngineEntry, find_entry
 
@@ -94,7 +93,7 @@ class TaskConfig:
 
 
 @section("rollout")
-class RolloutConfig:
+class RolloutConfig(OnePart):
     """The generation of answers: by which engine, how many, how long and with which sampling."""
 
     engine: Annotated[str, Named(ENGINES, "rollout.engine")] = "sglang"
@@ -137,15 +136,9 @@ class RolloutConfig:
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `engine`, one of your own, declares."""
 
-    def __post_init__(self) -> None:
-        if settings := self.settings:
-            object.__setattr__(self, "params", dataclasses.asdict(settings))
-
     @property
-    def settings(self) -> Any:
-        """The settings of `engine`, made of `params`: an instance of the class that its entry declares, or None."""
-        part = f"rollout.engine {self.engine}"
-        return read_params("rollout.params", self.params, {part: self.engine_entry.settings}).get(part)
+    def part(self) -> tuple[str, str, Any]:
+        return "rollout.engine", self.engine, self.engine_entry.settings
 
     @property
     def engine_entry(self) -> EngineEntry:

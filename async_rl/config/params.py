@@ -11,6 +11,28 @@ from async_rl.errors import ConfigError
 from async_rl.seams.lookup import implementation
 
 
+class OnePart:
+    """Base of a section in which `params` gives the settings that one exchangeable part declares."""
+
+    params: dict[str, Any]
+
+    @property
+    def part(self) -> tuple[str, str, Any]:
+        """Return the key of the part, such as rollout.engine, its name, and what its entry declares as `settings`."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if settings := self.settings:
+            object.__setattr__(self, "params", dataclasses.asdict(settings))
+
+    @property
+    def settings(self) -> Any:
+        """The settings of the part, made of `params`: an instance of the class that its entry declares, or None."""
+        key, name, declared = self.part
+        part = f"{key} {name}"
+        return read_params(f"{key.partition('.')[0]}.params", self.params, {part: declared}).get(part)
+
+
 def read_params(key: str, params: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Return {part: its settings, an instance of the class that it declares}, with the values that `params` gives.
 

@@ -30,6 +30,11 @@ RENAMED = {
     "algorithm.clip.dual": "algorithm.params.dual",
     "algorithm.clip.tv": "algorithm.params.tv",
     "algorithm.clip.tv_pull": "algorithm.params.tv_pull",
+    "timeouts.batch_s": "timeouts.work_s",
+    "timeouts.checkpoint_s": "timeouts.work_s",
+    "timeouts.eval_s": "timeouts.work_s",
+    "timeouts.join_s": "timeouts.startup_s",
+    "timeouts.server_start_s": "timeouts.startup_s",
 }
 """Keys that configurations had once, with the keys that they have now. The error for an old key names the new one."""
 

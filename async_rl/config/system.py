@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.params import read_params
+from async_rl.config.params import OnePart
 from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.seams import ENGINES, TRANSPORTS, TransportEntry, find_entry
 
@@ -39,7 +38,7 @@ class RunConfig:
 
 
 @section("weight_sync")
-class WeightSyncConfig:
+class WeightSyncConfig(OnePart):
     """The way in which new weights reach the rollout servers, and what running requests do meanwhile."""
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
@@ -58,15 +57,10 @@ class WeightSyncConfig:
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `transport`, one of your own, declares."""
 
-    def __post_init__(self) -> None:
-        if settings := self.settings:
-            object.__setattr__(self, "params", dataclasses.asdict(settings))
-
     @property
-    def settings(self) -> Any:
-        """The settings of `transport`, made of `params`: an instance of the class that its entry declares, or None."""
-        part, entry = f"weight_sync.transport {self.transport}", self.transport_entry
-        return read_params("weight_sync.params", self.params, {part: entry.settings if entry else None}).get(part)
+    def part(self) -> tuple[str, str, Any]:
+        entry = self.transport_entry
+        return "weight_sync.transport", self.transport, entry.settings if entry else None
 
     @property
     def transport_entry(self) -> TransportEntry | None:
@@ -248,10 +242,8 @@ class Limit(NamedTuple):
 class TimeoutsConfig:
     """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
 
-    server_start_s: Seconds = 600.0
-    """How long a rollout server may take to start."""
-    join_s: Seconds = 120.0
-    """How long processes may take to connect: torch.distributed, the weight group, the buffer."""
+    startup_s: Seconds = 600.0
+    """How long a process of the run may take to start and to reach the others."""
     generate_s: Seconds = 1800.0
     """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
     tool_s: Seconds = 30.0
@@ -260,15 +252,13 @@ class TimeoutsConfig:
     """How long an environment may take to answer a reply, or an agent to ask for the next one."""
     episode_s: Seconds = 3600.0
     """How long one episode may take. After that `task.on_timeout` says what it is worth."""
-    eval_s: Seconds = 3600.0
-    """How long one evaluation may take, before, beside or after training."""
     reward_s: Seconds = 30.0
     """How long one call of the reward function may take, from when a thread begins with it."""
-    batch_s: Seconds = 1800.0
-    """How long the learner may wait for a batch, and with weight_sync.on_update drain for the groups that run to end.
-    """
+    work_s: Seconds = 3600.0
+    """How long one large piece of work may take: the batch that the learner waits for, the groups that a push waits for
+    with weight_sync.on_update drain, an evaluation, the writing of a checkpoint."""
     push_s: Seconds = 300.0
-    """How long one weight push may take."""
+    """How long one weight push may take, and a server to join it."""
     wire_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
@@ -279,9 +269,7 @@ class TimeoutsConfig:
     interrupt_s: Seconds = 300.0
     """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
     """
-    checkpoint_s: Seconds = 1800.0
-    """How long the writing of one checkpoint may take."""
 
     def limit(self, name: str) -> Limit:
-        """Return the timeout in the field `name`, such as join_s, with its configuration key."""
+        """Return the timeout in the field `name`, such as push_s, with its configuration key."""
         return Limit(getattr(self, name), f"timeouts.{name}")

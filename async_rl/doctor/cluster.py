@@ -112,12 +112,12 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
     try:
-        timeout_s = IMPORT_TIMEOUT_S + config.timeouts.join_s
+        timeout_s = IMPORT_TIMEOUT_S + config.timeouts.silent_s
         reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
         yield from compare(reports)
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
-            yield _ports(able, config.timeouts.join_s)
+            yield _ports(able, config.timeouts.silent_s)
     finally:
         marker.unlink(missing_ok=True)
         for probe in probes.values():

@@ -115,7 +115,7 @@ def _sglang(engines: Collection[EngineEntry]) -> Check:
         return Check("sglang", needed, "not installed: only rollout.engine=hf works", instead)
     if engines and not is_used:
         return Check("sglang", "ok", f"{version}, not used by this rollout.engine")
-    code = "from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
+    code = "import async_rl; from rollout_server.engines.sglang import import_stubs as stubs; stubs.install()"
     code += "; import sglang.srt.entrypoints.http_server"
     _, error = _run_python([sys.executable, "-c", code])
     return Check("sglang", needed, f"{version} {error}", instead) if error else Check("sglang", "ok", version)

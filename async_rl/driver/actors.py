@@ -125,7 +125,7 @@ class RolloutActor:
     async def status(self) -> Status:
         if hasattr(self, "_worker"):
             return self._worker.status()
-        limit_s = self._config.timeouts.server_start_s
+        limit_s = self._config.timeouts.startup_s
         return Status(doing=self._doing, since_s=self._since_s, limit_s=limit_s)
 
     async def dump_stacks(self) -> None:
@@ -185,8 +185,8 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait, for timeouts.batch_s, until a restarted server at `url` has got the weights; returns their version."""
-        self._learner.servers.join(name, url, self._config.timeouts.limit("batch_s"))
+        """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version."""
+        self._learner.servers.join(name, url, self._config.timeouts.limit("work_s"))
         return self._learner.version
 
     @ray.method(concurrency_group="control")

@@ -60,7 +60,7 @@ class Reservation:
 def reserve(config: Config, signals: StopSignals) -> Reservation:
     """Wait until Ray has reserved the resources that the run needs on each host; returns the reservation.
 
-    ConfigError: the hosts do not have so much. WaitTimeoutError: it is not free within timeouts.join_s.
+    ConfigError: the hosts do not have so much. WaitTimeoutError: it is not free within timeouts.startup_s.
     """
     import ray
     from ray.util import placement_group, placement_group_table
@@ -69,14 +69,14 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
     wanted = host_demands(config, sum(host.gpus for host in hosts))
     parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
     group = placement_group(resources, strategy=strategy)
-    deadline_s = time.monotonic() + config.timeouts.join_s
+    deadline_s = time.monotonic() + config.timeouts.startup_s
     while not group.wait(RESERVE_INTERVAL_S):
         signals.check()
         if time.monotonic() < deadline_s:
             continue
         free = ", ".join(f"{v:g} {k}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU"))
         raise WaitTimeoutError(
-            f"the driver waited {config.timeouts.join_s:.0f} s (timeouts.join_s) for Ray to set aside "
+            f"the driver waited {config.timeouts.startup_s:.0f} s (timeouts.startup_s) for Ray to set aside "
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )

@@ -204,7 +204,7 @@ def _check_placement(config: Config) -> list[str]:
         return []
     return [
         f"placement: {processes} learner ranks and rollout servers share {cores} cores, so they take turns, and the "
-        "start may take longer than timeouts.join_s. Lower placement.learner.ranks or placement.rollout.servers."
+        "start may take longer than timeouts.startup_s. Lower placement.learner.ranks or placement.rollout.servers."
     ]
 
 

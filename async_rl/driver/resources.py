@@ -137,22 +137,25 @@ def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> Hos
 def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     """Return a host for each demand, in the order of the demands; no host gets two.
 
+    Demands that fewer hosts meet choose first, and each takes a host that meets few others.
+
     Raises:
         ConfigError: the hosts can't meet the demands; the message lists both.
     """
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_bipartite_matching
-
-    fits = csr_array([[demand.fits(host) for host in hosts] for demand in wanted])
-    host_of = maximum_bipartite_matching(fits, perm_type="column")  # [demand] index of its host, -1: none
-    if min(host_of) < 0:
+    free = sorted(hosts, key=lambda host: sum(demand.fits(host) for demand in wanted))
+    host_of: dict[int, Host] = {}
+    for index in sorted(range(len(wanted)), key=lambda index: sum(wanted[index].fits(host) for host in hosts)):
+        if host := next((host for host in free if wanted[index].fits(host)), None):
+            host_of[index] = host
+            free.remove(host)
+    if len(host_of) < len(wanted):
         lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
         lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]
         raise ConfigError(
             f"placement does not fit: {_shortfall(wanted, hosts)}\n" + "\n".join(lines)
             + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
         )
-    return [hosts[host] for host in host_of]
+    return [host_of[index] for index in range(len(wanted))]
 
 
 def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:

@@ -90,7 +90,7 @@ class Supervisor:
                 endless = [self._keep_buffer(), *map(self._keep_server, servers), self._watch(), self._end_on(stop)]
                 background = [self._tasks.create_task(each) for each in endless]
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
-                limit = self._config.timeouts.limit("server_start_s")
+                limit = self._config.timeouts.limit("startup_s")
                 await self._wait_until(lambda: not self._log.has_open_steps, limit, "the rollout servers' last reports")
                 while self._evaluations:
                     await asyncio.wait(self._evaluations)  # no time limit: `_evaluate` has one
@@ -137,11 +137,11 @@ class Supervisor:
         actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
         self.watchdog.begin(name)
         url = self._urls[name] = await self._call_server(
-            name, actor.start.remote(), timeouts.limit("server_start_s"), "the start"
+            name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
         )
         await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
         connecting = actor.connect.remote(self._buffer_address)
-        await self._call_server(name, connecting, timeouts.limit("join_s"), "connecting")
+        await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
         version = await self._join(name, url)
         self._log.restarted(name, version)
         await self._generate(name)
@@ -149,7 +149,7 @@ class Supervisor:
     async def _abandon(self, name: str) -> int:
         """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
         timeouts = self._config.timeouts
-        restart_limit = Limit(2 * timeouts.join_s, "twice timeouts.join_s")
+        restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
         while True:
             await self._wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
@@ -163,7 +163,7 @@ class Supervisor:
     async def _join(self, name: str, url: str) -> int:
         """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
         timeouts = self._config.timeouts
-        limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
+        limit = Limit(timeouts.work_s + timeouts.silent_s, "timeouts.work_s + timeouts.silent_s")
         call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
         try:
             version: int = await self._processes.call("learner/0", call, limit, f"a push to {name}")
@@ -295,9 +295,9 @@ class Supervisor:
     async def _evaluate(self, version: int) -> None:
         """Have one rollout server evaluate `version` while training goes on, and log the result.
 
-        If the server dies, another one is asked. After timeouts.eval_s, the version stays without an evaluation.
+        If the server dies, another one is asked. After timeouts.work_s, the version stays without an evaluation.
         """
-        limit = self._config.timeouts.limit("eval_s")
+        limit = self._config.timeouts.limit("work_s")
         while self._running:
             name = min(self._running)
             actor: Any = self._processes.actors[name]

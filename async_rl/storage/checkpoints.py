@@ -23,7 +23,7 @@ from async_rl.config import CheckpointConfig, Config
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
-FORMAT = 2
+FORMAT = 3
 """The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
 _OLD_STATE_FILE = "cut.json"  # of format 1
@@ -44,8 +44,6 @@ class TrainingState:
     """[policy or critic] counts of the network's optimizer, see learner/optimizer.py."""
     kl_coef: float
     """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
-    trained_groups: list[list[list[int]]]
-    """[use] the ids of the groups trained on more than `use` times, as ranges [first, last]."""
     buffer: dict[str, Any]
     """The buffer's part of the state, see buffer/checkpoint.py."""
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from statistics import fmean
 from typing import Literal, Self, get_args
 
@@ -94,13 +93,12 @@ class Timeline:
 class Usage:
     """The share of a window of time that each pool spent in each state, and the mean of each kind of sample in it.
 
-    Time that no span covers is `other`, and PRIORITY decides where spans overlap. Sums are exact: even if the window is
-    added in many parts, the shares of a pool add up to 1 up to the rounding of seven floats.
+    Time that no span covers is `other`, and PRIORITY decides where spans overlap. So the shares of a pool add up to 1.
     """
 
     def __init__(self) -> None:
-        self._window_s = Fraction(0)
-        self._spent_s: dict[str, dict[State, Fraction]] = {}
+        self._window_s = 0.0
+        self._spent_s: dict[str, dict[State, float]] = {}
         """[pool][state] time spent in the state; the state `other` is left out."""
         self._samples: dict[str, tuple[float, int]] = {}
         """[metric key] sum and number of the samples."""
@@ -113,7 +111,7 @@ class Usage:
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
-        self._window_s += Fraction(end_s) - Fraction(start_s)
+        self._window_s += end_s - start_s
         by_pool: dict[str, list[Span]] = {}
         for span in spans:
             by_pool.setdefault(span.pool, []).append(span)
@@ -121,7 +119,7 @@ class Usage:
             spent_s = self._spent_s.setdefault(pool, {})
             for state, first_s, last_s in state_changes(of_pool, start_s, end_s):
                 if state != "other":
-                    spent_s[state] = spent_s.get(state, Fraction(0)) + Fraction(last_s) - Fraction(first_s)
+                    spent_s[state] = spent_s.get(state, 0.0) + last_s - first_s
         for sample in samples:
             if start_s <= sample.time_s < end_s:
                 key = f"{sample.name}/{_kind(sample.pool)}"
@@ -133,10 +131,9 @@ class Usage:
         """Return {pool: {state: share of the window}}, with every state, and the pools in the order of their names."""
         shares: dict[str, dict[State, float]] = {}
         for pool, spent_s in sorted(self._spent_s.items()):
-            rest_s = self._window_s - sum(spent_s.values())
+            rest_s = max(0.0, self._window_s - sum(spent_s.values()))  # rounding may make it negative
             shares[pool] = {
-                state: float((rest_s if state == "other" else spent_s.get(state, Fraction(0))) / self._window_s)
-                for state in STATES
+                state: (rest_s if state == "other" else spent_s.get(state, 0.0)) / self._window_s for state in STATES
             }
         return shares
 

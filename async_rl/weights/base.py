@@ -100,7 +100,7 @@ class WeightPublisher(ABC):
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
 
-        Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.join_s`.
+        Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.push_s`.
         """
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:

@@ -23,7 +23,7 @@ class ServerAdmin(Protocol):
 
     All calls block until the server has done what was asked, and may come from any thread. All but `is_ready` raise
     WeightSyncError when the server refuses or can't be reached, and WaitTimeoutError when it does not answer within
-    timeouts.push_s (`join_group` and `leave_group`: timeouts.join_s).
+    timeouts.push_s.
 
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
     `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;

@@ -86,7 +86,7 @@ class ServerProcess:
 
         Raises:
             ProcessDiedError: the server ended. The message has the last lines of its log.
-            WaitTimeoutError: the server was not ready within `timeouts.server_start_s`.
+            WaitTimeoutError: the server was not ready within `timeouts.startup_s`.
         """
         await asyncio.to_thread(sweep)
         host = self._config.network.host
@@ -136,7 +136,7 @@ class ServerProcess:
             os.close(lock)  # from now on the server alone holds it
 
     async def _wait_ready(self) -> None:
-        timeout_s = self._config.timeouts.server_start_s
+        timeout_s = self._config.timeouts.startup_s
         try:
             async with asyncio.timeout(timeout_s):
                 while not await asyncio.to_thread(self._is_ready, self.url):
@@ -144,7 +144,7 @@ class ServerProcess:
                     await asyncio.sleep(0.1)  # the server sends no event when it is ready
         except TimeoutError:
             raise WaitTimeoutError(
-                f"waited {timeout_s:.0f} s (timeouts.server_start_s) for {self.name} to start\n"
+                f"waited {timeout_s:.0f} s (timeouts.startup_s) for {self.name} to start\n"
                 + log_tail(self.log_file, self._log_start_bytes)
             ) from None
 

@@ -1,4 +1,7 @@
-"""Reward rules: pure functions that compare a response with the reference answer, and the table that names them."""
+"""The type of a reward, the rules that compare a response with the reference answer, and the table that names them.
+
+Every reward is called as `reward(question, response)`: these rules, a task's `verify`, and a function of the user's.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from functools import cache, partial
 from typing import Any
 
 from async_rl.errors import ConfigError
+from rollout_server.question import Question
 from rollout_server.rewards.math_checker import MathChecker
 
-Rule = Callable[[str, Any], float]
-"""Takes (response text, reference answer), returns 1.0 or 0.0."""
+Reward = Callable[[Question, str], float]
+"""Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
+once; if it raises, the group fails."""
 
 TAIL_CHARACTERS = 300
 """The number of last characters of the response in which the GSM8K rule looks for the answer."""
@@ -21,7 +26,7 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
 _MATH_SOURCE = re.compile(r"math|aime|amc|olympiad", re.IGNORECASE)
 
 
-def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
+def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float:
     """Return 1 if the last `#### number` in the response's last 300 characters is the answer, else 0.
 
     As in verl, one space follows `####`, and texts are compared, without commas: neither 72. nor 72.0 nor 072 is 72.
@@ -31,10 +36,10 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> float:
     Args:
         flexible: take the last number, marked by `####` or not, and compare values: 72.0 is 72.
     """
-    found = find_number("gsm8k_flexible" if flexible else "gsm8k", response)
+    found, answer = find_number("gsm8k_flexible" if flexible else "gsm8k", response), str(question.answer)
     if flexible:
-        return float(found != "" and _number(found) == _number(str(answer)))
-    return float(found != "" and found.replace(",", "") == str(answer).replace(",", ""))
+        return float(found != "" and _number(found) == _number(answer))
+    return float(found != "" and found.replace(",", "") == answer.replace(",", ""))
 
 
 def find_number(rule: str, response: str) -> str:
@@ -43,12 +48,12 @@ def find_number(rule: str, response: str) -> str:
     return next(reversed(pattern.findall(response[-TAIL_CHARACTERS:])), "")
 
 
-def math_verify(response: str, answer: Any) -> float:
+def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0."""
-    return float(_math_checker().is_equal(response, str(answer)))
+    return float(_math_checker().is_equal(response, str(question.answer)))
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Reward] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": partial(gsm8k, flexible=True),
     "math_verify": math_verify,

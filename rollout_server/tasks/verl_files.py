@@ -43,7 +43,7 @@ class VerlFilesTask(Task):
         return [question for _, question in self._eval[: self.eval_size]]
 
     def verify(self, question: Question, response: str) -> float:
-        return RULES[self.rule_of(question)](response, question.answer)
+        return RULES[self.rule_of(question)](question, response)
 
     def rule_of(self, question: Question) -> str:
         if self._config.gives_rewards:

@@ -40,7 +40,7 @@ def make_config(
         buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=prompts_per_step),
         placement=PlacementConfig(rollout=RolloutPlacement(servers=workers)),
-        timeouts=TimeoutsConfig(**{"wire_s": 5.0, "batch_s": 20.0, "shutdown_s": 5.0, **timeouts}),
+        timeouts=TimeoutsConfig(**{"wire_s": 5.0, "work_s": 20.0, "shutdown_s": 5.0, **timeouts}),
     )
 
 

@@ -161,7 +161,7 @@ class ModelChecker:
         """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
         plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
         saved = TrainingState(
-            version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer=plain
+            version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain
         )
         known = pickle.dumps((self.starts, self.workers, self.uses, self.drops, self.first_version))
         self.checkpoints[self.version] = saved, known, self.journal_file if self.files else None

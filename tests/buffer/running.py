@@ -19,7 +19,7 @@ from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
 from tests.buffer.factories import make_group, make_rollout
 
-TIMEOUTS = TimeoutsConfig(wire_s=5.0, batch_s=20.0)
+TIMEOUTS = TimeoutsConfig(wire_s=5.0, work_s=20.0)
 QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)
 
 

@@ -22,7 +22,7 @@ RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 
 def checkpoint(store: Store) -> TrainingState:
     return TrainingState(
-        version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[],
+        version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0,
         buffer=buffer_checkpoint(store.state),
     )
 

@@ -114,15 +114,15 @@ def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, lear
 
 
 def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> None:
-    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, batch_s=0.1))
+    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, work_s=0.1))
     with pytest.raises(
-        WaitTimeoutError, match=r"waited 0 s \(timeouts\.batch_s\) for batch 0: 1 of 1 rollout workers have not asked"
+        WaitTimeoutError, match=r"waited 0 s \(timeouts\.work_s\) for batch 0: 1 of 1 rollout workers have not asked"
     ):
         learner.take(0)
     learner.served(0)
     with_worker(buffer.address, lambda worker: worker.admit(3))
     expected = (
-        r"^the learner waited 0 s \(timeouts\.batch_s\) for batch 0: 0 of 4 groups finished, 3 running "
+        r"^the learner waited 0 s \(timeouts\.work_s\) for batch 0: 0 of 4 groups finished, 3 running "
         r"\(oldest 0 s, worker rollout/0\), served version 0$"
     )
     with pytest.raises(WaitTimeoutError, match=expected):

@@ -61,7 +61,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
         learner.close()
     folder = checkpoint_folder(config.run_dir, 1)
     folder.mkdir(parents=True)
-    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer=plain)
+    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain)
     write_training_state(folder, state)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
 
@@ -127,7 +127,7 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
 
 def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
     saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[],
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )
     config = journalled(tmp_path, prompts_per_step=2)
@@ -143,7 +143,7 @@ def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
 
 def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:
     saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[],
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
         buffer={"scalars": {"next_group_id": 9}, "live": []},
     )
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)

@@ -63,12 +63,12 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask' (command line). All",
         ),
         (
-            ["staleness.late=mask", "weight_sync.on_update=drain", "task.tools=[calculator]", "timeouts.batch_s=3600"],
+            ["staleness.late=mask", "weight_sync.on_update=drain", "task.tools=[calculator]", "timeouts.work_s=3600"],
             "staleness.late must be wait or drop with weight_sync.on_update drain, got 'mask'",
         ),
         (
-            ["task.tools=[calculator]", "weight_sync.on_update=drain", "timeouts.batch_s=60"],
-            "timeouts.batch_s must be at least timeouts.episode_s = 3600 with weight_sync.on_update drain and episodes "
+            ["task.tools=[calculator]", "weight_sync.on_update=drain", "timeouts.work_s=60"],
+            "timeouts.work_s must be at least timeouts.episode_s = 3600 with weight_sync.on_update drain and episodes "
             "of several turns, got 60.0 (command line). A push waits until the episodes that run have ended.",
         ),
         (

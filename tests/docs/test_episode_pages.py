@@ -122,7 +122,7 @@ def test_a_model_that_calls_the_function_is_rewarded(folder: Path) -> None:
         )
 
     episode = asyncio.run(play())
-    assert episode.end == "done" and gsm8k(episode.answer, QUESTION.answer) == 1.0
+    assert episode.end == "done" and gsm8k(QUESTION, episode.answer) == 1.0
     text = tokenizer_of("qwen2_5").decode(episode.rows[0].tokens)
     assert "Look up the price of an item in dollars." in text and "<tool_response>\n3\n</tool_response>" in text
 

@@ -61,7 +61,7 @@ def config_of(tmp_path: Path, network: NetworkConfig | None = None) -> Config:
 
 def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
     actor = processes.start(name, cls, *args, max_concurrency=4)
-    return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.join_s"), "the start")[name]
+    return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.startup_s"), "the start")[name]
 
 
 def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
@@ -188,7 +188,7 @@ class Idle:
 ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
 group = ActorGroup(Path(sys.argv[1]), FakeReservation(), StopSignals())
 try:
-    group.gather({"buffer": group.start("buffer", Idle).start.remote()}, Limit(60.0, "timeouts.join_s"), "the start")
+    group.gather({"buffer": group.start("buffer", Idle).start.remote()}, Limit(60.0, "timeouts.startup_s"), "the start")
 except ProcessKilledError as error:
     print("killed:", error)
 """

@@ -107,14 +107,17 @@ class SilentTask(Task):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("def reward(prompt, response): ...", "must take the four arguments prompt, response, answer, extra, got rewa"),
-        ("def reward(a, b, c, d, e): ...", "got reward(a, b, c, d, e): missing a required argument: 'e'"),
-        ("def reward(*, prompt, response, answer, extra): ...", "too many positional arguments"),
-        ("async def reward(prompt, response, answer, extra): ...", "must be a `def`, got an `async def`"),
-        ("class reward:\n    def __init__(self, a, b, c, d): ...", "is not a function but a class"),
-        ("def reward(a, b, c, d, e=1): ...", ""),
+        (
+            "def reward(prompt, response, answer, extra): ...",
+            "must be a `def reward(question, response)`, got reward(prompt, response, answer, extra): missing",
+        ),
+        ("def reward(a): ...", "got reward(a): too many positional arguments"),
+        ("def reward(*, question, response): ...", "too many positional arguments"),
+        ("async def reward(question, response): ...", "must be a `def`, got an `async def`"),
+        ("class reward:\n    def __init__(self, a, b): ...", "is not a function but a class"),
+        ("def reward(a, b, c=1): ...", ""),
         ("reward = lambda *a: 1.0", ""),
-        ("class Judge:\n    def __call__(self, a, b, c, d): ...\nreward = Judge()", ""),
+        ("class Judge:\n    def __call__(self, a, b): ...\nreward = Judge()", ""),
         ("reward = min", ""),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_learner_that_dies_while_a_server_joins_ends_the_run_and_is_named(star
 
 
 def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
-    run = start_run(servers=2, eval_s=3)
+    run = start_run(servers=2, work_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
     servers = run.train().end_restarts()
     assert servers == ["rollout/0", "rollout/1"]

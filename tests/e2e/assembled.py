@@ -66,7 +66,7 @@ def run_assembled(config: Config, after_step: Callable[[], None] = lambda: None)
 def _run(config: Config, after_step: Callable[[], None]) -> Run:
     result = Run()
     engine = EngineInThread(config, config.run_dir)
-    engine.run(engine.engine.start(), config.timeouts.server_start_s)
+    engine.run(engine.engine.start(), config.timeouts.startup_s)
     try:
         with _buffer(config, result) as address, _worker(engine, config, address, result) as worker:
             listener = socket.create_server(("127.0.0.1", 0))

@@ -60,7 +60,7 @@ class Reference:
                 for completion in group.answers:
                     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
                     tokens = completion.tokens.tolist()
-                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt, text)))
+                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt.reference, text)))
             yield self.train(answers)
 
     def _sample(self, prompts: list[Prompt]) -> list[Group]:

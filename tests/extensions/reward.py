@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from rollout_server.question import Question
 
 
-def answer_length(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
-    """Characters of the response; the arguments are checked against the task of tests/extensions/task.py."""
-    a, b = prompt.removesuffix(" =<sep>").split(" + ")
-    assert extra == {"data_source": "additions"} and int(a) + int(b) == int(answer)
+def answer_length(question: Question, response: str) -> float:
+    """Characters of the response if the question, of the task of tests/extensions/task.py, has a true answer."""
+    a, b = question.messages[-1]["content"].removesuffix(" =").split(" + ")
+    assert question.source == "additions" and int(a) + int(b) == int(question.answer)
     return float(len(response))

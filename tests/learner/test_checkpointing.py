@@ -49,7 +49,7 @@ def whole(updater: Updater) -> dict[str, torch.Tensor]:
 def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
     return TrainingState(
         version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
-        trained_groups=[[]], buffer={},
+        buffer={},
     )
 
 
@@ -168,7 +168,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
     state = read_training_state(checkpoint_folder(tmp_path / "a", 2))
-    assert (state.version, state.lineage, state.trained_groups) == (2, 0, [[[0, 5]]])
+    assert (state.version, state.lineage) == (2, 0)
 
     publisher.calls.clear()
     (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
@@ -181,7 +181,6 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
-    assert read_training_state(checkpoint_folder(tmp_path / "a", 5)).trained_groups == [[[0, 14]]]
 
 
 def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
@@ -204,10 +203,10 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
 def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(checkpoint_s=0.05))
+    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(work_s=0.05))
     checkpointer = Checkpointer(config, {}, CPU)
     checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
-    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.checkpoint_s\) .*step_3"):
+    with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.work_s\) .*step_3"):
         checkpointer.wait()
 
 
@@ -268,7 +267,7 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
     evaluations = EvalSchedule(make_config(
-        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(eval_s=0.05)
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(work_s=0.05)
     ))
     evaluations.wait()
     assert not evaluations.served(1)

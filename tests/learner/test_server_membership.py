@@ -13,7 +13,7 @@ from tests.learner.fakes import until_someone_waits
 def joining(servers: ServerMembership, results: list[object], url: str = "http://new") -> threading.Thread:
     def join() -> None:
         try:
-            servers.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
+            servers.join("rollout/1", url, Limit(10.0, "timeouts.work_s"))
             results.append("current")
         except WeightSyncError as error:
             results.append(str(error))
@@ -78,5 +78,5 @@ def test_a_server_that_dies_while_waiting_is_told_apart_from_its_replacement() -
 
 
 def test_joining_without_a_push_times_out_and_names_the_server() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.batch_s\)"):
-        ServerMembership().join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))
+    with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.work_s\)"):
+        ServerMembership().join("rollout/3", "http://x", Limit(0.01, "timeouts.work_s"))

@@ -19,7 +19,7 @@ from tests.learner.test_trainer import open_learner, pushed_bytes
 
 def joining(learner: Learner) -> threading.Thread:
     """Start a thread in which a server that has come back waits for weights."""
-    limit = learner.config.timeouts.limit("batch_s")
+    limit = learner.config.timeouts.limit("work_s")
     thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", limit))
     thread.start()
     until_someone_waits(learner.servers)

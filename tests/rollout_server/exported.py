@@ -32,7 +32,7 @@ def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
         updater.update(make_batch(seed=version, version=version))
     checkpointer = Checkpointer(config, updater.optimizers, device)
     counts = checkpointer.counts()
-    state = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, trained_groups=[[]], buffer={})
+    state = TrainingState(version=3, lineage=0, ranks=1, networks=counts, kl_coef=0.0, buffer={})
     checkpointer.save(checkpoint_folder(config.run_dir, 3), state)
     checkpointer.close()
     (config.run_dir / "config.yaml").write_text(dump_config(config))

@@ -133,6 +133,6 @@ def test_the_end_of_a_run_names_the_row_that_failed_last(config: Config) -> None
         "data_source": "shop", "prompt": [{"role": "user", "content": "fails"}],
         "reward_model": {"style": "rule", "ground_truth": ""},
     }))  # fmt: skip
-    config = replace(config, timeouts=replace(config.timeouts, batch_s=2))
+    config = replace(config, timeouts=replace(config.timeouts, work_s=2))
     with pytest.raises(RewardError, match=rf"9 groups in a row failed .*\(on row 0 of {config.task.path}\)"):
         rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward)

@@ -27,12 +27,14 @@ from async_rl.errors import RewardError
 from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
-from async_rl.types import Batch, Prompt
+from async_rl.types import Batch
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion, GenerationRequest, Load
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.question import Question
+from rollout_server.rewards.base import Reward
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.tiny_folder import save_tiny_model
@@ -48,7 +50,7 @@ def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **cha
         rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
         algorithm=AlgorithmConfig(filter_zero_variance=False), buffer=BufferConfig(journal=False),
         learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
-        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, batch_s=20, shutdown_s=5),
+        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, work_s=20, shutdown_s=5),
     )
     config = replace(
         config, staleness=replace(config.staleness, max=staleness), run=replace(config.run, steps=steps)
@@ -98,7 +100,7 @@ def running_buffer(config: Config) -> Iterator[BufferServer]:
 
 
 def rolled_out(
-    config: Config, engine: Any, reward: Callable[[Prompt, str], float], steps: int = 1,
+    config: Config, engine: Any, reward: Reward, steps: int = 1,
     beside: Callable[[Worker], Awaitable[Any]] | None = None,
 ) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
     """Run a worker beside a learner that only counts versions, for `steps` batches."""
@@ -152,6 +154,11 @@ def learn(address: str, config: Config, steps: int, push: Callable[[int], None])
         client.close()
 
 
+def kind_of(question: Question) -> int:
+    """One of five kinds of questions, 0..4."""
+    return sum(map(ord, question.answer)) % 5
+
+
 def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
     return reduce_metrics(metric for report in reports for metric in report.metrics)
 
@@ -159,7 +166,7 @@ def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
 def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:
     config = config_of()
     task = open_task(config, TOKENIZER)
-    reward = lambda prompt, text: SCORED if text == prompt.reference.answer else 0.0  # noqa: E731
+    reward = lambda question, text: SCORED if text == question.answer else 0.0  # noqa: E731
     batches, reports, _, _ = rolled_out(config, EchoEngine(), reward, steps=3)
     for version, batch in enumerate(batches):
         assert [group.group_id for group in batch.groups] == list(range(4 * version, 4 * version + 4))
@@ -186,7 +193,7 @@ def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_pat
 
     def run_once() -> list[tuple[Any, ...]]:
         engine = HFEngine(config, 0)
-        batches, _, _, _ = rolled_out(config, engine, lambda prompt, text: len(text) / 8, steps=3)
+        batches, _, _, _ = rolled_out(config, engine, lambda question, text: len(text) / 8, steps=3)
         return [
             (group.group_id, rollout.reward, rollout.tokens.tolist(), rollout.logprobs.tolist())
             for batch in batches for group in batch.groups for rollout in group.rollouts
@@ -196,28 +203,28 @@ def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_pat
 
 
 def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> None:
-    calls: list[int] = []
+    failed: list[Question] = []
 
-    def reward(prompt: Prompt, text: str) -> float:
-        calls.append(prompt.index)
-        if prompt.index % 5 == 2:
+    def reward(question: Question, text: str) -> float:
+        if kind_of(question) == 2:
+            failed.append(question)
             raise KeyError("no unit")
         return 1.0
 
     batches, reports, server, _ = rolled_out(config_of(), EchoEngine(), reward, steps=3)
-    trained = [group.prompt_index for batch in batches for group in batch.groups]
-    assert not [index for index in trained if index % 5 == 2]
-    failed = len({index for index in calls if index % 5 == 2})
+    task = open_task(config_of(), TOKENIZER)
+    trained = [task.prompt(group.prompt_index).reference for batch in batches for group in batch.groups]
+    assert not [question for question in trained if kind_of(question) == 2]
     # The run ends as soon as its last batch is full: a reward that has just been called then is not reported any more.
-    assert 2 <= server.counters()["buffer/dropped_failed"] <= failed
-    assert metric_values(reports)["rollout/failed"] <= failed
+    assert 2 <= server.counters()["buffer/dropped_failed"] <= len(failed)
+    assert metric_values(reports)["rollout/failed"] <= len(failed)
 
 
 def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> None:
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(question: Question, text: str) -> float:
         raise KeyError("no unit")
 
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, work_s=1, shutdown_s=5))
     with pytest.raises(RewardError, match=r"5 groups in a row failed .*\. The last error: KeyError: 'no unit'"):
         rolled_out(config, EchoEngine(), reward)
 
@@ -244,7 +251,7 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
     config = config_of(staleness=3)
     engine = CountingEngine()
     config = replace(config, rollout=replace(config.rollout, concurrency=3))
-    rolled_out(config, engine, lambda prompt, text: 1.0, steps=4)
+    rolled_out(config, engine, lambda question, text: 1.0, steps=4)
     assert engine.most[True] == 3
 
 
@@ -261,7 +268,7 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     )
     engine = CountingEngine()
     rolled_out(
-        config, engine, lambda prompt, text: 1.0,
+        config, engine, lambda question, text: 1.0,
         beside=lambda worker: worker.evaluate(1, beside_training=beside_training),
     )
     assert engine.most[False] == at_once
@@ -270,13 +277,13 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
     config = config_of(staleness=1)
     held_out = open_task(config, TOKENIZER).eval_prompts()
-    accurate = {prompt.text for prompt in held_out[:4]}
-    broken = held_out[5].text
+    accurate = [prompt.reference for prompt in held_out[:4]]
+    broken = held_out[5].reference
 
-    def reward(prompt: Prompt, text: str) -> float:
-        if prompt.text == broken:
+    def reward(question: Question, text: str) -> float:
+        if question == broken:
             raise ValueError("broken")
-        return 1.0 if prompt.text in accurate else 0.5
+        return 1.0 if question in accurate else 0.5
 
     engine = EchoEngine()
     *_, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False))
@@ -292,7 +299,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
 
 
 def test_the_workers_spans_leave_no_gap() -> None:
-    _, reports, _, _ = rolled_out(config_of(), EchoEngine(), lambda prompt, text: 1.0, steps=2)
+    _, reports, _, _ = rolled_out(config_of(), EchoEngine(), lambda question, text: 1.0, steps=2)
     spans = [span for report in reports for span in report.spans]
     assert {span.pool for span in spans} == {"rollout/0"}
     start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
@@ -306,7 +313,7 @@ def test_the_workers_spans_leave_no_gap() -> None:
 def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage: Any) -> None:
     config = config_of(algorithm=AlgorithmConfig(advantage=advantage, filter_zero_variance=False))
     engine = EchoEngine()
-    (batch,), *_ = rolled_out(config, engine, lambda prompt, response: SCORED)
+    (batch,), *_ = rolled_out(config, engine, lambda question, response: SCORED)
     greedy = [request for request in engine.requests if request.temperature < 0.01]
     assert [group.baseline_reward for group in batch.groups] == [SCORED if advantage == "remax" else None] * 4
     assert {request.prompt.index for request in greedy} >= (

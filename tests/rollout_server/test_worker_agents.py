@@ -52,7 +52,7 @@ def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -
     expected += r"KeyError: 'plum', at .*cases\.py:\d+$"
     config = config_for("break_always", tmp_path)
     with pytest.raises(RewardError, match=expected):
-        rolled_out(replace(config, timeouts=replace(config.timeouts, batch_s=3)), engine(), no_reward, steps=99)
+        rolled_out(replace(config, timeouts=replace(config.timeouts, work_s=3)), engine(), no_reward, steps=99)
 
 
 def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answer(tmp_path: Path) -> None:

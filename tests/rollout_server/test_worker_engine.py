@@ -17,9 +17,9 @@ def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise ProcessDiedError("rollout/0: the server ended with code -9")
 
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, batch_s=1, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(wire_s=5, work_s=1, shutdown_s=5))
     with pytest.raises(ProcessDiedError, match="code -9"):
-        rolled_out(config, DyingEngine(), lambda prompt, text: 1.0)
+        rolled_out(config, DyingEngine(), lambda question, text: 1.0)
 
 
 def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
@@ -28,9 +28,9 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
             await asyncio.sleep(60)
             return []
 
-    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, batch_s=1, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, work_s=1, shutdown_s=5))
     with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* for the hf engine to answer group"):
-        rolled_out(config, SilentEngine(), lambda prompt, text: 1.0)
+        rolled_out(config, SilentEngine(), lambda question, text: 1.0)
 
 
 def test_a_timeout_of_the_engines_own_is_not_blamed_on_generate_s() -> None:
@@ -38,6 +38,6 @@ def test_a_timeout_of_the_engines_own_is_not_blamed_on_generate_s() -> None:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
             raise TimeoutError("the engine waited for a connection")
 
-    config = config_of(timeouts=TimeoutsConfig(generate_s=20, wire_s=5, batch_s=1, shutdown_s=5))
+    config = config_of(timeouts=TimeoutsConfig(generate_s=20, wire_s=5, work_s=1, shutdown_s=5))
     with pytest.raises(TimeoutError, match="the engine waited for a connection"):
-        rolled_out(config, ImpatientEngine(), lambda prompt, text: 1.0)
+        rolled_out(config, ImpatientEngine(), lambda question, text: 1.0)

@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Config:
     config = config_of(str(tmp_path))
     task = TaskConfig(env=CHAIN, size=50, max_prompt_tokens=16, params={"mean_s": 0.0}, max_failures=5)
     rollout = replace(config.rollout, max_episode_tokens=200, max_turns=32)
-    timeouts = TimeoutsConfig(generate_s=20, wire_s=5, batch_s=20, shutdown_s=5, turn_s=0.3)
+    timeouts = TimeoutsConfig(generate_s=20, wire_s=5, work_s=20, shutdown_s=5, turn_s=0.3)
     return replace(config, task=task, rollout=rollout, timeouts=timeouts)
 
 
@@ -102,7 +102,7 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
 def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
     broken = replace(
         config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}),
-        timeouts=replace(config.timeouts, batch_s=1),
+        timeouts=replace(config.timeouts, work_s=1),
     )
     with pytest.raises(RewardError, match=r"5 groups in a row failed .* the environment's step raised KeyError"):
         rolled_out(broken, TalkingEngine(follow), no_reward)

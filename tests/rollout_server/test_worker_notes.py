@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 from async_rl.config import TaskConfig
-from async_rl.types import Prompt
-from tests.rollout_server.test_worker import EchoEngine, config_of, rolled_out
+from rollout_server.question import Question
+from rollout_server.rewards.base import Reward
+from tests.rollout_server.test_worker import EchoEngine, config_of, kind_of, rolled_out
 
 
 def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
-    def reward(prompt: Prompt, text: str) -> float:
-        if prompt.index % 5 == 2:
-            raise KeyError(prompt.index)
-        return float("nan") if prompt.index % 5 == 3 else 1.0
+    def reward(question: Question, text: str) -> float:
+        if kind_of(question) == 2:
+            raise KeyError(2)
+        return float("nan") if kind_of(question) == 3 else 1.0
 
     _, reports, *_ = rolled_out(config_of(), EchoEngine(), reward, steps=5)
     errors = [note for report in reports for note in report.notes if "a reward failed" in note]
@@ -25,13 +25,13 @@ def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
     assert sum("must return a finite number, got nan (on question " in note for note in errors) == 1
 
 
-def flat_notes(reward: Callable[[Prompt, str], float], **changes: Any) -> list[str]:
+def flat_notes(reward: Reward, **changes: Any) -> list[str]:
     _, reports, *_ = rolled_out(config_of(**changes), EchoEngine(), reward, steps=4)
     return [note for report in reports for note in report.notes]
 
 
 def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None:
-    (note,) = flat_notes(lambda prompt, text: 0.0)
+    (note,) = flat_notes(lambda question, text: 0.0)
     assert note.startswith("rollout/0: 8 rollout groups in a row had the same reward, 0, for every answer: they have")
     assert re.search(r"Of their last 24 answers 0% were cut off .*in 0% the reward found no answer", note)
     assert re.search(r"The newest one ends: '\w+'$", note)
@@ -39,11 +39,11 @@ def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None
 
 def test_answers_in_which_the_rule_finds_no_number_are_reported() -> None:
     task = TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, reward="gsm8k")
-    (note,) = flat_notes(lambda prompt, text: 0.0, task=task)
+    (note,) = flat_notes(lambda question, text: 0.0, task=task)
     assert "and in 100% the reward found no answer" in note
 
 
 def test_a_difference_in_reward_within_or_between_groups_is_no_flat_reward() -> None:
-    assert flat_notes(lambda prompt, text: float(prompt.index % 3 == 0)) == []
+    assert flat_notes(lambda question, text: float(kind_of(question) % 2)) == []
     numbers = itertools.count()
-    assert flat_notes(lambda prompt, text: float(next(numbers))) == []
+    assert flat_notes(lambda question, text: float(next(numbers))) == []

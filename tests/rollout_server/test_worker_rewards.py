@@ -12,10 +12,10 @@ import pytest
 from async_rl.config import Config, TimeoutsConfig
 from async_rl.errors import RewardError
 from async_rl.telemetry.status import Status
-from async_rl.types import Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
+from rollout_server.question import Question
 from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -24,7 +24,7 @@ from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, m
 
 pytestmark = pytest.mark.processes
 
-SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, batch_s=20, shutdown_s=5)
+SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, work_s=20, shutdown_s=5)
 
 
 def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(
 
 
 async def statuses_of_evaluation(config: Config) -> list[Status]:
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(question: Question, text: str) -> float:
         time.sleep(0.1)
         return 1.0
 

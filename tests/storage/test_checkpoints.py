@@ -31,7 +31,7 @@ from async_rl.storage.checkpoints import (
 def make_state(version: int, **changes: Any) -> TrainingState:
     fields: dict[str, Any] = {
         "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
-        "kl_coef": 0.1, "trained_groups": [[[0, 3]]], "buffer": {"live": [[1, 2, 3]]},
+        "kl_coef": 0.1, "buffer": {"live": [[1, 2, 3]]},
     }
     return TrainingState(**fields | changes)
 
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
 
 def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
     """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
-    fields = {2: ["buffer", "kl_coef", "lineage", "networks", "ranks", "trained_groups", "version"]}
+    fields = {3: ["buffer", "kl_coef", "lineage", "networks", "ranks", "version"]}
     assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
 
 

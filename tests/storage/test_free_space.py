@@ -101,7 +101,7 @@ def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
         folder.mkdir(parents=True)
         write_training_state(
             folder,
-            TrainingState(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={}),
+            TrainingState(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}),
         )
     for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 stays
         resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))

@@ -62,7 +62,7 @@ def test_a_new_run_directory_stays_if_it_explains_the_failure(
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path / "run", 1)
     folder.mkdir(parents=True)
-    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={})
+    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(folder, state)
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
@@ -78,7 +78,7 @@ def stopped(config: Config, tmp_path: Path) -> Config:
         folder = checkpoint_folder(run_dir, version)
         folder.mkdir(parents=True)
         state = TrainingState(
-            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={}
+            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
         )
         write_training_state(folder, state)
     (run_dir / "trajectories.sqlite-payloads").mkdir()

@@ -51,7 +51,7 @@ def test_an_empty_window_is_refused() -> None:
 @given(spans_of_a_pool, st.tuples(times, times).filter(lambda window: window[0] < window[1]))
 def test_shares_add_up_to_one_and_none_is_negative(spans: list[Span], window: tuple[float, float]) -> None:
     result = shares(spans, POOL, *window)
-    assert math.fsum(result.values()) == pytest.approx(1.0, abs=1e-12)
+    assert math.fsum(result.values()) == pytest.approx(1.0, abs=1e-9)
     assert all(share >= 0 for share in result.values())
 
 
@@ -72,7 +72,8 @@ def test_a_window_in_parts_gives_the_same_shares_as_the_whole(spans: list[Span],
     parts, whole = Usage(), Usage().add(spans, samples, edges[0], edges[-1])
     for start_s, end_s in pairwise(edges):
         parts.add([s for s in spans if s.end_s > start_s and s.start_s < end_s], samples, start_s, end_s)
-    assert parts.shares() == {pool: whole.shares()[pool] for pool in parts.shares()}
+    for pool, of_parts in parts.shares().items():
+        assert of_parts == pytest.approx(whole.shares()[pool], abs=1e-9)
     assert parts.metrics().get("gpu/learner") == whole.metrics().get("gpu/learner")
 
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 MB = 2**20
 CONFIG = Config(
     model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), rollout=RolloutConfig(engine="hf"),
-    weight_sync=WeightSyncConfig(bucket_bytes=4 * MB), timeouts=TimeoutsConfig(push_s=20.0, join_s=20.0),
+    weight_sync=WeightSyncConfig(bucket_bytes=4 * MB), timeouts=TimeoutsConfig(push_s=20.0),
 )
 
 

@@ -32,7 +32,7 @@ from benchmarks.weight_receiver import ReceiverProcess
 CPU = torch.device("cpu")
 CONFIG = Config(
     model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-    weight_sync=WeightSyncConfig(bucket_bytes=2**20), timeouts=TimeoutsConfig(push_s=20.0, join_s=20.0),
+    weight_sync=WeightSyncConfig(bucket_bytes=2**20), timeouts=TimeoutsConfig(push_s=20.0),
 )
 
 
@@ -134,7 +134,7 @@ def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> None:
-    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=200.0, join_s=20.0))  # the loss is noticed, not waited out
+    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=200.0))  # the loss is noticed, not waited out
     receivers = [ReceiverProcess(num_tensors=8, config=config) for _ in range(2)]
     publisher = BroadcastPublisher(config, [r.url for r in receivers], 0, CPU, backend="gloo")
     tensors = {name: torch.full((512, 512), float(number)) for number, name in enumerate(receivers[0].names)}

@@ -23,9 +23,9 @@ def test_the_first_failure_is_raised_while_another_call_still_runs() -> None:
 
 
 def test_a_timeout_names_the_call_that_did_not_return_and_the_key() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s \(timeouts\.join_s\) for http://b$"):
+    with pytest.raises(WaitTimeoutError, match=r"joining: the learner waited 0 s \(timeouts\.push_s\) for http://b$"):
         start_together(
-            {"learner": lambda: 1, "http://b": threading.Event().wait}, Limit(0.3, "timeouts.join_s"), "joining"
+            {"learner": lambda: 1, "http://b": threading.Event().wait}, Limit(0.3, "timeouts.push_s"), "joining"
         )()
 
 

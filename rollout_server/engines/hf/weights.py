@@ -108,7 +108,7 @@ class WeightEndpoints:
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
         arguments = {name: body[name] for name in names}
-        await asyncio.to_thread(self._receiver.join, **arguments, timeout_s=self._timeouts.join_s)
+        await asyncio.to_thread(self._receiver.join, **arguments, timeout_s=self._timeouts.push_s)
 
     async def _leave(self, body: dict[str, Any]) -> None:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])

@@ -35,7 +35,6 @@ class SGLangAdmin:
         self.url = url.rstrip("/")
         self._headers = authorization(config.network)
         self._push_limit = config.timeouts.limit("push_s")
-        self._join_limit = config.timeouts.limit("join_s")
         self._released: tuple[str, ...] = ()
 
     def is_ready(self) -> bool:
@@ -99,7 +98,7 @@ class SGLangAdmin:
             "master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world_size,
             "group_name": name, "backend": backend,
         }
-        self.ask("POST", "/init_weights_update_group", body, self._join_limit)
+        self.ask("POST", "/init_weights_update_group", body)
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
         layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group_name}
@@ -107,7 +106,7 @@ class SGLangAdmin:
         self.ask("POST", "/update_weights_from_distributed", layout | body)
 
     def leave_group(self, name: str) -> None:
-        self.ask("POST", "/destroy_weights_update_group", {"group_name": name}, self._join_limit)
+        self.ask("POST", "/destroy_weights_update_group", {"group_name": name})
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         from rollout_server.engines.sglang.share_bucket import share_bucket

@@ -86,10 +86,9 @@ class VLLMAdmin:
     ) -> None:
         info = {
             "name": name, "host": host, "port": port, "first_rank": first_rank, "world_size": world_size,
-            "backend": backend, "join_timeout_s": self._timeouts.join_s, "push_timeout_s": self._timeouts.push_s,
+            "backend": backend, "timeout_s": self._timeouts.push_s,
         }
-        limit = self._timeouts.limit("join_s")
-        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, limit)
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
         self._receive({"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}, version)
@@ -102,7 +101,7 @@ class VLLMAdmin:
         self._version = version
 
     def leave_group(self, name: str) -> None:
-        self.ask("POST", "/shutdown_weight_transfer_engine", limit=self._timeouts.limit("join_s"))
+        self.ask("POST", "/shutdown_weight_transfer_engine")
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         part = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}

@@ -139,7 +139,7 @@ class Demonstrator:
         episode = await self._envs.run(partial(self._open_env, prompt), open_session)
         if self._reward is None or not episode.rows:
             return episode
-        return episode.with_reward(await asyncio.to_thread(self._reward, prompt, episode.answer))
+        return episode.with_reward(await asyncio.to_thread(self._reward, prompt.reference, episode.answer))
 
     def _open_env(self, prompt: Prompt) -> Env:
         if self._make_env is None:

@@ -143,7 +143,7 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
     past.commit({"version": 1})
     past.close()
     saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[],
+        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
         buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]},
     )  # fmt: skip
     config = journalled(tmp_path)

@@ -43,7 +43,7 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     checkpoint = checkpoint_folder(tmp_path, 3)
     checkpoint.mkdir(parents=True)
     (tmp_path / "file").touch()
-    state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, trained_groups=[], buffer={})
+    state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(checkpoint, state)
     with pytest.raises(ConfigError, match=r"/proc/model can't be written: No such file or directory. Name a folder"):
         export(tmp_path, Path("/proc/model"))

@@ -43,7 +43,7 @@ def answers(url: str) -> bool:
 def process(
     folder: Path, program: str, is_ready: Callable[[str], bool] = answers, start_s: float = 60.0
 ) -> ServerProcess:
-    config = dataclasses.replace(config_for(folder), timeouts=TimeoutsConfig(server_start_s=start_s))
+    config = dataclasses.replace(config_for(folder), timeouts=TimeoutsConfig(startup_s=start_s))
     return ServerProcess(
         "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
         command=lambda port: [sys.executable, "-c", program, str(port)],
@@ -88,7 +88,7 @@ def test_a_server_that_dies_at_its_start_shows_its_log_and_a_hint(tmp_path: Path
 @pytest.mark.processes
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path) -> None:
     server = process(tmp_path, SERVER, is_ready=lambda url: False, start_s=1.0)
-    with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.server_start_s\) for server 0 to start"):
+    with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.startup_s\) for server 0 to start"):
         asyncio.run(start_and_close(server))
 
 

@@ -71,7 +71,7 @@ def says_nothing(messages: Sequence[Message], rng: random.Random) -> None:
     return None
 
 
-def says_box(prompt: str, response: str, answer: Any, extra: dict[str, Any]) -> float:
+def says_box(question: Question, response: str) -> float:
     return 0.5 * response.endswith("box")
 
 

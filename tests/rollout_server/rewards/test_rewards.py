@@ -9,19 +9,22 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError, RewardError
-from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker
 from rollout_server.rewards.base import num_threads, open_reward
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
 
 CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
+
+
+def about(answer: Any) -> Question:
+    return Question(messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"})
 
 
 @pytest.mark.parametrize(
@@ -50,8 +53,8 @@ CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
     ],
 )
 def test_gsm8k_rule(response: str, strict: int, flexible: int) -> None:
-    assert gsm8k(response, "72") == strict
-    assert gsm8k(response, "72", flexible=True) == flexible
+    assert gsm8k(about("72"), response) == strict
+    assert gsm8k(about("72"), response, flexible=True) == flexible
 
 
 @pytest.mark.parametrize(
@@ -68,14 +71,14 @@ def test_gsm8k_rule(response: str, strict: int, flexible: int) -> None:
     ],
 )
 def test_gsm8k_ignores_thousands_separators_only(response: str, answer: object, strict: int, flexible: int) -> None:
-    assert gsm8k(response, answer) == strict
-    assert gsm8k(response, answer, flexible=True) == flexible
+    assert gsm8k(about(answer), response) == strict
+    assert gsm8k(about(answer), response, flexible=True) == flexible
 
 
 def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
     answer = "#### 72"
-    assert gsm8k(answer + "x" * (300 - len(answer)), "72") == 1
-    assert gsm8k(answer + "x" * (301 - len(answer)), "72") == 0
+    assert gsm8k(about("72"), answer + "x" * (300 - len(answer))) == 1
+    assert gsm8k(about("72"), answer + "x" * (301 - len(answer))) == 0
 
 
 @pytest.mark.processes
@@ -91,7 +94,7 @@ def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
     ],
 )
 def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
-    assert math_verify(response, answer) == reward
+    assert math_verify(about(answer), response) == reward
 
 
 @pytest.mark.processes
@@ -99,7 +102,8 @@ def test_math_verify_works_from_several_threads_at_once() -> None:
     wrong = []
 
     def check(n: int) -> None:
-        if math_verify(f"$\\boxed{{{n}}}$", str(n)) != 1 or math_verify(f"$\\boxed{{{n}}}$", str(n + 1)) != 0:
+        response = f"$\\boxed{{{n}}}$"
+        if math_verify(about(str(n)), response) != 1 or math_verify(about(str(n + 1)), response) != 0:
             wrong.append(n)
 
     threads = [threading.Thread(target=check, args=(n,)) for n in range(8)]
@@ -130,8 +134,8 @@ def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
 ) -> None:
     monkeypatch.setattr("rollout_server.rewards.math_checker.CHECK_TIMEOUT_S", 1.0)
     # Evaluated, this holds the interpreter lock for hours.
-    assert math_verify("$\\boxed{9^{9^{9}}}$", "3") == 0
-    assert math_verify("$\\boxed{9}$", "9") == 1
+    assert math_verify(about("3"), "$\\boxed{9^{9^{9}}}$") == 0
+    assert math_verify(about("9"), "$\\boxed{9}$") == 1
 
 
 @pytest.mark.processes
@@ -187,34 +191,24 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
         rule_for_source("codeforces")
 
 
-def prompt_about(answer: str) -> Prompt:
-    question = Question(
-        messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"},
-        source="mine",
-    )
-    tokens = np.array([5], dtype=np.int32)
-    return Prompt(index=0, tokens=tokens, text="<q>How many?", reference=question, source="mine")
-
-
 def test_a_rule_is_named_in_the_config() -> None:
     def reward(name: str) -> float:
         config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
-        return open_reward(config, None)(prompt_about("3"), "It is 3")
+        return open_reward(config, None)(about("3"), "It is 3")
 
     assert reward("gsm8k") == 0
     assert reward("gsm8k_flexible") == 1
 
 
-def test_a_custom_function_gets_prompt_text_response_reference_and_extra(
+def test_a_custom_function_gets_the_question_and_the_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
     (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
     config = replace(CONFIG, task=replace(CONFIG.task, reward="my_rewards:score"))
-    assert open_reward(config, None)(prompt_about("3"), "It is 3") == 0.25
-    expected = ("<q>How many?", "It is 3", "3", {"unit": "kg", "data_source": "mine"})
-    assert sys.modules["my_rewards"].seen == [expected]
+    assert open_reward(config, None)(about("3"), "It is 3") == 0.25
+    assert sys.modules["my_rewards"].seen == [(about("3"), "It is 3")]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +248,7 @@ def test_a_reward_module_that_raises_is_named_with_file_and_line(
 
 @pytest.mark.parametrize(
     ("parameters", "takes"),
-    [("response", "(response)"), ("prompt, response", "(prompt, response)"), ("a, b, c, d, e", "(a, b, c, d, e)")],
+    [("response", "(response)"), ("prompt, response, answer, extra", "(prompt, response, answer, extra)")],
 )
 def test_a_reward_with_another_number_of_parameters_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, takes: str
@@ -262,20 +256,20 @@ def test_a_reward_with_another_number_of_parameters_is_refused_at_the_start(
     module = f"reward_of_{len(parameters)}"
     (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    message = rf"must take the four arguments prompt, response, answer, extra, got score{re.escape(takes)}"
+    message = rf"must be a `def score\(question, response\)`, got score{re.escape(takes)}: .*The question has messages"
     with pytest.raises(ConfigError, match=message):
         open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)
 
 
-@pytest.mark.parametrize("parameters", ["*arguments", "prompt, response, answer, extra, scale=2.0"])
-def test_a_reward_that_four_arguments_suit_is_taken(
+@pytest.mark.parametrize("parameters", ["*arguments", "question, response, scale=2.0"])
+def test_a_reward_that_two_arguments_suit_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str
 ) -> None:
     module = f"reward_with_{len(parameters)}"
     (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score"))
-    assert open_reward(config, None)(prompt_about("3"), "It is 3") == 1
+    assert open_reward(config, None)(about("3"), "It is 3") == 1
 
 
 @pytest.mark.parametrize("code", ["async def score(*_):", "class Score:\n    async def __call__(self, *_):"])

@@ -65,10 +65,10 @@ def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suf
     assert sorted(p.text for p in prompts) == sorted(f"Be brief.\nWhat is {i} + 1?<sep>" for i in range(10))
     assert prompts != [task.prompt(i) for i in range(10, 20)]  # the next epoch, in another order
     for prompt in prompts:
-        answer = prompt.reference.answer
+        question, answer = prompt.reference, prompt.reference.answer
         assert prompt.text == f"Be brief.\nWhat is {int(answer) - 1} + 1?<sep>"
         assert prompt.reference.extra == {"index": int(answer) - 1}
-        assert (reward(prompt, f"#### {answer}"), reward(prompt, f"It is {answer}")) == (1, 0)
+        assert (reward(question, f"#### {answer}"), reward(question, f"It is {answer}")) == (1, 0)
 
 
 def test_the_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_every_reference_solution_of_gsm8k_scores_1(tmp_path: Path, name: str) -
     questions = [task.train_question(i) for i in range(count)]
     originals = [json.loads(line) for line in source.read_text().splitlines()]
     assert all(task.verify(q, o["answer"]) == 1 for q, o in zip(questions, originals, strict=True))
-    assert all(gsm8k(q.solution, q.answer, flexible=True) == 1 for q in questions)
+    assert all(gsm8k(q, q.solution, flexible=True) == 1 for q in questions)
     assert not any(task.verify(q, o["answer"] + "1") for q, o in zip(questions, originals, strict=True))
 
 

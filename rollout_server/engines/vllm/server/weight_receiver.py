@@ -41,8 +41,7 @@ class GroupInfo(WeightTransferInitInfo):
     world_size: int
     name: str
     backend: str
-    join_timeout_s: float
-    push_timeout_s: float
+    timeout_s: float
 
 
 @dataclass
@@ -69,13 +68,13 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         self.shutdown()
-        timeout = timedelta(seconds=info.join_timeout_s)
+        timeout = timedelta(seconds=info.timeout_s)
         rank = info.first_rank + self.parallel_config.rank
         store = dist.TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
         # torch.distributed.new_group requires that all members are in one default group, which these are not
         self._group, _ = _new_process_group_helper(
             info.world_size, rank, [], Backend(info.backend), PrefixStore(info.name, store),
-            group_name=GroupName(info.name), timeout=timedelta(seconds=info.push_timeout_s),
+            group_name=GroupName(info.name), timeout=timedelta(seconds=info.timeout_s),
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
 

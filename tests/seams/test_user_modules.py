@@ -1,0 +1,90 @@
+"""A user's files beside their configuration may have the names of our packages, and neither hides the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.own_packages import OWN_PACKAGES, PROJECT
+from async_rl.seams import import_object
+from async_rl.telemetry.metrics import read_metrics
+
+COMMAND = (str(Path(sys.executable).with_name("async-rl")),)
+MODULE = (sys.executable, "-m", "async_rl.cli")
+"""Python searches the working directory first."""
+REWARD = """
+def seven(question, response):
+    return 7.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with files of all our packages' names but async_rl."""
+    for package in OWN_PACKAGES[1:]:
+        (tmp_path / f"{package}.py").write_text(REWARD)
+    return tmp_path
+
+
+def train(program: Sequence[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*program, "train", *words, "rollout.engine=hf"]
+    environment = os.environ | {"PYTHONPATH": PROJECT}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", [COMMAND, MODULE])
+def test_a_dry_run_takes_a_reward_from_a_file_with_the_name_of_our_package(
+    folder: Path, smoke_yaml: Path, program: Sequence[str]
+) -> None:
+    done = train(program, folder, str(smoke_yaml), "task.reward=buffer:seven", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "reward: buffer:seven" in done.stdout
+
+
+@pytest.mark.e2e
+def test_a_run_trains_in_a_folder_with_files_of_our_packages_names(folder: Path, smoke_yaml: Path) -> None:
+    """Ray's workers search the working directory first."""
+    done = train(COMMAND, folder, str(smoke_yaml), "task.reward=learner:seven", "run.dir=runs", "run.steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_metrics(folder / "runs" / "smoke" / "metrics.jsonl")
+    assert [step["reward/mean"] for step in metrics if step["step"] > 0] == [7, 7]
+
+
+@pytest.mark.parametrize("file", ["json.py", "json/__init__.py"])
+def test_a_module_of_the_working_directory_is_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("def is_mine(): ...")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_json", raising=False)
+    found = import_object("json:is_mine", "task.reward")
+    assert found is import_object("json:is_mine", "task.reward")
+    assert sys.modules["user_json"].__file__ == str(tmp_path / file)
+    assert hasattr(sys.modules["json"], "dumps")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("takes_package:score", "import learner", r"takes_package\.py imports learner\. "),
+        ("takes_name:score", "from learner import seven", "cannot import name 'seven' from 'learner'"),
+        ("learner.words:score", "", "No module named 'learner.words'"),
+    ],
+)
+def test_a_file_that_our_package_hides_from_an_import_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str, message: str
+) -> None:
+    (folder / f"{name.partition(':')[0]}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    hidden = rf"the package of async-rl, which hides {folder}/learner\.py from `import`: rename that file"
+    with pytest.raises(ConfigError, match=rf"task\.reward '{name}'.*{message}.*{hidden}"):
+        import_object(name, "task.reward")

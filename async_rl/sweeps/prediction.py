@@ -33,8 +33,7 @@ class Stages:
     handout_s: float
     """How long the learner takes to receive a batch that is ready."""
     group_s: float
-    """The duration of a rollout group without the pauses of pushes: from its first prompt to its last reward, with all
-    turns, tools and environments. An aborted group counts until it was aborted."""
+    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
     group_cv: float
     together: float
     """The mean number of groups in flight while a group runs."""
@@ -202,9 +201,14 @@ def rules_of(run: Run) -> Workload:
     """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the config has eval.pin_version, which the simulator does not cover.
+        ConfigError: the config has eval.pin_version or episodes of several turns, which the simulator does not cover.
     """
     config = _config(run)
+    if any(config["task"].get(key) for key in ("env", "agent", "tools")):
+        raise ConfigError(
+            f"no prediction for {run.folder}: a few long episodes of several turns decide how long a batch takes, and "
+            "the simulator knows only the mean and spread of groups. Measure the bounds with `async-rl sweep`"
+        )
     if config["eval"]["pin_version"]:
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]

@@ -181,11 +181,20 @@ def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
     )
 
 
-def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path) -> None:
-    overrides = ("eval.pin_version=true", "eval.every_steps=5")
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("eval.pin_version=true", "eval.every_steps=5"), r"eval\.pin_version=True is not simulated"),
+        (
+            ("task.name=", "task.env=my_games:Game", "rollout.max_episode_tokens=2000"),
+            "a few long episodes of several turns decide how long a batch takes",
+        ),
+    ],
+)
+def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path, overrides: tuple[str, ...], why: str) -> None:
     sweep = make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)
     runs = read_runs(sweep)
-    with pytest.raises(ConfigError, match=r"eval\.pin_version=True is not simulated"):
+    with pytest.raises(ConfigError, match=why):
         rules_of(runs[0])
     measured = compare(rows_of(runs))
     assert [m.predicted for m in measured] == [None, None]

@@ -58,10 +58,10 @@ def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
 
 
 def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "agents.py").write_text("from example_agents import solve as work\n")
+    (tmp_path / "faults.py").write_text("from example_agents import solve as work\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    (episode,) = played("work", tmp_path, module="agents")
+    (episode,) = played("work", tmp_path, module="faults")
     assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 
 

@@ -28,7 +28,7 @@ from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
 from async_rl.types import Prompt, RolloutGroup, Slot
 from buffer.client import WorkerClient
-from rollout_server.engines.base import Completion, Engine, GenerationRequest
+from rollout_server.engines.base import Completion, Engine, GenerationRequest, Purpose
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
@@ -45,8 +45,6 @@ FLAT_BATCHES = 2
 """The servers warn when they have generated so many batches of groups in a row without a difference in reward."""
 _GREEDY_TEMPERATURE = 1e-4
 """Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
-_BASELINE_IDS = -(2**32)
-"""The greedy answer of group g has the request id _BASELINE_IDS - g, which no group and no evaluation has."""
 _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
@@ -217,7 +215,7 @@ class Worker:
         if not self._needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
-            request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
+            request, purpose=Purpose.BASELINE, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
         )
         return (await self._answer(greedy))[0].reward
 
@@ -229,7 +227,7 @@ class Worker:
         """
         task = self._config.task
         episodes = await self._player.play(request)
-        self._log.add(episodes, request.prompt.origin, are_trained=request.group_id >= 0)
+        self._log.add(episodes, request.prompt.origin, are_trained=request.purpose is Purpose.TRAINING)
         if task.gives_rewards:
             return episodes
         can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
@@ -264,7 +262,7 @@ class Worker:
                 raise
             raise WaitTimeoutError(
                 f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
+                f"{self._config.rollout.engine} engine to answer request {request.key}"
             ) from None
 
     async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:

@@ -31,7 +31,7 @@ from async_rl.types import Batch, Prompt
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
@@ -231,7 +231,7 @@ class CountingEngine(EchoEngine):
         self.most = {False: 0, True: 0}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        trains = request.group_id >= 0
+        trains = request.purpose is Purpose.TRAINING
         self.running[trains] += 1
         self.most[trains] = max(self.most[trains], self.running[trains])
         try:
@@ -285,7 +285,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
     assert values["eval/accuracy"] == pytest.approx(8 / 12)
     assert values["eval/reward"] == pytest.approx(9 / 12)
     assert (values["eval/failed"], values["eval/version"], report.version) == (2, 9, 9)
-    asked = [request for request in engine.requests if request.group_id < 0]
+    asked = [request for request in engine.requests if request.purpose is Purpose.EVALUATION]
     assert [request.prompt.text for request in asked] == [prompt.text for prompt in held_out]
     assert {request.n for request in asked} == {2}
     assert len({request.group_id for request in asked}) == 6
@@ -312,7 +312,7 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert {request.prompt.index for request in greedy} >= (
         {group.prompt_index for group in batch.groups} if advantage == "remax" else set()
     )
-    assert all(request.n == 1 and request.group_id < 0 for request in greedy)
+    assert all(request.n == 1 and request.purpose is Purpose.BASELINE for request in greedy)
     assert advantage == "remax" or not greedy
     assert all(len(group.rollouts) == 3 for group in batch.groups)
 

@@ -144,12 +144,12 @@ class HttpEngine(ABC):
 def cache_key(request: GenerationRequest) -> str:
     """Return the prefix-cache key of a request. A request reads only KV that requests with the same key have left.
 
-    The key is the group's, so an episode's next turn finds the KV of its history; an evaluation and a greedy baseline
-    have their own. It has no policy version, because
-    nobody knows at the time of a request which weights will compute it: it may wait at the server until a push is done.
-    The server makes sure of the version instead: every pause for a push but `in_place` empties its prefix cache, and it
-    computes nothing between that and the new weights. With `in_place` it keeps the cache, so that a turn may begin on
-    KV of older weights, as the rest of an answer does after such a push; `RolloutGroup.old_kv` flags both.
+    The key is the group's, so an episode's next turn finds the KV of its history; each held-out prompt and each greedy
+    baseline has one of its own. It has no policy version, because nobody knows at the time of a request which weights
+    will compute it: it may wait at the server until a push is done. The server makes sure of the version instead: every
+    pause for a push but `in_place` empties its prefix cache, and it computes nothing between that and the new weights.
+    With `in_place` it keeps the cache, so that a turn may begin on KV of older weights, as the rest of an answer does
+    after such a push; `RolloutGroup.old_kv` flags both.
     """
     return request.key
 

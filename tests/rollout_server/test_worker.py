@@ -33,6 +33,7 @@ from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.tiny_folder import save_tiny_model
@@ -105,7 +106,8 @@ def rolled_out(
 
     async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
         await engine.start()
-        worker = Worker(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER, server.address)
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
+        worker = Worker(config, player, server.address)
         reports: list[WorkerReport] = []
 
         async def collect() -> None:
@@ -262,7 +264,7 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     engine = CountingEngine()
     rolled_out(
         config, engine, lambda prompt, text: 1.0,
-        beside=lambda worker: worker.evaluate(1, beside_training=beside_training),
+        beside=lambda worker: worker.player.evaluate(1, beside_training=beside_training),
     )
     assert engine.most[False] == at_once
 
@@ -279,7 +281,9 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
         return 1.0 if prompt.text in accurate else 0.5
 
     engine = EchoEngine()
-    *_, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False))
+    *_, report = rolled_out(
+        config, engine, reward, beside=lambda worker: worker.player.evaluate(9, beside_training=False)
+    )
     values = reduce_metrics(report.metrics)
     # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
     assert values["eval/accuracy"] == pytest.approx(8 / 12)
@@ -323,7 +327,6 @@ def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_prune
 
     async def make() -> None:
         task = open_task(config, TOKENIZER)
-        worker = Worker(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER, "tcp://127.0.0.1:1")
-        await worker.stop()
+        await ScoredPlayer(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER).aclose()
 
     asyncio.run(make())

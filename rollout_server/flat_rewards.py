@@ -29,7 +29,7 @@ class FlatRewards:
         self._limit = limit
         self._has_answer = has_answer
         self._count = 0
-        """The buffer's count after the last group."""
+        """The buffer's count after the last group with one reward."""
         self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
         self.has_only_errors = True
         """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
@@ -44,6 +44,8 @@ class FlatRewards:
         episodes = [episode for episode in episodes if episode.rows]
         self.has_only_errors &= all(episode.end == "error" for episode in episodes)
         self._groups.append((prompt, episodes))
+        if len({episode.reward for episode in episodes}) > 1:
+            return ""
         has_reached = self._count < self._limit <= count
         self._count = count
         return self._warning(episodes[0].reward) if has_reached else ""

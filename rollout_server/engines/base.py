@@ -16,7 +16,7 @@ from async_rl.types import FloatArray, IntArray, Prompt
 
 
 class Purpose(StrEnum):
-    """What the answers to a request are for."""
+    """The use that is made of the answers to a request."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"

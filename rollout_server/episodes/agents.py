@@ -82,7 +82,7 @@ class _AgentAttempt(Attempt):
         self._question = question
         self._opened = endpoint.open(session)
         self.reward = 0.0
-        """What the agent returned; 0 if it did not get that far."""
+        """The reward that the agent returned; 0 if it did not get that far."""
 
     async def play(self) -> None:
         """Run the agent to its end, and keep its reward.

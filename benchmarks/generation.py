@@ -45,6 +45,7 @@ from rollout_server.engines.base import Engine, GenerationRequest, open_engine
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_reward
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.worker import Worker
 
@@ -101,7 +102,8 @@ async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> 
     serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)
     serving.start()
     tokenizer = load_tokenizer(config.model.path)
-    worker = Worker(config, 0, engine, task, open_reward(config, task), tokenizer, server.address)
+    player = ScoredPlayer(config, 0, engine, task, open_reward(config, task), tokenizer)
+    worker = Worker(config, player, server.address)
 
     def consume() -> Rolled:
         client = LearnerClient(server.address, config.timeouts, config.network.keys)

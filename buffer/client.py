@@ -145,6 +145,9 @@ class WorkerClient:
         self._address = address
         self._worker = worker
         self._wire_s = timeouts.wire_s
+        self.flat_groups = 0
+        """The number of groups in a row, of all workers, in which every answer had the same reward, at the last `put`.
+        """
         self._ids = _request_ids()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._open_admit: int | None = None
@@ -183,6 +186,7 @@ class WorkerClient:
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
+        self.flat_groups = reply.result["flat_groups"]
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:

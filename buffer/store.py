@@ -23,8 +23,8 @@ from buffer.staleness import Rules
 from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
 
-EQUAL_BATCHES = 8
-"""If this many batches' worth of groups in a row have equal rewards, the task has nothing left to teach."""
+FLAT_BATCHES = 8
+"""If this many batches' worth of groups in a row have the same reward, the task has nothing left to teach."""
 
 
 class Store:
@@ -41,7 +41,9 @@ class Store:
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
         self._aborts: dict[str, list[int]] = {}  # [worker] groups dropped while it ran them, until it acknowledges
-        self._num_equal, self._equal_reward = 0, 0.0  # groups of equal rewards in a row, their reward
+        self.num_flat = 0
+        """The number of groups in a row that arrived with one and the same reward for every answer."""
+        self._flat_reward = 0.0
         self._is_draining = False
 
     # --- for workers
@@ -91,11 +93,12 @@ class Store:
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
         arrived["data_row"] = data_row
+        self._count_flat(outcome)
         if drop_equal and outcome.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
-            self._count_equal(outcome.reward)
+            self.end_reason = self._why_nothing_is_left()
         else:
-            self._num_equal, self.end_reason = 0, ""
+            self.end_reason = ""
             self.state.put(row, "finished", **arrived)
 
     def fail(self, group_id: int, cause: str, requeue: bool, data_row: int = -1) -> None:
@@ -232,19 +235,22 @@ class Store:
                 self._aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
 
-    def _count_equal(self, reward: float) -> None:
-        """Count a group whose rewards all are `reward`; set `end_reason` if it is one of too many such in a row.
+    def _count_flat(self, outcome: Outcome) -> None:
+        """Count a group that has arrived in `num_flat`, or begin to count anew with it."""
+        if outcome.reward != self._flat_reward or not outcome.equal_rewards:
+            self.num_flat, self._flat_reward = 0, outcome.reward
+        self.num_flat += outcome.equal_rewards
 
-        Too many are EQUAL_BATCHES batches' worth of groups, all with the same reward.
-        """
-        self._num_equal = self._num_equal + 1 if reward == self._equal_reward else 1
-        self._equal_reward, self.end_reason = reward, ""
-        if self._num_equal >= EQUAL_BATCHES * self.rules.prompts_per_step:
-            self.end_reason = (
-                f"{self._num_equal} rollout groups in a row had the same reward, {reward:g}, for every answer: "
-                f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
-                f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
-            )
+    def _why_nothing_is_left(self) -> str:
+        """Return why there is nothing left to learn from groups that are dropped; "" below FLAT_BATCHES batches."""
+        reward = self._flat_reward
+        if self.num_flat < FLAT_BATCHES * self.rules.prompts_per_step:
+            return ""
+        return (
+            f"{self.num_flat} rollout groups in a row had the same reward, {reward:g}, for every answer: "
+            f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
+            f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
+        )
 
     def _next_prompt_index(self) -> int:
         if self.state.requeued:

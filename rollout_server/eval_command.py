@@ -14,11 +14,8 @@ from async_rl.telemetry.metrics import reduce_metrics
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine
 from rollout_server.rewards.base import open_reward
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
-
-_NO_BUFFER = "tcp://127.0.0.1:1"
-"""An address without a buffer. A worker connects only when it first asks for slots, which this one never does."""
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
@@ -42,10 +39,10 @@ async def _evaluate(config: Config) -> dict[str, float]:
         engine = open_engine(config, 0, Path(name))
         try:
             await engine.start()
-            worker = Worker(config, 0, engine, task, reward, tokenizer, _NO_BUFFER)
+            player = ScoredPlayer(config, 0, engine, task, reward, tokenizer)
             try:
-                return reduce_metrics((await worker.evaluate(0, beside_training=False)).metrics)
+                return reduce_metrics((await player.evaluate(0, beside_training=False)).metrics)
             finally:
-                await worker.stop()
+                await player.aclose()
         finally:
             await engine.aclose()

@@ -1,4 +1,4 @@
-"""Watches for groups in which every answer gets the same reward, from which nothing can be learned."""
+"""Describes groups in which every answer gets the same reward, from which nothing can be learned."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with 
 
 
 class FlatRewards:
-    """Counts the groups in a row in which every answer had one and the same reward; a worker logs its warning.
+    """Keeps the newest groups in which every answer had one and the same reward, for a warning that a worker logs.
+
+    The buffer counts such groups, because it sees those of all workers.
 
     Args:
-        limit: the number of groups in a row after which `add` returns the warning.
+        limit: the number of groups in a row with the same reward after which `add` returns the warning.
         has_answer: whether the reward can read an answer from a response, or None if that is not known.
     """
 
@@ -27,28 +29,30 @@ class FlatRewards:
         self._limit = limit
         self._has_answer = has_answer
         self._count = 0
-        self._reward = 0.0
+        """The buffer's count after the last group with one reward."""
         self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
         self.has_only_errors = True
         """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
         model."""
 
-    def add(self, prompt: Prompt, episodes: Sequence[Episode]) -> str:
-        """Count a group; return the warning if it is the `limit`-th in a row with the same reward, else ""."""
+    def add(self, prompt: Prompt, episodes: Sequence[Episode], count: int) -> str:
+        """Keep a group that was delivered; return the warning if with it the buffer's count reaches `limit`, else "".
+
+        Args:
+            count: the number of groups in a row, of all workers, in which every answer had the same reward.
+        """
         episodes = [episode for episode in episodes if episode.rows]
         self.has_only_errors &= all(episode.end == "error" for episode in episodes)
-        rewards = {episode.reward for episode in episodes}
-        if rewards != {self._reward}:
-            self._count, self._reward = 0, episodes[0].reward
-            self._groups.clear()
-        if len(rewards) > 1:
-            return ""
-        self._count += 1
         self._groups.append((prompt, episodes))
-        return self._warning() if self._count == self._limit else ""
+        if len({episode.reward for episode in episodes}) > 1:
+            return ""
+        has_reached = self._count < self._limit <= count
+        self._count = count
+        return self._warning(episodes[0].reward) if has_reached else ""
 
-    def _warning(self) -> str:
-        answers = [(prompt, episode) for prompt, group in self._groups for episode in group]
+    def _warning(self, reward: float) -> str:
+        groups = [group for group in self._groups if all(episode.reward == reward for episode in group[1])]
+        answers = [(prompt, episode) for prompt, group in groups[-self._limit :] for episode in group]
         cut = sum(episode.rows[-1].finish_reason == "length" for _, episode in answers)
         found = [self._has_answer(prompt, episode.answer) for prompt, episode in answers]
         parts = [f"{cut / len(answers):.0%} were cut off by a limit on tokens (rollout.max_response_tokens) or turns"]
@@ -66,6 +70,6 @@ class FlatRewards:
         *others, last = parts
         told = f"{', '.join(others)}, and {last}" if others else last
         return (
-            f"{self._limit} rollout groups in a row had the same reward, {self._reward:g}, for every answer: they have "
+            f"{self._limit} rollout groups in a row had the same reward, {reward:g}, for every answer: they have "
             f"nothing to teach. Of their last {len(answers)} answers {told}. {newest}"
         )

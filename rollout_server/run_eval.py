@@ -14,7 +14,7 @@ from async_rl.errors import RewardError
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import GenerationRequest, Purpose
 from rollout_server.episodes.episode import Episode
 from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
@@ -36,7 +36,7 @@ class Evaluation:
         self._answer = answer
         self._task = task
         self._stats = stats
-        self._ids = itertools.count(-1, -1)  # negative, so that no group of the buffer has the same
+        self._numbers = itertools.count()  # of the prompts of all evaluations
 
     async def run(self, version: int, *, beside_training: bool) -> EvaluationDone:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
@@ -79,7 +79,7 @@ class Evaluation:
         """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
-            group_id=next(self._ids), prompt=prompt, start_version=0,
+            purpose=Purpose.EVALUATION, group_id=next(self._numbers), prompt=prompt, start_version=0,
             seed=self._config.run.seed + _SEED_OFFSET, n=self._config.eval.samples,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )

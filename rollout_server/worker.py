@@ -5,81 +5,58 @@
     group    one slot           a RolloutGroup     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
+
+The way of a group, from slot to buffer, is `Worker._run_group`; how its answers are sampled and scored is in
+rollout_server/scored_player.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from async_rl.config import Config
-from async_rl.errors import RewardError, WaitTimeoutError, first_error, raised_at
-from async_rl.messages.reports import EvaluationDone, WorkerReport
+from async_rl.errors import RewardError, first_error
+from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
 from async_rl.types import Prompt, RolloutGroup, Slot
 from buffer.client import WorkerClient
-from rollout_server.engines.base import Completion, Engine, GenerationRequest
-from rollout_server.episode_log import EpisodeLog
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
-from rollout_server.episodes.players.player import open_player
 from rollout_server.flat_rewards import FlatRewards
-from rollout_server.rewards.base import Reward, num_threads
-from rollout_server.rewards.reward_threads import RewardThreads
-from rollout_server.run_eval import Evaluation
-from rollout_server.tasks.base import Task
-from rollout_server.worker_stats import WorkerStats
+from rollout_server.scored_player import ScoredPlayer
 
 REPORT_INTERVAL_S = 0.5
-FLAT_BATCHES = 2
-"""The servers warn when they have generated so many batches of groups in a row without a difference in reward."""
-_GREEDY_TEMPERATURE = 1e-4
-"""Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
-_BASELINE_IDS = -(2**32)
-"""The greedy answer of group g has the request id _BASELINE_IDS - g, which no group and no evaluation has."""
+WARN_AFTER_BATCHES = 2
+"""A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
 _COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
 
 
 class Worker:
-    """Asks the buffer for slots, answers each slot's prompt with one engine, scores the answers, sends the group back.
+    """Asks the buffer for slots, has each slot's prompt answered and scored, sends the group back, and reports.
 
     It may be created in any thread; all its coroutines run in one event loop.
     """
 
-    def __init__(
-        self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any,
-        buffer_address: str,
-    ) -> None:
+    def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str) -> None:
+        self.player = player
         self._config = config
-        self._name = f"rollout/{index}"
-        self._engine = engine
-        self._task = task
-        self._reward = reward
-        log_file = config.run_dir / "logs" / f"agent-{index}.log"
-        self._stats = WorkerStats(self._name)
-        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self._stats.waiting)
+        self._name = player.name
+        self._stats = player.stats
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
-        self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
         self._gpus = GpuSampler(self._name)
-        self._evaluation = Evaluation(config, self._answer, task, self._stats)
-        self._needs_greedy_baseline = config.algorithm.advantage_entry.needs_greedy_baseline
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
-        self._log = EpisodeLog(self._name, config)
-        batches = FLAT_BATCHES * config.learner.prompts_per_step / config.placement.rollout.servers
-        self._flat = FlatRewards(
-            max(2, round(batches)), task.has_answer if not config.task.gives_rewards else lambda *_: None
-        )
+        has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
+        self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
         self._group_ended = asyncio.Event()
         self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
@@ -94,13 +71,13 @@ class Worker:
             AsyncRLError: the engine or the buffer does not answer.
         """
         self._admitting = asyncio.create_task(self._admit())
-        self._admitting.add_done_callback(lambda _: self._log.report_now.set())
+        self._admitting.add_done_callback(lambda _: self.player.log.report_now.set())
         try:
             while not self._is_stopped:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_INTERVAL_S):
-                        await self._log.report_now.wait()
-                self._log.report_now.clear()
+                        await self.player.log.report_now.wait()
+                self.player.log.report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():
                     self._admitting.result()
                 yield await self._report()
@@ -110,17 +87,12 @@ class Worker:
     def status(self) -> Status:
         return self._stats.status()
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
-        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
-        return await self._evaluation.run(version, beside_training=beside_training)
-
     async def stop(self) -> None:
         """End `run`, cancel the groups in flight, and close the connection to the buffer."""
         self._is_stopped = True
         await self._cancel_groups()
-        await self._player.aclose()
+        await self.player.aclose()
         await self._client.close()
-        self._threads.close()
         self._gpus.close()
 
     async def _cancel_groups(self) -> None:
@@ -142,7 +114,8 @@ class Worker:
                     granted_s = asyncio.get_running_loop().time()
                     # All prompts are made before the first task starts: groups that are granted together reach the
                     # engine together, which makes runs repeatable.
-                    prompts = await asyncio.to_thread(list, map(self._task.prompt, [s.prompt_index for s in slots]))
+                    indices, make_prompt = [slot.prompt_index for slot in slots], self.player.task.prompt
+                    prompts = await asyncio.to_thread(list, map(make_prompt, indices))
                     for slot, prompt in zip(slots, prompts, strict=True):
                         begun = self._stats.begin_group()
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
@@ -167,6 +140,7 @@ class Worker:
                     self._counts["aborted"] += 1
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
+        """Make the group of one slot: have its prompt answered and scored, and send the group to the buffer."""
         request = GenerationRequest(
             group_id=slot.group_id, prompt=prompt, start_version=slot.start_version,
             seed=self._config.run.seed, n=self._config.rollout.group_size,
@@ -174,16 +148,11 @@ class Worker:
             temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
         )
         try:
-            episodes, baseline = await asyncio.gather(self._answer(request), self._greedy_reward(request))
+            episodes, baseline = await asyncio.gather(self.player.play(request), self.player.greedy_reward(request))
             rows = self._rows(prompt, episodes)
         except RewardError as error:
             await self._fail(slot, prompt, error)
             return
-        warning = self._flat.add(prompt, episodes)
-        if warning and self._flat.has_only_errors:
-            raise RewardError(f"{self._name}: {warning}")
-        if warning and not self._config.reward_model.path:
-            self._log.note(warning)
         group = RolloutGroup(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, worker=self._name,
@@ -195,6 +164,11 @@ class Worker:
             await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
+        if warning := self._flat.add(prompt, episodes, self._client.flat_groups):
+            if self._flat.has_only_errors:
+                raise RewardError(f"{self._name}: {warning}")
+            if not self._config.reward_model.path:
+                self.player.log.note(warning)
 
     def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
         """Return the trainable rows of a group's episodes; those that failed or were dropped have none.
@@ -212,61 +186,6 @@ class Worker:
             return question_rows(episodes, prompt.tokens)
         return group_rows(episodes, config.task.max_prompt_tokens, config.rollout.max_rows)
 
-    async def _greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does)."""
-        if not self._needs_greedy_baseline:
-            return None
-        greedy = dataclasses.replace(
-            request, group_id=_BASELINE_IDS - request.group_id, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
-        )
-        return (await self._answer(greedy))[0].reward
-
-    async def _answer(self, request: GenerationRequest) -> list[Episode]:
-        """Play the episodes of a request, score their answers unless the environment did, and return them with rewards.
-
-        Raises:
-            RewardError: the reward function failed.
-        """
-        task = self._config.task
-        episodes = await self._player.play(request)
-        self._log.add(episodes, request.prompt.origin, are_trained=request.group_id >= 0)
-        if task.gives_rewards:
-            return episodes
-        can_be_scored = [bool(e.rows) and (e.end != "timeout" or task.on_timeout == "partial") for e in episodes]
-        answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
-        calls = [partial(self._reward, request.prompt.reference, answer) for answer in answers]
-        try:
-            with self._stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
-                rewards = iter(await self._threads.run(calls))
-        except RewardError as error:
-            cause = error.__cause__ or error
-            self._log.note_once(
-                f"{type(cause).__name__} {raised_at(cause)}",
-                f"a reward failed: {error} (on {request.prompt.origin}). Its group is dropped; in an evaluation the "
-                "answer counts as wrong. Further errors of this kind are only counted (rollout/failed)",
-            )
-            raise
-        return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
-
-    async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        """Return the engine's answers to a request.
-
-        Raises:
-            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
-        """
-        timeout_s = self._config.timeouts.generate_s
-        try:
-            with self._stats.waiting("generates", "its engine", timeout_s):
-                async with asyncio.timeout(timeout_s) as limit:
-                    return await self._engine.generate(request)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WaitTimeoutError(
-                f"{self._name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
-                f"{self._config.rollout.engine} engine to answer group {request.group_id}"
-            ) from None
-
     async def _fail(self, slot: Slot, prompt: Prompt, error: RewardError) -> None:
         self._counts["failed"] += 1
         self._failures_in_a_row += 1
@@ -282,19 +201,17 @@ class Worker:
 
     async def _report(self) -> WorkerReport:
         """Return a report of the time since the last one: counts, console lines, timeline spans and load samples."""
-        load, now_s = await self._engine.load(), time.monotonic()
+        load, now_s = await self.player.engine.load(), time.monotonic()
         occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
         counts, self._counts = self._counts, Counter()
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._stats.in_flight),
-            Metric("rollout/skipped_long_prompts", self._task.skipped_long, "last"),
+            Metric("rollout/skipped_long_prompts", self.player.task.skipped_long, "last"),
             *self._stats.drain_groups(),
-            *self._log.drain_metrics(),
-            *(Metric(f"endpoint/{key}", count, "sum") for key, count in self._player.drain_counts().items()),
+            *self.player.drain_metrics(),
         ]
-        notes = (*self._log.drain_notes(), *(f"{self._name}: {note}" for note in self._player.drain_notes()))
         return WorkerReport(
-            metrics=tuple(metrics), notes=notes, spans=self._stats.drain_spans(),
+            metrics=tuple(metrics), notes=self.player.drain_notes(), spans=self._stats.drain_spans(),
             samples=occupancy + self._gpus.drain(),
         )

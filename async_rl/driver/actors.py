@@ -109,10 +109,12 @@ class RolloutActor:
 
     def _open_worker(self, buffer_address: str) -> Worker:
         from rollout_server.rewards.base import open_reward
+        from rollout_server.scored_player import ScoredPlayer
         from rollout_server.worker import Worker
 
         reward = open_reward(self._config, self._task)
-        return Worker(self._config, self._index, self._engine, self._task, reward, self._tokenizer, buffer_address)
+        player = ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
+        return Worker(self._config, player, buffer_address)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
@@ -132,7 +134,7 @@ class RolloutActor:
         dump_stacks()
 
     async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
-        return await self._worker.evaluate(version, beside_training=beside_training)
+        return await self._worker.player.evaluate(version, beside_training=beside_training)
 
     async def stop(self) -> None:
         if hasattr(self, "_worker"):

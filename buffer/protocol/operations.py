@@ -196,12 +196,15 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. Until the next call of `answers`, puts of one client with equal results share one reply."""
+        """Answer a `put`. Until the next call of `answers`, puts of one client that were all stored, or all not, share
+        one reply, with the count of flat groups after the last of them.
+        """
         answer = self._open_acks.get((identity, stored))
         if answer is None or len(answer.ids) == MAX_ANSWERED:
             answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
             self._answers.append(answer)
         answer.ids.append(request_id)
+        answer.result["flat_groups"] = self.store.num_flat
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")

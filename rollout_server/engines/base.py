@@ -7,6 +7,7 @@ learner pauses and updates it, and an `EngineEntry` (async_rl/seams/engines.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -14,21 +15,38 @@ from async_rl.config import Config
 from async_rl.types import FloatArray, IntArray, Prompt
 
 
+class Purpose(StrEnum):
+    """The use that is made of the answers to a request."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    """A held-out prompt. No batch waits for it."""
+    BASELINE = "baseline"
+    """The greedy answer to a group's prompt, whose reward is the group's baseline. It is never trained on, but the
+    group waits for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request to an engine for `n` answers to one prompt."""
 
+    purpose: Purpose = Purpose.TRAINING
     group_id: int
-    """The group that the request is for. Several requests of one group run at once if its episodes have several turns.
-    Negative for evaluations."""
+    """The group that the request is for; in an evaluation the number of its prompt among all that the worker was given.
+    Several requests of one group run at once if its episodes have several turns."""
     prompt: Prompt
     start_version: int
-    """The served version when the group was admitted; no token of the answers may be older."""
+    """The served version when the group was admitted; no token of the answers may be older. 0 in an evaluation."""
     seed: int
     n: int
     max_tokens: int
     temperature: float
     top_p: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """A text that requests share if they have the same purpose and group; ids at the server begin with it."""
+        return f"{self.purpose}-{self.group_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,8 +87,11 @@ class HttpEngine(ABC):
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         """Return (path, body) of the POST request that ends a request on the server."""
 
-    async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], group_id: int) -> Any:
+    async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
         """Send requests for answers, and return the JSON of the reply. If cancelled, end them on the server.
+
+        Args:
+            key: that of the GenerationRequest, for errors.
 
         Raises:
             ProcessDiedError: the server broke the connection.
@@ -98,7 +101,7 @@ class HttpEngine(ABC):
             async with self._session.post(self.url + path, json=body) as reply:
                 if reply.status != 200:
                     raise AsyncRLError(
-                        f"{self._name} refused group {group_id} (HTTP {reply.status}): {(await reply.text())[:500]}"
+                        f"{self._name} refused request {key} (HTTP {reply.status}): {(await reply.text())[:500]}"
                     )
                 return await reply.json()
         except asyncio.CancelledError:
@@ -141,13 +144,14 @@ class HttpEngine(ABC):
 def cache_key(request: GenerationRequest) -> str:
     """Return the prefix-cache key of a request. A request reads only KV that requests with the same key have left.
 
-    The key is the group's, so an episode's next turn finds the KV of its history. It has no policy version, because
-    nobody knows at the time of a request which weights will compute it: it may wait at the server until a push is done.
-    The server makes sure of the version instead: every pause for a push but `in_place` empties its prefix cache, and it
-    computes nothing between that and the new weights. With `in_place` it keeps the cache, so that a turn may begin on
-    KV of older weights, as the rest of an answer does after such a push; `RolloutGroup.old_kv` flags both.
+    The key is the group's, so an episode's next turn finds the KV of its history; each held-out prompt and each greedy
+    baseline has one of its own. It has no policy version, because nobody knows at the time of a request which weights
+    will compute it: it may wait at the server until a push is done. The server makes sure of the version instead: every
+    pause for a push but `in_place` empties its prefix cache, and it computes nothing between that and the new weights.
+    With `in_place` it keeps the cache, so that a turn may begin on KV of older weights, as the rest of an answer does
+    after such a push; `RolloutGroup.old_kv` flags both.
     """
-    return str(request.group_id)
+    return request.key
 
 
 def _inspect(path: str) -> tuple[Any, list[int], bool]:

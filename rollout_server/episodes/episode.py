@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -161,28 +162,36 @@ async def first_success(attempt: Callable[[], Awaitable[Episode]]) -> Episode:
             return replace(episode, metrics={**episode.metrics, "failed": num_failed})
 
 
-class Attempt:
-    """One attempt to play an episode, by an environment or an agent: limits its time and makes the `Episode` of it.
+class Attempt(ABC):
+    """One attempt to play an episode, with an environment or an agent, which a subclass has `play` and `close` for.
 
     Args:
         session: a fresh one. The attempt closes it.
     """
 
-    def __init__(self, limits: EpisodeLimits, session: Session, tool_counts: ToolCounts) -> None:
+    def __init__(self, limits: EpisodeLimits, session: Session) -> None:
+        self.limits = limits
+        self.session = session
         self.foreign = ForeignCode()
+        """Runs the code of the environment, its tools or the agent."""
         self.metrics: dict[str, float] = {}
         """The metrics of the environment."""
-        self._limits = limits
-        self._session = session
-        self._tool_counts = tool_counts
+        self.tool_counts = ToolCounts()
 
-    async def run(self, play: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Episode:
-        """Play within the time limit of the episode, close the session, call `close`, and return the episode.
+    @abstractmethod
+    async def play(self) -> None:
+        """Play the episode; return when it is done.
 
-        Args:
-            play: returns when the episode is done, or raises EpisodeOver, OverdueError, EpisodeFailedError or
-                ModelAtFaultError.
-            close: is called in any case, with a time limit.
+        Raises:
+            EpisodeOver, OverdueError, EpisodeFailedError, ModelAtFaultError: something else has ended it.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the environment, or end the agent's session. It is called in any case, with a time limit."""
+
+    async def run(self) -> Episode:
+        """Play within the time limit of the episode, close the session and the rest, and return the episode.
 
         Raises:
             AsyncRLError: the engine failed.
@@ -191,8 +200,8 @@ class Attempt:
         end: End = "done"
         error: tuple[str, str, str] | None = None
         try:
-            async with asyncio.timeout(self._limits.episode_s) as limit:
-                await play()
+            async with asyncio.timeout(self.limits.episode_s) as limit:
+                await self.play()
         except EpisodeOver as over:
             end = "failed" if over.reason == "ended" else over.reason
             error = _described(over)
@@ -201,16 +210,16 @@ class Attempt:
                 raise
             end = "timeout"
             error = _described(
-                overdue, f"the episode took longer than {self._limits.episode_s:g} s (timeouts.episode_s)"
+                overdue, f"the episode took longer than {self.limits.episode_s:g} s (timeouts.episode_s)"
             )
         except EpisodeFailedError as failed:
             end, error = failed.end, _described(failed)
         finally:
-            num_leaked, close_error = await self._close(close)
+            num_leaked, close_error = await self._close()
         duration_s = asyncio.get_running_loop().time() - began_s
         said, kind, lines = error or close_error
         return Episode(
-            rows=self._rows(end), answer=self._session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
+            rows=self._rows(end), answer=self.session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
             traceback=lines,
             metrics={
                 **self._metrics(duration_s, num_leaked, end),
@@ -218,30 +227,30 @@ class Attempt:
             },
         )  # fmt: skip
 
-    async def _close(self, close: Callable[[], Awaitable[None]]) -> tuple[int, tuple[str, str, str]]:
+    async def _close(self) -> tuple[int, tuple[str, str, str]]:
         """Close the session and the environment. Return (number of tasks left behind, the error of `close`)."""
         error = ("", "", "")
-        await self._session.close()
+        await self.session.close()
         await self.foreign.end_cancelled_calls()
         try:
-            await self.foreign.call(close, CLOSE_S, "the environment's close")
+            await self.foreign.call(self.close, CLOSE_S, "the environment's close")
         except Exception as raised:
             fault = Fault.of(raised)
             error = _described(EpisodeFailedError(f"the environment's close raised {fault}", fault))
         return await self.foreign.end_created_tasks(), error
 
     def _rows(self, end: End) -> tuple[Row, ...]:
-        rows = self._session.rows()
-        if not rows or end == "failed" or (end == "timeout" and self._limits.on_timeout == "drop"):
+        rows = self.session.rows()
+        if not rows or end == "failed" or (end == "timeout" and self.limits.on_timeout == "drop"):
             return ()
-        if end == "error" or (end == "timeout" and self._limits.on_timeout == "zero"):
+        if end == "error" or (end == "timeout" and self.limits.on_timeout == "zero"):
             rows = [replace(row, turn_rewards=(0.0,) * len(row.turn_rewards)) for row in rows]
         if end not in ("done", "error"):
             rows[-1] = replace(rows[-1], finish_reason="timeout" if end == "timeout" else "length")
         return tuple(rows)
 
     def _metrics(self, duration_s: float, num_leaked: int, end: End) -> dict[str, float]:
-        session, tools = self._session, self._tool_counts
+        session, tools = self.session, self.tool_counts
         values = (
             session.num_turns, tools.calls, tools.failed, tools.tool_s, session.generate_s, duration_s,
             session.num_sampled_tokens, session.num_observed_tokens, tools.timeouts + (end == "timeout"), 0,

@@ -10,7 +10,7 @@ import pytest
 from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSyncConfig
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.store import EQUAL_BATCHES, Store
+from buffer.store import FLAT_BATCHES, Store
 from tests.buffer.factories import make_config, make_group, make_outcome, make_rollout, plain_rules, serving
 from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
 
@@ -88,7 +88,7 @@ def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
-        for _ in range(EQUAL_BATCHES):
+        for _ in range(FLAT_BATCHES):
             with_worker(server.address, put_all)
         with pytest.raises(NothingToLearnError, match=r"^16 rollout groups in a row .* 0.5, .* is solved"):
             learner.take(0)
@@ -101,7 +101,7 @@ def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
 def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
     store = Store(plain_rules(0, 1))
     store.served(0)
-    rewards = [1.0] * (EQUAL_BATCHES - 1) + [0.0] + [1.0] * (EQUAL_BATCHES - 1)
+    rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
     for reward in rewards:
         (slot,) = store.admit("rollout/0", 1, 0.0)
         store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=reward), drop_equal=True)
@@ -114,10 +114,21 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     assert not store.end_reason
 
 
+def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
+    store = Store(plain_rules(0, 1, fresh_per_step=100))
+    store.served(0)
+    counts = []
+    for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_outcome(equal_rewards=equal, reward=reward))
+        counts.append(store.num_flat)
+    assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
+
+
 def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
     store = Store(plain_rules(0, 1))
     store.served(0)
-    for _ in range(EQUAL_BATCHES):
+    for _ in range(FLAT_BATCHES):
         (slot,) = store.admit("rollout/0", 1, 0.0)
         store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=0.0), drop_equal=True)
     assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")

@@ -26,7 +26,7 @@ def config_of(folder: Path) -> Config:
 @pytest.mark.parametrize("loaded", [
     "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
     "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
-    "rollout_server.worker.open_player",
+    "rollout_server.scored_player.open_player",
 ])
 def test_a_server_answers_while_it_loads_from_a_slow_disk(
     loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
 from learner.trainer import Learner
 from rollout_server.rewards.base import open_reward
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.conftest import EngineInThread
@@ -93,7 +94,7 @@ def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version:
     """Evaluate beside training as the driver does, and report the end to the learner."""
 
     async def evaluate() -> None:
-        result.evals[version] = reduce_metrics((await worker.evaluate(version, beside_training=True)).metrics)
+        result.evals[version] = reduce_metrics((await worker.player.evaluate(version, beside_training=True)).metrics)
         learner.evaluations.ended()
 
     return asyncio.run_coroutine_threadsafe(evaluate(), engine._loop)
@@ -118,7 +119,7 @@ def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -
     reward = open_reward(config, task)
 
     async def make() -> Worker:
-        return Worker(config, 0, engine.engine, task, reward, tokenizer, address)
+        return Worker(config, ScoredPlayer(config, 0, engine.engine, task, reward, tokenizer), address)
 
     async def work() -> None:
         async for report in worker.run():

@@ -31,10 +31,11 @@ from async_rl.types import Batch
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
 from rollout_server.rewards.base import Reward
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.tiny_folder import save_tiny_model
@@ -107,7 +108,8 @@ def rolled_out(
 
     async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
         await engine.start()
-        worker = Worker(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER, server.address)
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
+        worker = Worker(config, player, server.address)
         reports: list[WorkerReport] = []
 
         async def collect() -> None:
@@ -238,7 +240,7 @@ class CountingEngine(EchoEngine):
         self.most = {False: 0, True: 0}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        trains = request.group_id >= 0
+        trains = request.purpose is Purpose.TRAINING
         self.running[trains] += 1
         self.most[trains] = max(self.most[trains], self.running[trains])
         try:
@@ -269,7 +271,7 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     engine = CountingEngine()
     rolled_out(
         config, engine, lambda question, text: 1.0,
-        beside=lambda worker: worker.evaluate(1, beside_training=beside_training),
+        beside=lambda worker: worker.player.evaluate(1, beside_training=beside_training),
     )
     assert engine.most[False] == at_once
 
@@ -286,13 +288,15 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
         return 1.0 if question in accurate else 0.5
 
     engine = EchoEngine()
-    *_, report = rolled_out(config, engine, reward, beside=lambda worker: worker.evaluate(9, beside_training=False))
+    *_, report = rolled_out(
+        config, engine, reward, beside=lambda worker: worker.player.evaluate(9, beside_training=False)
+    )
     values = reduce_metrics(report.metrics)
     # Of 12 answers 8 are right, 2 half right, 2 could not be scored.
     assert values["eval/accuracy"] == pytest.approx(8 / 12)
     assert values["eval/reward"] == pytest.approx(9 / 12)
     assert (values["eval/failed"], values["eval/version"], report.version) == (2, 9, 9)
-    asked = [request for request in engine.requests if request.group_id < 0]
+    asked = [request for request in engine.requests if request.purpose is Purpose.EVALUATION]
     assert [request.prompt.text for request in asked] == [prompt.text for prompt in held_out]
     assert {request.n for request in asked} == {2}
     assert len({request.group_id for request in asked}) == 6
@@ -319,7 +323,7 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert {request.prompt.index for request in greedy} >= (
         {group.prompt_index for group in batch.groups} if advantage == "remax" else set()
     )
-    assert all(request.n == 1 and request.group_id < 0 for request in greedy)
+    assert all(request.n == 1 and request.purpose is Purpose.BASELINE for request in greedy)
     assert advantage == "remax" or not greedy
     assert all(len(group.rollouts) == 3 for group in batch.groups)
 
@@ -330,7 +334,6 @@ def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_prune
 
     async def make() -> None:
         task = open_task(config, TOKENIZER)
-        worker = Worker(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER, "tcp://127.0.0.1:1")
-        await worker.stop()
+        await ScoredPlayer(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER).aclose()
 
     asyncio.run(make())

@@ -29,7 +29,7 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
             return []
 
     config = config_of(timeouts=TimeoutsConfig(generate_s=0.2, wire_s=5, work_s=1, shutdown_s=5))
-    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* for the hf engine to answer group"):
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s .* hf engine to answer request training-"):
         rolled_out(config, SilentEngine(), lambda question, text: 1.0)
 
 

@@ -16,6 +16,7 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.types import RolloutGroup
 from buffer.client import LearnerClient
 from rollout_server.episodes.players.player import MultiTurnPlayer
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.rollout_server.episode_cases import TalkingEngine, follow
@@ -137,7 +138,7 @@ def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: 
     engine = TalkingEngine(follow)
     *_, report = rolled_out(
         replace(config, staleness=StalenessConfig(max=1)), engine, no_reward,
-        beside=lambda worker: worker.evaluate(7, beside_training=False),
+        beside=lambda worker: worker.player.evaluate(7, beside_training=False),
     )
     values = {metric.key: metric.value for metric in report.metrics}
     assert values["eval/accuracy"] == 1 and values["eval/failed"] == 0  # two answers a question: none is wrong
@@ -169,7 +170,8 @@ def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
         client.close()
 
     async def run(address: str) -> None:
-        worker = Worker(config, 0, engine, open_task(config, TOKENIZER), no_reward, TOKENIZER, address)
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), no_reward, TOKENIZER)
+        worker = Worker(config, player, address)
 
         async def collect() -> None:
             async for _ in worker.run():

@@ -18,8 +18,8 @@ from rollout_server.episodes.players.single_turn import SingleTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
+from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
 from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,7 @@ def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.M
             late = Episode(rows=(), answer="", end="timeout", error="it took too long")
             return [late] * request.n
 
-    monkeypatch.setattr("rollout_server.worker.open_player", lambda *arguments: TimesOut(*arguments[1:3]))
+    monkeypatch.setattr("rollout_server.scored_player.open_player", lambda *arguments: TimesOut(*arguments[1:3]))
     with pytest.raises(RewardError, match=r"groups in a row failed .* 0 of a group's 3 .* it took too long"):
         rolled_out(config_of(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
 
@@ -57,7 +57,7 @@ def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.M
 def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout_server.worker.num_threads", lambda config: 1)
+    monkeypatch.setattr("rollout_server.scored_player.num_threads", lambda config: 1)
     config = config_of(timeouts=SLOW)
     statuses = asyncio.run(statuses_of_evaluation(config))
     scoring = [status for status in statuses if status.doing.startswith("scores")]
@@ -74,12 +74,12 @@ async def statuses_of_evaluation(config: Config) -> list[Status]:
         return 1.0
 
     task = open_task(config, TOKENIZER)
-    worker = Worker(config, 0, EchoEngine(), task, reward, TOKENIZER, "tcp://127.0.0.1:1")
+    player = ScoredPlayer(config, 0, EchoEngine(), task, reward, TOKENIZER)
     statuses: list[Status] = []
-    evaluation = asyncio.create_task(worker.evaluate(0, beside_training=False))
+    evaluation = asyncio.create_task(player.evaluate(0, beside_training=False))
     while not evaluation.done():
         await asyncio.sleep(0.01)
-        statuses.append(worker.status())
-    await worker.stop()
+        statuses.append(player.stats.status())
+    await player.aclose()
     evaluation.result()
     return statuses

@@ -28,7 +28,7 @@ from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.storage.model_folder import end_tokens
 from async_rl.weights.base import serving_dtype
-from rollout_server.engines.base import Completion, GenerationRequest, Load, check_prompt
+from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, Group
 from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 
@@ -211,7 +211,10 @@ class HFEngine:
         if paused:
             return True
         for batch, is_evaluation in ((self._training, False), (self._evaluation, True)):
-            new = [g for g in arrivals if (g.request.group_id < 0) == is_evaluation and not g.cancelled]
+            new = [
+                group for group in arrivals
+                if (group.request.purpose is Purpose.EVALUATION) == is_evaluation and not group.cancelled
+            ]
             for group in [*batch.add(new, self.version), *batch.step(self.version)]:
                 if group.future.set_running_or_notify_cancel():
                     group.future.set_result(group.answers)

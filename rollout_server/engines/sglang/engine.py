@@ -44,12 +44,12 @@ class SGLangEngine(HttpEngine):
 
     async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
-        prefix = f"{request.group_id}.{next(self._attempts)}."
+        prefix = f"{request.key}.{next(self._attempts)}."
         bodies = [request_body(request, answers, self._end_tokens, prefix)]
         if len(answers) > 1:
             bodies.insert(0, primer_body(request, prefix))
         for body in bodies:
-            replies = await self._post("/generate", body, body["rid"], request.group_id)
+            replies = await self._post("/generate", body, body["rid"], request.key)
         for answer, reply in zip(answers, replies, strict=True):
             extend_answer(answer, reply, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 

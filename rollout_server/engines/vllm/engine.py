@@ -14,7 +14,7 @@ import psutil
 
 from async_rl.config import Config
 from rollout_server.engines.answers import Answer
-from rollout_server.engines.base import GenerationRequest, Load
+from rollout_server.engines.base import GenerationRequest, Load, Purpose
 from rollout_server.engines.http_engine import HttpEngine
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
 from rollout_server.engines.vllm.flags import server_flags
@@ -48,10 +48,10 @@ class VLLMEngine(HttpEngine):
         """Extend `answers`, which have the same tokens so far, by the tokens that one request samples for them."""
         self._newest = max(self._newest, request.start_version)
         # The groups with the nearest deadline go first. An evaluation, which has none, queues like the newest group.
-        priority = self._newest if request.group_id < 0 else request.start_version
-        key = f"{request.group_id}.{next(self._attempts)}"
+        priority = self._newest if request.purpose is Purpose.EVALUATION else request.start_version
+        key = f"{request.key}.{next(self._attempts)}"
         body = request_body(request, answers, self._end_tokens, key, priority)
-        reply = await self._post(GENERATE, body, [key], request.group_id)
+        reply = await self._post(GENERATE, body, [key], request.key)
         for answer, choice in zip(answers, reply["choices"], strict=True):
             extend_answer(answer, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 

@@ -28,7 +28,6 @@ from rollout_server.episodes.episode import (
     finite,
     first_success,
 )
-from rollout_server.episodes.tools.tool import ToolCounts
 from rollout_server.episodes.user_code.faults import Fault
 from rollout_server.episodes.user_code.time_limits import CANCEL_S, OverdueError, in_thread
 from rollout_server.question import Question
@@ -66,21 +65,27 @@ class AgentRunner:
                 return await first_success(partial(self._attempt, question, open_session))
 
     async def _attempt(self, question: Question, open_session: Callable[[], Session]) -> Episode:
-        session = open_session()
-        opened = self._endpoint.open(session)
-        counts = ToolCounts()
-        attempt = Attempt(self._limits, session, counts)
-        rewards: list[float] = []
+        attempt = _AgentAttempt(self._limits, open_session(), self._endpoint, self._agent, question)
+        episode = await attempt.run()
+        return episode.with_reward(attempt.reward) if episode.rows else episode
 
-        async def end() -> None:
-            self._endpoint.end(opened.key)
-            counts.calls = session.counts.tool_calls
 
-        episode = await attempt.run(partial(self._play, question, opened, attempt, rewards), end)
-        return episode.with_reward(rewards[0]) if rewards and episode.rows else episode
+class _AgentAttempt(Attempt):
+    """One attempt to play an episode with an agent."""
 
-    async def _play(self, question: Question, opened: OpenSession, attempt: Attempt, rewards: list[float]) -> None:
-        """Run the agent and append its reward to `rewards`.
+    def __init__(
+        self, limits: EpisodeLimits, session: Session, endpoint: OpenAIEndpoint, agent: Agent, question: Question
+    ) -> None:
+        super().__init__(limits, session)
+        self._endpoint = endpoint
+        self._agent = agent
+        self._question = question
+        self._opened = endpoint.open(session)
+        self.reward = 0.0
+        """The reward that the agent returned; 0 if it did not get that far."""
+
+    async def play(self) -> None:
+        """Run the agent to its end, and keep its reward.
 
         Raises:
             OverdueError: the agent asked for no reply within timeouts.turn_s.
@@ -89,11 +94,12 @@ class AgentRunner:
             EpisodeFailedError: the agent failed in another way.
             AsyncRLError: the engine failed.
         """
-        call = partial(_called, self._agent, question, opened)
-        running = asyncio.create_task(attempt.foreign.call(call, self._limits.episode_s, "the agent"))
+        opened = self._opened
+        call = partial(_called, self._agent, self._question, opened)
+        running = asyncio.create_task(self.foreign.call(call, self.limits.episode_s, "the agent"))
         try:
-            await self._wait(running, opened)
-            rewards.append(finite(running.result(), "the reward that the agent returns"))
+            await self._wait(running)
+            self.reward = finite(running.result(), "the reward that the agent returns")
         except (OverdueError, EpisodeFailedError, AsyncRLError):
             raise
         except Exception as error:
@@ -114,13 +120,17 @@ class AgentRunner:
         if opened.session.num_turns == 0:
             raise EpisodeFailedError("the agent returned without a reply of the policy: it must use its base_url")
 
-    async def _wait(self, running: asyncio.Task[Any], opened: OpenSession) -> None:
+    async def close(self) -> None:
+        self._endpoint.end(self._opened.key)
+        self.tool_counts.calls = self.session.counts.tool_calls
+
+    async def _wait(self, running: asyncio.Task[Any]) -> None:
         """Wait until the agent has ended.
 
         Raises:
             OverdueError: no request of the agent was running for timeouts.turn_s.
         """
-        limit_s = self._limits.turn_s
+        opened, limit_s = self._opened, self.limits.turn_s
         while not running.done():
             idle_s = 0.0 if opened.num_running else time.monotonic() - opened.idle_since_s
             if idle_s >= limit_s:

@@ -20,7 +20,7 @@ from rollout_server.episodes.conversation.messages import Message, plain_message
 from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
-from rollout_server.episodes.tools.tool import ToolCaller, ToolCounts
+from rollout_server.episodes.tools.tool import ToolCaller
 from rollout_server.episodes.user_code.faults import Fault
 from rollout_server.episodes.user_code.time_limits import OverdueError
 
@@ -50,44 +50,41 @@ class EnvRunner:
             AsyncRLError: the engine failed.
         """
         with self._playing():
-            return await first_success(lambda: _EnvAttempt(self._limits, self._places, open_session()).run(open_env))
+            return await first_success(lambda: _EnvAttempt(self._limits, open_session(), self._places, open_env).run())
 
 
-class _EnvAttempt:
+class _EnvAttempt(Attempt):
     """One attempt to play an episode with an environment."""
 
-    def __init__(self, limits: EpisodeLimits, places: asyncio.Semaphore, session: Session) -> None:
-        self._counts = ToolCounts()
-        self._attempt = Attempt(limits, session, self._counts)
-        self._tools = ToolCaller((), limits.tool_s, places, self._attempt.foreign, self._counts)
-        self._turn_s = limits.turn_s
+    def __init__(
+        self, limits: EpisodeLimits, session: Session, places: asyncio.Semaphore, open_env: Callable[[], Env]
+    ) -> None:
+        super().__init__(limits, session)
+        self._tools = ToolCaller((), limits.tool_s, places, self.foreign, self.tool_counts)
         self._places = places
-        self._session = session
+        self._open_env = open_env
         self._env: Env | None = None
 
-    async def run(self, open_env: Callable[[], Env]) -> Episode:
-        return await self._attempt.run(partial(self._play, open_env), self._close)
-
-    async def _play(self, open_env: Callable[[], Env]) -> None:
+    async def play(self) -> None:
         """Let the environment and the model speak in turn until the environment is done."""
-        env = self._env = self._open(open_env)
+        env = self._env = self._open()
         messages = _messages(await self._call(env.start, "the environment's start"))
         schemas = self._tools.schemas()
         while True:
             try:
-                reply = await self._session.reply(messages, schemas)
+                reply = await self.session.reply(messages, schemas)
             except ValueError as error:
                 raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
             said, calls = reply.message, reply.message.get("tool_calls", [])
             if (calls or reply.call_errors) and self._tools.can_answer(calls):
                 messages += [said, *await self._tools.answer(calls, reply.call_errors)]
                 continue
-            self._counts.calls += len(calls) + len(reply.call_errors)
+            self.tool_counts.calls += len(calls) + len(reply.call_errors)
             step = _checked(await self._call(partial(env.step, said), "the environment's step"))
-            self._session.add_reward(reply.turn, step.reward)
-            self._attempt.metrics.update(step.metrics)
-            if len(self._attempt.metrics) > MAX_METRICS:
-                names = [repr(name) for name in self._attempt.metrics]
+            self.session.add_reward(reply.turn, step.reward)
+            self.metrics.update(step.metrics)
+            if len(self.metrics) > MAX_METRICS:
+                names = [repr(name) for name in self.metrics]
                 raise EpisodeFailedError(
                     f"an episode may log metrics of at most {MAX_METRICS} names, got {len(names)}: "
                     f"{', '.join(names[:3])}, ..., {names[-1]}"
@@ -96,9 +93,9 @@ class _EnvAttempt:
                 return
             messages += [said, *_messages(step.messages)]
 
-    def _open(self, open_env: Callable[[], Env]) -> Env:
+    def _open(self) -> Env:
         try:
-            env = open_env()
+            env = self._open_env()
             self._tools.tools = tuple(env.tools)
         except AsyncRLError:
             raise
@@ -116,14 +113,14 @@ class _EnvAttempt:
         """
         try:
             async with self._places:
-                return await self._attempt.foreign.call(partial(_awaited, method, what), self._turn_s, what)
+                return await self.foreign.call(partial(_awaited, method, what), self.limits.turn_s, what)
         except (OverdueError, AsyncRLError, EpisodeFailedError):
             raise
         except Exception as error:
             fault = Fault.of(error)
             raise EpisodeFailedError(f"{what} raised {fault}", fault) from error
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         if self._env is not None:
             await _awaited(self._env.close, "the environment's close")
 

@@ -1,4 +1,13 @@
-"""Plays the episodes of rollout groups: with an environment, with an agent, with tools, or as questions and answers."""
+"""Plays the episodes of rollout groups: with an environment, with an agent, with tools, or as questions and answers.
+
+An episode of several turns passes through these, from the outside to the inside:
+
+    MultiTurnPlayer.play             the n episodes of a request, at the same time
+    EnvRunner.run, AgentRunner.run   one episode: once more if the environment or the agent fails
+    Attempt.run                      one attempt, within its time limit; closes everything and makes the Episode
+    Attempt.play                     turn after turn with the environment, or one call of the agent
+    ForeignCode.call                 one call of code that is not ours, within its time limit
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SingleTurnPlayer:
         completions = await self._generate(request)
         if len(completions) != request.n:
             raise AsyncRLError(
-                f"the engine must answer group {request.group_id} with {request.n} completions, got "
+                f"the engine must answer request {request.key} with {request.n} completions, got "
                 f"{len(completions)}: correct the `generate` of the engine that rollout.engine names"
             )
         question = Node(None, request.prompt.tokens.tolist())

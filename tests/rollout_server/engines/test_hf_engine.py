@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import Completion, Purpose
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rollout_server.engines.hf_cases import (
     TOLERANCE,
@@ -103,12 +103,25 @@ def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path
         training = asyncio.create_task(answers_of(engine, range(8), max_tokens=30))
         for i in range(5):
             await asyncio.sleep(0.003)
-            await engine.generate(request_for(i, group_id=-1 - i, max_tokens=5))
+            await engine.generate(request_for(i, purpose=Purpose.EVALUATION, max_tokens=5))
         return await training
 
     config = config_for(folder)
     plain = with_engine(config, lambda engine: answers_of(engine, range(8), max_tokens=30))
     assert all(map(same_answers, plain, with_engine(config, with_evaluation)))
+
+
+def test_a_greedy_baseline_is_sampled_with_the_groups_and_an_evaluation_is_not(folder: Path) -> None:
+    async def sizes(engine: HFEngine) -> tuple[int, int]:
+        requests = [request_for(0, purpose=purpose, n=1, max_tokens=10_000) for purpose in Purpose]
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while not engine._evaluation or len(engine._training) + len(engine._evaluation) < 3:
+            await engine.between_tokens(lambda: None)
+        for task in running:
+            task.cancel()
+        return len(engine._training), len(engine._evaluation)
+
+    assert with_engine(config_for(folder), sizes) == (2, 1)
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])

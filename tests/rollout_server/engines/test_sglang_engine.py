@@ -89,7 +89,7 @@ def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(
 
 
 def test_a_refusal_names_the_group_and_the_servers_reason(sglang_server: EngineInThread) -> None:
-    with pytest.raises(AsyncRLError, match=r"refused group 5 \(HTTP 400\).*maximum context"):
+    with pytest.raises(AsyncRLError, match=r"refused request training-5 \(HTTP 400\).*maximum context"):
         generate(sglang_server, request_for(5, max_tokens=2000))
 
 

@@ -162,7 +162,7 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert len(body["sampling_params"]) == 3
     assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
-    assert body["return_logprob"] and body["extra_key"] == "0" and body["rid"][0] == "0.1.0."
+    assert body["return_logprob"] and body["extra_key"] == "training-0" and body["rid"][0] == "0.1.0."
 
 
 def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:

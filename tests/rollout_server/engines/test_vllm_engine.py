@@ -91,7 +91,7 @@ def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(vllm_se
 
 def test_a_refusal_names_the_group_and_the_servers_reason(vllm_server: EngineInThread) -> None:
     prompt = dataclasses.replace(request_for(5).prompt, tokens=np.full(1024, 7, dtype=np.int32))
-    with pytest.raises(AsyncRLError, match=r"refused group 5 \(HTTP 400\).*1024"):
+    with pytest.raises(AsyncRLError, match=r"refused request training-5 \(HTTP 400\).*1024"):
         generate(vllm_server, request_for(5, prompt=prompt))
 
 

@@ -30,6 +30,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.answers import Answer
+from rollout_server.engines.base import Purpose
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
@@ -153,7 +154,8 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     expected = {"temperature": 0.7, "max_tokens": 9, "stop_token_ids": [2, 5], "n": 3, "logprobs": 0}
     full_support = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert (expected | full_support).items() <= body["sampling_params"].items()
-    assert (body["token_ids"], body["cache_salt"], body["priority"]) == (request.prompt.tokens.tolist(), "0", 4)
+    assert body["token_ids"] == request.prompt.tokens.tolist()
+    assert (body["cache_salt"], body["priority"]) == ("training-0", 4)
 
 
 def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -> None:
@@ -233,23 +235,25 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
         assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
 
 
-def test_groups_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:
+def test_groups_and_their_baselines_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:
     engine = VLLMEngine(config(), 0, tmp_path)
     engine.vocab_size, engine._end_tokens = 200, [2]
     priorities = []
 
-    async def post(path: str, body: dict[str, Any], ids: list[str], group_id: int) -> dict[str, Any]:
+    async def post(path: str, body: dict[str, Any], ids: list[str], key: str) -> dict[str, Any]:
         priorities.append(body["priority"])
         versions = [{"version": "9", "start": 0, "end": 2}]
         return {"choices": [choice(weight_versions=versions)] * body["sampling_params"]["n"]}
 
     async def generate() -> None:
-        for index, start_version in ((1, 7), (2, 6), (-1, 0)):
-            await engine.generate(request_for(abs(index), group_id=index, start_version=start_version))
+        for purpose, start_version in (
+            (Purpose.TRAINING, 7), (Purpose.TRAINING, 6), (Purpose.BASELINE, 6), (Purpose.EVALUATION, 0)
+        ):
+            await engine.generate(request_for(1, purpose=purpose, start_version=start_version))
 
     engine._post = post  # type: ignore[method-assign]
     asyncio.run(generate())
-    assert priorities == [7, 6, 7]
+    assert priorities == [7, 6, 6, 7]
 
 
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])

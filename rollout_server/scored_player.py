@@ -1,0 +1,125 @@
+"""Plays the episodes of requests with one engine, and scores their answers. It knows no buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from functools import partial
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import RewardError, WaitTimeoutError, raised_at
+from async_rl.messages.reports import EvaluationDone
+from async_rl.telemetry.metrics import Metric
+from rollout_server.engines.base import Completion, Engine, GenerationRequest, Purpose
+from rollout_server.episode_log import EpisodeLog
+from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.players.player import open_player
+from rollout_server.rewards.base import Reward, num_threads
+from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.run_eval import Evaluation
+from rollout_server.tasks.base import Task
+from rollout_server.worker_stats import WorkerStats
+
+_GREEDY_TEMPERATURE = 1e-4
+"""Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
+
+
+class ScoredPlayer:
+    """Plays a task with an engine that has started: each episode that it returns has its reward.
+
+    It may be created in any thread; all its coroutines run in one event loop.
+
+    Args:
+        index: the number of the rollout server.
+    """
+
+    def __init__(self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any) -> None:
+        self.name = f"rollout/{index}"
+        self.engine = engine
+        self.task = task
+        self.stats = WorkerStats(self.name)
+        self.log = EpisodeLog(self.name, config)
+        self._config = config
+        self._reward = reward
+        log_file = config.run_dir / "logs" / f"agent-{index}.log"
+        self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
+        self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
+        self._evaluation = Evaluation(config, self.play, task, self.stats)
+
+    async def play(self, request: GenerationRequest) -> list[Episode]:
+        """Play the episodes of a request, score their answers unless the environment did, and return them with rewards.
+
+        Raises:
+            RewardError: the reward function failed.
+            AsyncRLError: the engine failed.
+        """
+        episodes = await self._player.play(request)
+        self.log.add(episodes, request.prompt.origin, are_trained=request.purpose is Purpose.TRAINING)
+        return episodes if self._config.task.gives_rewards else await self._score(request, episodes)
+
+    async def greedy_reward(self, request: GenerationRequest) -> float | None:
+        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does)."""
+        if not self._config.algorithm.advantage_entry.needs_greedy_baseline:
+            return None
+        greedy = dataclasses.replace(
+            request, purpose=Purpose.BASELINE, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
+        )
+        return (await self.play(greedy))[0].reward
+
+    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
+        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
+        return await self._evaluation.run(version, beside_training=beside_training)
+
+    def drain_metrics(self) -> list[Metric]:
+        """Return the metrics of the episodes since the last call, and the counts of the agents' endpoint."""
+        counts = self._player.drain_counts().items()
+        return [*self.log.drain_metrics(), *(Metric(f"endpoint/{key}", count, "sum") for key, count in counts)]
+
+    def drain_notes(self) -> tuple[str, ...]:
+        """Return the lines for the console since the last call."""
+        return (*self.log.drain_notes(), *(f"{self.name}: {note}" for note in self._player.drain_notes()))
+
+    async def aclose(self) -> None:
+        """End what the episodes needed, and the threads of the reward. The engine goes on."""
+        await self._player.aclose()
+        self._threads.close()
+
+    async def _score(self, request: GenerationRequest, episodes: list[Episode]) -> list[Episode]:
+        """Return the episodes with the rewards of their answers; one without rows, or out of time, gets none."""
+        is_partial = self._config.task.on_timeout == "partial"
+        can_be_scored = [bool(e.rows) and (e.end != "timeout" or is_partial) for e in episodes]
+        answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
+        calls = [partial(self._reward, request.prompt.reference, answer) for answer in answers]
+        try:
+            with self.stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
+                rewards = iter(await self._threads.run(calls))
+        except RewardError as error:
+            cause = error.__cause__ or error
+            self.log.note_once(
+                f"{type(cause).__name__} {raised_at(cause)}",
+                f"a reward failed: {error} (on {request.prompt.origin}). Its group is dropped; in an evaluation the "
+                "answer counts as wrong. Further errors of this kind are only counted (rollout/failed)",
+            )
+            raise
+        return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
+
+    async def _generate(self, request: GenerationRequest) -> list[Completion]:
+        """Return the engine's answers to a request.
+
+        Raises:
+            WaitTimeoutError: the engine has not answered within timeouts.generate_s.
+        """
+        timeout_s = self._config.timeouts.generate_s
+        try:
+            with self.stats.waiting("generates", "its engine", timeout_s):
+                async with asyncio.timeout(timeout_s) as limit:
+                    return await self.engine.generate(request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WaitTimeoutError(
+                f"{self.name} waited {timeout_s:.0f} s (timeouts.generate_s) for the "
+                f"{self._config.rollout.engine} engine to answer request {request.key}"
+            ) from None

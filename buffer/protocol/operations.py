@@ -43,9 +43,13 @@ class Parked:
 
     identity: bytes
     request: Request
-    amount: int
-    """max_groups of an admit, holds of a turns, version of a take or may_push."""
     until_s: float
+    max_groups: int = 0
+    """Of an `admit`: the number of groups that the worker can start."""
+    holds_turns: bool = False
+    """Of a `turns`: whether the worker holds its turns back already."""
+    version: int = 0
+    """Of a `take` or `may_push`: the version that the learner is at."""
 
 
 @dataclass(slots=True)
@@ -96,8 +100,8 @@ class Operations:
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
-            slots = [row.slot for row in state.running.values() if row.grant == last.grant]
-            self._last_grant[last.worker] = (last.grant, pack_slots(slots))
+            slots = [row.slot for row in state.running.values() if row.request_id == last.request_id]
+            self._last_grant[last.worker] = (last.request_id, pack_slots(slots))
         if state.next_group_id:  # a group was granted, so all workers had asked
             self._seen_workers.update(self._workers)
 
@@ -123,9 +127,9 @@ class Operations:
             if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
                 result = {"groups": groups}
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
-                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
+                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, parked.request.id))
                 self._last_grant[worker] = (parked.request.id, result)
-            elif op == "turns" and (self.store.wants_held_turns != parked.amount or parked.until_s <= now_s):
+            elif op == "turns" and (self.store.wants_held_turns != parked.holds_turns or parked.until_s <= now_s):
                 result = {"hold": self.store.wants_held_turns}
                 self._last_turns[worker] = (parked.request.id, result)
             if result is not None:
@@ -167,7 +171,7 @@ class Operations:
                 last_id, last_result = self._last_grant.get(worker, (-1, {}))
                 if request.id == last_id:
                     return last_result
-                self._park("admit", worker, identity, request, max_groups)
+                self._park("admit", worker, identity, request, max_groups=max_groups)
                 self._seen_workers.add(worker)
                 return None
             case "aborts":
@@ -182,12 +186,12 @@ class Operations:
                 last_id, last_result = self._last_turns.get(worker, (-1, {}))
                 if request.id == last_id:  # a late repetition: the worker may have begun new turns since
                     return last_result
-                self._park("turns", worker, identity, request, int(holds))
+                self._park("turns", worker, identity, request, holds_turns=holds)
                 return None
             case "take" | "may_push":
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
-                self._park(LEARNER, "", identity, request, version)
+                self._park(LEARNER, "", identity, request, version=version)
                 if request.op == "take":
                     self._waits.begin(time.monotonic())
                 return None
@@ -207,9 +211,9 @@ class Operations:
                 return buffer_checkpoint(self.store.state)
         return {}
 
-    def _park(self, kind: str, worker: str, identity: bytes, request: Request, amount: int = 0) -> None:
+    def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: int) -> None:
         wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
-        self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
+        self._parked[kind, worker] = Parked(identity, request, time.monotonic() + wait_s, **asked)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
         """Answer a `put`. Until the next call of `answers`, puts of one client with equal results share one reply."""
@@ -251,7 +255,7 @@ class Operations:
 
     def _shares(self) -> Mapping[str, int]:
         """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""
-        asked = {worker: parked.amount for (op, worker), parked in self._parked.items() if op == "admit"}
+        asked = {worker: parked.max_groups for (op, worker), parked in self._parked.items() if op == "admit"}
         if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
@@ -260,11 +264,11 @@ class Operations:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
         if parked.request.op == "may_push":
-            holding = {worker for (op, worker), turns in self._parked.items() if op == "turns" and turns.amount}
+            holding = {worker for (op, worker), turns in self._parked.items() if op == "turns" and turns.holds_turns}
             result = {"ready": True} if self.store.may_push(holding) else {}
-        elif taken := self.store.take(parked.amount, now_s):
-            counters = self.counters() | self._waits.hand_out(parked.amount, now_s)
-            batch = batch_frames(parked.amount, taken, counters, self.limits)
+        elif taken := self.store.take(parked.version, now_s):
+            counters = self.counters() | self._waits.hand_out(parked.version, now_s)
+            batch = batch_frames(parked.version, taken, counters, self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):

@@ -104,7 +104,7 @@ class Learner:
         policy is saved in run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
-            StalenessError: a batch breaks the bound or has a group used too often; nothing of it was trained on.
+            StalenessError: a batch breaks the bound; nothing of it was trained on.
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()

@@ -45,7 +45,7 @@ class Workload:
     sync_s: float = 0.5
     pause_s: float | None = None
     """How long generation pauses in a push, at most sync_s; None: all of sync_s."""
-    handout_s: float = 0.0
+    receive_s: float = 0.0
     """How long the learner takes to receive a batch that is ready."""
     group_mean_s: float = 8.0
     """The mean duration of a group that runs alone; with `groups` the mean time that an episode of it is sampled."""
@@ -171,7 +171,7 @@ class _Simulation:
             while (batch := store.take(version)) is None:
                 pool.advance(None)
             self._abort()
-            pool.advance(workload.handout_s)
+            pool.advance(workload.receive_s)
             self._measure(batch, version)
             train_s = self._training_s(version)
             self._train_s += train_s

@@ -45,11 +45,11 @@ class Parked:
     request: Request
     until_s: float
     max_groups: int = 0
-    """Of an `admit`: the number of groups that the worker can start."""
+    """The number of groups that the worker of an `admit` can start."""
     holds_turns: bool = False
-    """Of a `turns`: whether the worker holds its turns back already."""
+    """Whether the worker of a `turns` holds its turns back already."""
     version: int = 0
-    """Of a `take` or `may_push`: the version that the learner is at."""
+    """The version that the learner of a `take` or `may_push` is at."""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class Operations:
                 return buffer_checkpoint(self.store.state)
         return {}
 
-    def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: int) -> None:
+    def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: Any) -> None:
         wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
         self._parked[kind, worker] = Parked(identity, request, time.monotonic() + wait_s, **asked)
 

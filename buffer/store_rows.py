@@ -48,8 +48,8 @@ class Row(NamedTuple):
     prompt_index: int
     start_version: int
     worker: str
-    grant: int = 0
-    """Id of the worker's request that was answered with this slot: a repeated request gets the same slots."""
+    request_id: int = 0
+    """Id of the worker's `admit` request that was answered with this slot: a repeated request gets the same slots."""
     granted_s: float = 0.0
     """When the slot was granted, on the buffer's clock; only for messages and durations."""
     batch: int = -1

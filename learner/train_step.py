@@ -178,8 +178,8 @@ class Updater:
             trained, inputs = micro.response.trained, micro.inputs
             return replace(
                 micro,
-                proximal=torch.where(trained, self.policy(inputs)[0], 0.0) if objective.needs_proximal else None,
-                values=critic(inputs) if critic is not None and objective.needs_values else None,
+                proximal=torch.where(trained, self.policy(inputs)[0], 0.0) if objective.computes_proximal else None,
+                values=critic(inputs) if critic is not None and objective.computes_values else None,
                 reference=torch.where(trained, reference.logprobs(inputs), 0.0) if reference else None,
             )
 
@@ -219,7 +219,7 @@ class Updater:
         none were computed at the start of the step; the batch then is one minibatch.
         """
         micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        proximal = [m.proximal for m in micro_batches] if self.objective.needs_proximal else logprobs
+        proximal = [m.proximal for m in micro_batches] if self.objective.computes_proximal else logprobs
         return self._mean_kl(minibatches, [micro.response.behaviour for micro in micro_batches], proximal)
 
     def _mean_kl(

@@ -27,9 +27,9 @@ from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
 from learner.batch_checks import check_staleness
+from learner.batch_taking import NoBatch, ask_buffer, share_taken
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
-from learner.handout import NoBatch, ask_buffer, share_handout
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.ranks import init_distributed
@@ -104,7 +104,7 @@ class Learner:
         policy is saved in run_dir/model; after `stop` there is only the checkpoint.
 
         Raises:
-            StalenessError: a batch breaks the bound or has a group used too often; nothing of it was trained on.
+            StalenessError: a batch breaks the bound; nothing of it was trained on.
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()
@@ -150,12 +150,12 @@ class Learner:
         `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
         for its groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
         """
-        handout = None
+        taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
-                handout = ask_buffer(self._client, self.version, self._stopping.is_set, self.servers.someone_waits)
-            handout = share_handout(handout, self._device)
-        return handout if isinstance(handout, NoBatch) else decode_batch(handout)
+                taken = ask_buffer(self._client, self.version, self._stopping.is_set, self.servers.someone_waits)
+            taken = share_taken(taken, self._device)
+        return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""

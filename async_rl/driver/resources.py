@@ -74,15 +74,15 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
-    with_learner, share = rollout.nodes == 0, _share(config, gpus_there)
-    of_server = share * _gpus_of_servers(config) / rollout.servers
+    with_learner, per_rank = rollout.nodes == 0, _gpus_per_rank(config, gpus_there)
+    of_server = per_rank * _gpus_of_servers(config) / rollout.servers
     result = []
     for node in range(learner.nodes):
         ranks = _part(learner.ranks, learner.nodes, node)
         servers = _part(rollout.servers, learner.nodes, node) if with_learner else range(0)
         processes = {"buffer": 0.0} if node == 0 else {}
         processes |= {f"rollout/{i}": of_server for i in servers}
-        processes |= {f"learner/{r}": share for r in ranks}
+        processes |= {f"learner/{r}": per_rank for r in ranks}
         result.append(_demand(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
         servers = _part(rollout.servers, rollout.nodes, node)
@@ -90,7 +90,7 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     return result
 
 
-def _share(config: Config, gpus_there: float) -> float:
+def _gpus_per_rank(config: Config, gpus_there: float) -> float:
     """Return the number of GPUs, 1 or less, of each learner rank and of each of a server's tp ranks; 0 on the CPU.
 
     ConfigError: there are some GPUs, but too few for the processes.
@@ -98,11 +98,11 @@ def _share(config: Config, gpus_there: float) -> float:
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     if placement.colocated:
-        wanted, share = max(learner.ranks, rollout.servers), 0.5
+        wanted, per_rank = max(learner.ranks, rollout.servers), 0.5
     else:
-        wanted, share = learner.ranks + _gpus_of_servers(config), 1.0
+        wanted, per_rank = learner.ranks + _gpus_of_servers(config), 1.0
     if learner.gpus_per_node or gpus_there >= wanted:
-        return share
+        return per_rank
     if gpus_there == 0 or placement.num_nodes > 1:
         return 0.0
     check(

@@ -54,7 +54,7 @@ def write_step_metrics(folder: Path, text: str) -> None:
 
 def missing_steps(logged: Sequence[Mapping[str, float | None]], version: int) -> list[int]:
     """Return the steps up to `version` that have no record in `logged`, the records of metrics.jsonl."""
-    found = {record["step"] for record in logged if record.get("time/elapsed_s") is not None}
+    found = {record["step"] for record in logged if record.get("time/written_at_s") is not None}
     return [step for step in range(1, version + 1) if step not in found]
 
 
@@ -63,18 +63,18 @@ def restored_records(
 ) -> list[dict[str, float | None]]:
     """Return the records of those of `steps` whose metrics the folder of a checkpoint has, in order.
 
-    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/elapsed_s` goes on from
-    the last record in `logged` by the time of each step.
+    They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
+    from the last record in `logged` by the time of each step.
     """
     file = checkpoint / FILE_NAME
     lines = file.read_text().splitlines() if file.is_file() else []
     kept = {record["step"]: record for record in map(json.loads, lines)}
-    elapsed_s = max((record.get("time/elapsed_s") or 0.0 for record in logged), default=0.0)
+    written_at_s = max((record.get("time/written_at_s") or 0.0 for record in logged), default=0.0)
     found = []
     for step in steps:
         if record := kept.get(step):
-            elapsed_s += record.get("time/step_s") or 0.0
-            found.append({**record, "time/elapsed_s": round(elapsed_s, 3), RESTORED: 1.0})
+            written_at_s += record.get("time/step_s") or 0.0
+            found.append({**record, "time/written_at_s": round(written_at_s, 3), RESTORED: 1.0})
     return found
 
 

@@ -59,7 +59,7 @@ class Plan:
         the learner reaches if the slower pool never waits.
         """
         w, first = self.workload, self.results[0].utilisation / (self.bounds[0] + 1)
-        learner_s = w.train_s + w.handout_s + w.sync_s / w.every_steps
+        learner_s = w.train_s + w.receive_s + w.sync_s / w.every_steps
         fresh_s = w.group_s(w.concurrency) * w.fresh_per_step / w.concurrency / (1 - w.failed)
         return min(w.train_s / max(learner_s, fresh_s + w.standstill_s / w.every_steps), (bound + 1) * first)
 
@@ -165,7 +165,7 @@ def describe_plan(plan: Plan) -> str:
     w = plan.workload
     lines = [
         f"Learner: {w.train_s:.3g} s to train a batch of {w.prompts_per_step} groups, {w.sync_s:.3g} s to push, "
-        f"{w.handout_s:.3g} s to receive a batch.",
+        f"{w.receive_s:.3g} s to receive a batch.",
         f"Rollout: a group takes {w.group_mean_s:.3g} s alone and {w.load_s:.3g} s more for each other one in flight, "
         f"{w.concurrency} at most; standard deviation {w.group_cv:.0%}; {w.failed:.0%} are dropped.",
     ]

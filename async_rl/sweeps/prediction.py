@@ -30,7 +30,7 @@ class Stages:
     """The number of pushes per step."""
     pause_s: float
     """How long generation pauses in a push."""
-    handout_s: float
+    receive_s: float
     """How long the learner takes to receive a batch that is ready."""
     group_s: float
     """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
@@ -57,7 +57,7 @@ def stages(run: Run) -> Stages:
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
-        handout_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
+        receive_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
@@ -116,7 +116,7 @@ def with_learner_of(workload: Workload, found: Sequence[Stages]) -> Workload:
     """Return `workload` with the learner's durations of `found`, in the mean: training, push, receiving a batch."""
     return dataclasses.replace(
         workload, train_s=_mean(found, "train_s"), train_cv=_mean(found, "train_cv"), sync_s=_mean(found, "sync_s"),
-        pause_s=_mean(found, "pause_s"), handout_s=_mean(found, "handout_s"),
+        pause_s=_mean(found, "pause_s"), receive_s=_mean(found, "receive_s"),
     )
 
 

@@ -36,7 +36,7 @@ class Workload:
     sync_s: float = 0.5
     pause_s: float | None = None
     """How long generation pauses in a push, at most sync_s; None: all of sync_s."""
-    handout_s: float = 0.0
+    receive_s: float = 0.0
     """How long the learner takes to receive a batch that is ready."""
     group_mean_s: float = 8.0
     """The mean duration of a group that runs alone."""
@@ -139,7 +139,7 @@ class _Simulation:
             while (batch := store.take(version)) is None:
                 self._generate(None)
             self._abort()
-            self._generate(workload.handout_s)
+            self._generate(workload.receive_s)
             self._ages += [min(version - row.start_version, self._max_staleness) for row in batch]
             train_s = workload.train_s * self._factor(workload.train_cv)
             self._train_s += train_s

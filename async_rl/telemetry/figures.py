@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     (r"(utilisation|occupancy|gpu|throughput)/.+", BY_TIME),
     (r"rollout/in_flight", BY_TIME),
     # the seconds that a step takes, the parts of a step, and what happens once in a step
-    (r"time/(elapsed_s|since_first_step_s)", Kind("last")),
+    (r"time/(written_at_s|since_first_step_s)", Kind("last")),
     (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
     # values by staleness, which have sizes of their own
     (r"by_staleness/\d+/tokens|staleness/rollouts_\d+", Kind("sum")),

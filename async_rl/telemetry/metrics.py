@@ -83,7 +83,7 @@ class MetricsLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         past = read_metrics(path) if config.run.resume and path.exists() else []
-        self._started_s -= max((record.get("time/elapsed_s") or 0.0 for record in past), default=0.0)
+        self._started_s -= max((record.get("time/written_at_s") or 0.0 for record in past), default=0.0)
         self.figures: Figures = over_steps(past)
         """The figures of all steps that the run has logged, also before a resume."""
         self._file = path.open("a" if config.run.resume else "w", encoding="utf-8")
@@ -100,13 +100,13 @@ class MetricsLogger:
 
     def log(self, step: int, values: dict[str, float], completions: Sequence[Completion] = ()) -> None:
         """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
-        self._write({"step": step, "time/elapsed_s": self._elapsed_s(), **values}, completions)
+        self._write({"step": step, "time/written_at_s": self._written_at_s(), **values}, completions)
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
     def log_eval(self, version: int, values: dict[str, float]) -> None:
         """Write the metrics of an evaluation as a line of its own, because it may end after its step was written."""
-        self._write({"step": version, "eval/elapsed_s": self._elapsed_s(), **values})
+        self._write({"step": version, "eval/written_at_s": self._written_at_s(), **values})
         self.note(format_step(version, self._steps, values))
 
     def log_restored(self, record: dict[str, float | None]) -> None:
@@ -136,7 +136,8 @@ class MetricsLogger:
         if self._trackio is not None:
             self._trackio.log(record)
 
-    def _elapsed_s(self) -> float:
+    def _written_at_s(self) -> float:
+        """Return the seconds that the run has trained until now, which is when its next line is written."""
         return round(time.monotonic() - self._started_s, 3)
 
     def close(self) -> None:

@@ -115,14 +115,14 @@ class MetricsFile:
         """Return the figures of all metrics over the last RECENT_STEPS steps that were logged."""
         with self._lock:
             columns = {key: column.by_step(newest=2 * RECENT_STEPS) for key, column in self._columns.items()}
-        steps = sorted(columns.get("time/elapsed_s", {}))[-RECENT_STEPS:]
+        steps = sorted(columns.get("time/written_at_s", {}))[-RECENT_STEPS:]
         return over_steps({key: of_key.get(step) for key, of_key in columns.items()} for step in steps)
 
     @property
     def last_step(self) -> int:
         """The last step that was logged; 0 before the first one."""
         with self._lock:
-            column = self._columns.get("time/elapsed_s")
+            column = self._columns.get("time/written_at_s")
             return int(max(column.steps)) if column and column.steps else 0
 
     def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, Any]]:

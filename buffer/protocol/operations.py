@@ -43,9 +43,11 @@ class Parked:
 
     identity: bytes
     request: Request
-    amount: int
-    """max_groups of an admit, version of a take or may_push."""
     until_s: float
+    max_groups: int = 0
+    """The number of groups that the worker of an `admit` can start."""
+    version: int = 0
+    """The version that the learner of a `take` or `may_push` is at."""
 
 
 @dataclass(slots=True)
@@ -95,8 +97,8 @@ class Operations:
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
-            slots = [row.slot for row in state.running.values() if row.grant == last.grant]
-            self._last_grant[last.worker] = (last.grant, pack_slots(slots))
+            slots = [row.slot for row in state.running.values() if row.request_id == last.request_id]
+            self._last_grant[last.worker] = (last.request_id, pack_slots(slots))
         if state.next_group_id:  # a group was granted, so all workers had asked
             self._seen_workers.update(self._workers)
 
@@ -122,7 +124,7 @@ class Operations:
             if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
                 result = {"groups": groups}
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
-                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
+                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, parked.request.id))
                 self._last_grant[worker] = (parked.request.id, result)
             if result is not None:
                 del self._parked[op, worker]
@@ -161,7 +163,7 @@ class Operations:
                 last_id, last_result = self._last_grant.get(worker, (-1, {}))
                 if request.id == last_id:
                     return last_result
-                self._park("admit", worker, identity, request, max_groups)
+                self._park("admit", worker, identity, request, max_groups=max_groups)
                 self._seen_workers.add(worker)
                 return None
             case "aborts":
@@ -174,7 +176,7 @@ class Operations:
             case "take" | "may_push":
                 version = fields.integer("version", 0)
                 self.store.check_version(version)
-                self._park(LEARNER, "", identity, request, version)
+                self._park(LEARNER, "", identity, request, version=version)
                 return None
             case "fail":
                 worker, group_id = self._worker(fields), fields.integer("group_id", 0)
@@ -191,9 +193,9 @@ class Operations:
                 return buffer_checkpoint(self.store.state)
         return {}
 
-    def _park(self, kind: str, worker: str, identity: bytes, request: Request, amount: int = 0) -> None:
+    def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: Any) -> None:
         wait_s = min(request.fields.number("wait_s", 0.0), MAX_WAIT_S)
-        self._parked[kind, worker] = Parked(identity, request, amount, time.monotonic() + wait_s)
+        self._parked[kind, worker] = Parked(identity, request, time.monotonic() + wait_s, **asked)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
         """Answer a `put`. Until the next call of `answers`, puts of one client that were all stored, or all not, share
@@ -236,7 +238,7 @@ class Operations:
 
     def _shares(self) -> Mapping[str, int]:
         """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""
-        asked = {worker: parked.amount for (op, worker), parked in self._parked.items() if op == "admit"}
+        asked = {worker: parked.max_groups for (op, worker), parked in self._parked.items() if op == "admit"}
         if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
@@ -246,10 +248,10 @@ class Operations:
         batch: Sequence[Frame] = ()
         if parked.request.op == "may_push":
             result = {"ready": True} if self.store.may_push() else {}
-        elif taken := self.store.take(parked.amount, now_s):
-            waited_s = self._late_waits.hand_out(parked.amount, now_s)
+        elif taken := self.store.take(parked.version, now_s):
+            waited_s = self._late_waits.hand_out(parked.version, now_s)
             counters = self.counters() | {"buffer/waited_for_late_s": waited_s}
-            batch = batch_frames(parked.amount, taken, counters, self.limits)
+            batch = batch_frames(parked.version, taken, counters, self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):

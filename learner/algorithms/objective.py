@@ -99,11 +99,11 @@ class Objective:
         takes_several = algorithm.steps_per_batch > 1
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
-        self.needs_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
-        """Whether proximal logprobs need a forward pass of their own at step start. Otherwise they are interpolated, or
+        self.computes_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
+        """Whether a forward pass at step start computes the proximal logprobs. Otherwise they are interpolated, or
         the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
-        self.needs_values = takes_several or self._whitens_at_start
-        """Whether a critic, if there is one, needs a forward pass at step start, which gives the old values."""
+        self.computes_values = takes_several or self._whitens_at_start
+        """Whether a forward pass at step start computes the old values, if there is a critic."""
         self.needs_reference = algorithm.kl.kind != "none"
 
     def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:

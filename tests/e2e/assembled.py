@@ -57,6 +57,8 @@ class RecordingClient(LearnerClient):
 def run_assembled(config: Config, after_step: Callable[[], None] = lambda: None) -> Run:
     """Train from version 0 and return what happened; with SGLang, `rollout.server_url` names the server.
 
+    An error of the worker ends the run, and is raised.
+
     Args:
         after_step: is called in the learner's thread after each step, with its push.
     """
@@ -69,10 +71,11 @@ def _run(config: Config, after_step: Callable[[], None]) -> Run:
     engine = EngineInThread(config, config.run_dir)
     engine.run(engine.engine.start(), config.timeouts.startup_s)
     try:
-        with _buffer(config, result) as address, _worker(engine, config, address, result) as worker:
+        with _buffer(config, result) as address, _worker(engine, config, address, result) as (worker, work):
             listener = socket.create_server(("127.0.0.1", 0))
             learner = Learner(config, 0, 1, *listener.getsockname(), address, [engine.engine.url], listener=listener)
             assert learner._client is not None
+            work.add_done_callback(lambda work: learner.stop() if work.exception() else None)
             learner._client.__class__ = RecordingClient
             learner._client.batches = result.batches  # type: ignore[attr-defined]
             evaluating = []
@@ -112,8 +115,10 @@ def _buffer(config: Config, result: Run) -> Iterator[str]:
 
 
 @contextmanager
-def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -> Iterator[Worker]:
-    """Within the body a worker runs in the engine's event loop."""
+def _worker(
+    engine: EngineInThread, config: Config, address: str, result: Run
+) -> Iterator[tuple[Worker, Future[None]]]:
+    """Within the body a worker runs in the engine's event loop: (the worker, its work, which has its error)."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
@@ -127,6 +132,6 @@ def _worker(engine: EngineInThread, config: Config, address: str, result: Run) -
 
     worker = engine.run(make())
     working = asyncio.run_coroutine_threadsafe(work(), engine._loop)
-    yield worker
+    yield worker, working
     engine.run(worker.stop())
     working.result(30)

@@ -74,7 +74,7 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
         for key in ("policy/loss", "reward/mean", "staleness/mean", "batch/rollouts", "time/train_s", "push/bytes"):
             assert found[step][key] == whole[step][key], (step, key)
         assert "utilisation/learner" not in found[step]
-        assert found[step]["time/elapsed_s"] > found[2]["time/elapsed_s"]
+        assert found[step]["time/written_at_s"] > found[2]["time/written_at_s"]
     assert summary["steps"] == 6
 
 

@@ -25,7 +25,7 @@ from async_rl.config import (
 )
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.handout import NoBatch, share_handout
+from learner.batch_taking import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
 from learner.train_step import Updater
 from tests.learner.tiny_batches import make_batch, make_config, make_episode_batch
@@ -67,7 +67,7 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Ca
     results = {case: measure(Path(model), *case) for case in cases}
     roles = measure_roles(Path(model), 26, cases[-1][2])
     save = failed_save(Path(model), rank)
-    frames = share_handout([b"header", b"", b"frame two"] if rank == 0 else None, torch.device("cpu"))
+    frames = share_taken([b"header", b"", b"frame two"] if rank == 0 else None, torch.device("cpu"))
     assert not isinstance(frames, NoBatch)
     found = {"frames": [bytes(frame).decode() for frame in frames], "results": results, "roles": roles, "save": save}
     torch.save(found, f"{out}/{rank}.pt")

@@ -31,11 +31,12 @@ def test_steps_without_a_record_are_taken_from_the_checkpoint_as_far_as_it_has_t
     for step in (4, 5, 6):
         recent.add(step, {"time/step_s": 2.0})
     write_step_metrics(tmp_path, recent.text())
-    logged = [{"step": 1.0, "time/elapsed_s": 7.0}, {"step": 4.0, "time/elapsed_s": 9.0}, {"step": 6.0, "eval/x": 1.0}]
+    logged = [{"step": step, "time/written_at_s": at_s} for step, at_s in ((1.0, 7.0), (4.0, 9.0))]
+    logged.append({"step": 6.0, "eval/x": 1.0})
     missing = missing_steps(logged, 6)
     assert missing == [2, 3, 5, 6]
     found = restored_records(tmp_path, missing, logged)
-    assert [(r["step"], r["time/elapsed_s"], r["log/restored"]) for r in found] == [(5, 11.0, 1.0), (6, 13.0, 1.0)]
+    assert [(r["step"], r["time/written_at_s"], r["log/restored"]) for r in found] == [(5, 11.0, 1.0), (6, 13.0, 1.0)]
     assert restored_records(tmp_path / "of an older version", missing, logged) == []
 
 

@@ -64,7 +64,7 @@ def test_dropped_groups_are_generated_all_the_same() -> None:
 
 def stage(together: float, group_s: float, pushes: float = 1.0) -> Stages:
     return Stages(
-        train_s=2.0, train_cv=0.1, sync_s=0.5, pushes=pushes, pause_s=0.4, handout_s=0.1, group_s=group_s, group_cv=0.2,
+        train_s=2.0, train_cv=0.1, sync_s=0.5, pushes=pushes, pause_s=0.4, receive_s=0.1, group_s=group_s, group_cv=0.2,
         together=together, in_flight=0.5, rollout_busy_s=3.0, failed=0.0,
     )
 

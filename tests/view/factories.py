@@ -190,7 +190,7 @@ class JournalWriter:
 def metrics_of(step: int) -> dict[str, float]:
     """The record of a step, with the metrics that the pages show."""
     return {
-        "step": step, "time/elapsed_s": 10.0 + STEP_S * step, "time/since_first_step_s": STEP_S * (step - 1),
+        "step": step, "time/written_at_s": 10.0 + STEP_S * step, "time/since_first_step_s": STEP_S * (step - 1),
         "reward/mean": step / 100, "staleness/mean": 1.0, "staleness/max": 2.0, "staleness/rollouts_1": 6.0,
         "staleness/rollouts_2": 2.0, "by_staleness/1/reward": 0.5, "by_staleness/2/reward": 0.4,
         "utilisation/learner": 0.6, "utilisation/rollout": 0.9, "utilisation/rollout/sync": 0.1,

@@ -59,7 +59,7 @@ def test_a_missing_file_holds_no_metrics(tmp_path: Path) -> None:
 def test_recent_figures_are_those_of_the_last_steps_weighted_by_their_time(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     steps = [
-        {"step": i, "time/elapsed_s": i, "time/step_s": (0.4, 9.0)[i % 2], "utilisation/learner": (0.5, 0)[i % 2]}
+        {"step": i, "time/written_at_s": i, "time/step_s": (0.4, 9.0)[i % 2], "utilisation/learner": (0.5, 0)[i % 2]}
         for i in range(1, 2 * RECENT_STEPS + 1)
     ]
     path.write_text(lines({**steps[0], "utilisation/learner": 1.0}, *steps[1:], {"step": 2, "eval/accuracy": 0.5}))

@@ -231,13 +231,13 @@ class Session:
         context = self._contexts.get(digests[-1]) or await self._new_context(messages, tools, digests)
         self._check_open()
         _, max_tokens, stop = key
-        room = self._room(context, max_tokens)
+        longest = self._longest_reply(context, max_tokens)
         if self._check_turns() == 0:
             self._pending.give_up()
         if context.parent is None and self._contexts and digests[-1] not in self._contexts:
             self.counts.rewritten += 1
         self._contexts[digests[-1]] = context
-        sampling = asyncio.create_task(self._sample(context, room, tools, stop), name="session reply")
+        sampling = asyncio.create_task(self._sample(context, longest, tools, stop), name="session reply")
         self._running.add(sampling)
         sampling.add_done_callback(self._running.discard)
         return self._pending.add(key, sampling)
@@ -281,19 +281,23 @@ class Session:
             return Node(reply, await self._renderer.next_async(reply.tokens, new))
         return Node(None, await self._renderer.start_async(messages, tools))
 
-    def _room(self, context: Node, max_tokens: int | None) -> int:
+    def _longest_reply(self, context: Node, max_tokens: int | None) -> int:
+        """Return the most tokens that the next reply may have, `max_tokens` of them if the caller asked for fewer.
+
+        EpisodeOver: the conversation is as long as it may be.
+        """
         limits, length = self._limits, context.num_tokens
-        room = min(limits.max_tokens - length, limits.max_reply_tokens)
-        if room < 1:
+        longest = min(limits.max_tokens - length, limits.max_reply_tokens)
+        if longest < 1:
             raise EpisodeOver(
                 "length", f"the conversation has {length} tokens, at most {limits.max_tokens} are allowed"
             )
-        return room if max_tokens is None else max(1, min(room, max_tokens))
+        return longest if max_tokens is None else max(1, min(longest, max_tokens))
 
-    async def _sample(self, context: Node, room: int, tools: Sequence[Schema], stop: Sequence[str]) -> Reply:
+    async def _sample(self, context: Node, max_tokens: int, tools: Sequence[Schema], stop: Sequence[str]) -> Reply:
         began_s = asyncio.get_running_loop().time()
         try:
-            sampled = await self._generate(context.all_tokens(), room)
+            sampled = await self._generate(context.all_tokens(), max_tokens)
         finally:
             self.generate_s += asyncio.get_running_loop().time() - began_s
         if stop:

@@ -189,7 +189,7 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
     """With ratios of 1 in the loss the gradient of a token is minus its advantage."""
     algorithm = AlgorithmConfig(advantage=advantage, whiten=whiten, correction=CorrectionConfig(kind="none"))
     objective = Objective(config_of(algorithm, tmp_path))
-    assert objective.needs_values == objective.needs_proximal == whiten
+    assert objective.computes_values == objective.computes_proximal == whiten
     micro_batches = [make_case(seed)[0] for seed in (1, 2, 3)]
     split = objective.prepare([make_minibatch(*micro_batches[:2]), make_minibatch(micro_batches[2])])
     got, plain, trained = [], [], torch.cat([micro.response.trained for micro in micro_batches])

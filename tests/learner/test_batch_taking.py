@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from async_rl.errors import NothingToLearnError
-from learner.handout import Handout, NoBatch, ask_buffer, share_handout
+from learner.batch_taking import NoBatch, Taken, ask_buffer, share_taken
 
 
-@pytest.mark.parametrize("handout", [
+@pytest.mark.parametrize("taken", [
     [b"header", b"", b"frame two"], [b"weights wanted"], NoBatch("push wanted"), NoBatch("stopped"),
     NoBatch("nothing to learn", "the task is solved"),
 ])
-def test_every_kind_of_handout_arrives_as_it_was_sent(handout: Handout, one_rank: None) -> None:
-    assert share_handout(handout, torch.device("cpu")) == handout
+def test_every_kind_of_answer_arrives_as_it_was_sent(taken: Taken, one_rank: None) -> None:
+    assert share_taken(taken, torch.device("cpu")) == taken
 
 
 @pytest.mark.parametrize(("frames", "is_stopping", "expected"), [
@@ -23,7 +23,7 @@ def test_every_kind_of_handout_arrives_as_it_was_sent(handout: Handout, one_rank
     (None, True, NoBatch("nothing to learn", "the task is solved")),
 ])
 def test_the_buffers_answer_decides_what_the_learner_does_next(
-    frames: list[bytes] | None, is_stopping: bool, expected: Handout
+    frames: list[bytes] | None, is_stopping: bool, expected: Taken
 ) -> None:
     class Client:
         def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:

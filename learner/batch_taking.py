@@ -27,13 +27,13 @@ class NoBatch:
     """The buffer's reason why no batch will follow."""
 
 
-Handout = Sequence[bytes | memoryview] | NoBatch
+Taken = Sequence[bytes | memoryview] | NoBatch
 """The frames of a batch as the buffer sent them, for `decode_batch`, or why there is none."""
 
 
 def ask_buffer(
     client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
-) -> Handout:
+) -> Taken:
     """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
     Every few seconds `is_stopping` and `is_push_wanted` are asked; the wait ends if one of them returns True.
@@ -48,15 +48,15 @@ def ask_buffer(
     return frames or NoBatch("stopped" if is_stopping() else "push wanted")
 
 
-def share_handout(handout: Handout | None, device: torch.device) -> Handout:
-    """Return rank 0's `handout` on every rank; the other ranks pass None. Collective."""
+def share_taken(taken: Taken | None, device: torch.device) -> Taken:
+    """Return what rank 0 has `taken` on every rank; the other ranks pass None. Collective."""
     data = torch.empty(0, dtype=torch.uint8, device=device)
-    if handout is not None:
-        message: Any = dataclasses.asdict(handout) if isinstance(handout, NoBatch) else handout
+    if taken is not None:
+        message: Any = dataclasses.asdict(taken) if isinstance(taken, NoBatch) else taken
         data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8).to(device)
     size = torch.tensor(len(data), device=device)
     dist.broadcast(size, 0)
-    if handout is None:
+    if taken is None:
         data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, 0)
     received = msgpack.unpackb(data.cpu().numpy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig,
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import RolloutGroup
 from buffer.client import LearnerClient
+from rollout_server.episode_log import EpisodeLog
+from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
@@ -65,6 +68,21 @@ def test_episodes_of_an_environment_become_groups_with_turns_and_rewards(config:
     values = metric_values(reports)
     assert values["episode/turns"] > 1 and values["episode/end_done"] == 1 and values["episode/failed"] == 0
     assert values["episode/sampled_tokens"] > values["episode/observed_tokens"] > 0
+
+
+def test_held_out_episodes_count_in_no_metric_of_the_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    add = EpisodeLog.add
+
+    def look(log: EpisodeLog, episodes: Sequence[Episode], origin: str, *, are_trained: bool) -> None:
+        seen.add((len(episodes), are_trained))
+        add(log, episodes, origin, are_trained=are_trained)
+
+    monkeypatch.setattr(EpisodeLog, "add", look)
+    rolled_out(
+        config, TalkingEngine(follow), no_reward, beside=lambda worker: worker.evaluate(0, beside_training=True)
+    )
+    assert seen == {(config.rollout.group_size, True), (config.eval.samples, False)}
 
 
 def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(config: Config) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from rollout_server.engines.base import Completion
 from rollout_server.episodes.agents import openai_endpoint
@@ -64,6 +65,36 @@ def test_clients_that_vanish_leave_no_line_in_the_log(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         session = with_session(agent, generate=slow, max_turns=100)
     assert session.num_turns == len(session.rows()) == 1 and caplog.records == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_that_can_not_be_written_is_not_received_and_no_error_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """The end of a connection may be noticed only when the reply is written to it."""
+
+    async def broken(*_: object) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(web.StreamResponse, "write", broken)
+            patch.setattr(web.StreamResponse, "write_eof", broken)
+            patch.setattr(web.Response, "write_eof", broken)
+            _, writer = await connected(opened)
+            body = json.dumps({**ASK, "stream": stream}).encode()
+            writer.write(head(opened, len(body)) + body)
+            while not opened.session.num_undelivered:
+                await asyncio.sleep(0)
+            while opened.num_running:
+                await asyncio.sleep(0)
+            writer.close()
+        assert opened.error is None and opened.session.num_undelivered == 1
+        assert (await post(opened, ASK))[0] == 200
+
+    with caplog.at_level(logging.INFO):
+        session = with_session(agent, generate=at_once)
+    assert session.num_turns == len(session.rows()) == session.counts.joined == 1 and caplog.records == []
 
 
 def test_connections_that_do_not_speak_http_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

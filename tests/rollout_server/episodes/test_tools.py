@@ -114,6 +114,29 @@ def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
     assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (3, 3, 0)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit(2), "SystemExit: 2"), (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (asyncio.CancelledError("gone"), "CancelledError: gone"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_tool_that_would_end_the_event_loop_is_a_failed_call(error: BaseException, said: str, is_async: bool) -> None:
+    async def leave_later() -> str:
+        """Leave."""
+        raise error
+
+    def leave() -> str:
+        """Leave."""
+        raise error
+
+    tools = [Tool.from_function(leave_later if is_async else leave), Tool.from_function(example_tools.weather)]
+    texts, caller = answered(call(tools[0].name, {}), call("weather", {"city": "Bonn"}, 1), tools=tools)
+    assert texts == [f"error: {said}", '{"city": "Bonn", "temperature": "21 C"}']
+    assert (caller.counts.calls, caller.counts.failed) == (2, 1)
+
+
 def test_a_tool_that_blocks_its_thread_is_given_up_at_its_limit() -> None:
     released = threading.Event()
 

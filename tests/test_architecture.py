@@ -104,7 +104,9 @@ def test_imports_point_down() -> None:
 
 
 def test_there_is_no_import_circle() -> None:
-    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True)
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False)
+    # Config calls the checks of this module on itself, which is why they name its type.
+    graph.remove_import(importer="async_rl.config.cross_section", imported="async_rl.config")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     graphlib.TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
 

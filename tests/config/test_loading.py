@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from async_rl.config import Config, CorrectionConfig
 from async_rl.config.loading import dump_config, load_config
-from async_rl.config.schema import _leaves
+from async_rl.config.schema import RENAMED, _leaves
 from async_rl.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
@@ -135,6 +135,11 @@ def test_a_bad_override_is_named_with_what_is_allowed(
 ) -> None:
     message = error_of(tmp_path, MINIMAL, override)
     assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_the_error_for_an_old_key_names_the_new_one(tmp_path: Path, key: str) -> None:
+    assert f"unknown key {key} (command line); it is {RENAMED[key]} now" in error_of(tmp_path, MINIMAL, f"{key}=1")
 
 
 MAY_BE_INFINITE = (

@@ -88,3 +88,13 @@ def test_a_file_that_our_package_hides_from_an_import_is_named(
     hidden = rf"the package of async-rl, which hides {folder}/learner\.py from `import`: rename that file"
     with pytest.raises(ConfigError, match=rf"task\.reward '{name}'.*{message}.*{hidden}"):
         import_object(name, "task.reward")
+
+
+@pytest.mark.processes
+def test_an_agents_own_process_finds_its_file_with_the_name_of_our_package(folder: Path) -> None:
+    program = Path(PROJECT, "rollout_server", "episodes", "agent_host.py")
+    done = subprocess.run(
+        [sys.executable, program, "learner:seven"], cwd=folder, env=os.environ | {"PYTHONPATH": PROJECT}, input="",
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ('{"ready": true}\n', 0), done.stderr

@@ -107,7 +107,7 @@ def train_sft(config: Config, examples: Sequence[Example], out_dir: Path) -> Ite
             yield StepDone(version=step, metrics=(
                 Metric("sft/loss", loss),
                 Metric("sft/lr", float(schedule.get_last_lr()[0]), "last"),
-                Metric("time/written_at_s", time.monotonic() - started_s, "last"),
+                Metric("time/elapsed_s", time.monotonic() - started_s, "last"),
             ))
         if is_last:
             break

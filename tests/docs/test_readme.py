@@ -13,6 +13,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from rollout_server.episodes.episode import EPISODE_METRICS
+from rollout_server.question import Question
 from tests.docs.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parents[2]
@@ -186,8 +187,9 @@ def test_the_reward_function_in_the_guide_is_called_as_it_says(monkeypatch: pyte
     exec(block, names)
     function = names["short_and_right"]
     assert callable(function)
-    assert function("1 + 1?", "It is 2", "2", {"data_source": "x"}) == 1.0
-    assert function("1 + 1?", "It is 3", "2", {"data_source": "x"}) == 0.0
+    question = Question(messages=({"role": "user", "content": "1 + 1?"},), answer="2")
+    assert function(question, "It is 2") == 1.0
+    assert function(question, "It is 3") == 0.0
 
 
 def test_every_config_key_in_the_documents_exists() -> None:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from rollout_server.episodes.reply_reader import ServerParser
+from rollout_server.episodes.conversation.reply_reader import ServerParser
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from tests.rollout_server.episodes.tool_model import save_tool_model

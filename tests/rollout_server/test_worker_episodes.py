@@ -80,7 +80,7 @@ def test_held_out_episodes_count_in_no_metric_of_the_training(config: Config, mo
 
     monkeypatch.setattr(EpisodeLog, "add", look)
     rolled_out(
-        config, TalkingEngine(follow), no_reward, beside=lambda worker: worker.evaluate(0, beside_training=True)
+        config, TalkingEngine(follow), no_reward, beside=lambda worker: worker.player.evaluate(0, beside_training=True)
     )
     assert seen == {(config.rollout.group_size, True), (config.eval.samples, False)}
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.sweeps.machine import describe_machine
+from rollout_server.question import Question
 from tests.e2e.assembled import run_assembled
 
 STEPS, A_ROW, TOKENS = 16, 4, 96
@@ -21,7 +21,7 @@ RATES = (3e-4, 1e-3, 3e-3)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "old_kv.md"
 
 
-def vowels(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
+def vowels(question: Question, response: str) -> float:
     """A reward that differs between the answers of an untrained model."""
     return sum(letter in "aeiou" for letter in response) / TOKENS
 

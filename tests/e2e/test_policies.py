@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from async_rl.config import BufferConfig, Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from buffer.store_rows import DROP_REASONS
+from rollout_server.question import Question
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import Run, run_assembled
 
@@ -36,9 +36,9 @@ IN_CI = [
 ]
 
 
-def slow_for_some(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
+def slow_for_some(question: Question, response: str) -> float:
     """A reward that takes long for about a third of the prompts, so that their groups are late."""
-    if len(answer) == 5:
+    if len(question.answer) == 5:
         time.sleep(0.3)
     return sum(letter in "aeiou" for letter in response) / 64
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
+from rollout_server.question import Question
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import Run, run_assembled
 from tests.e2e.reference_loop import Reference, Step, answers_of
@@ -20,7 +20,7 @@ from tests.e2e.reference_loop import Reference, Step, answers_of
 STEPS = 20
 
 
-def vowels(prompt: str, response: str, answer: str, extra: dict[str, Any]) -> float:
+def vowels(question: Question, response: str) -> float:
     """A reward that differs between the answers of an untrained model."""
     return sum(letter in "aeiou" for letter in response) / 8
 

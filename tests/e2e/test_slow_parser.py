@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from rollout_server.episodes.conversation.reply_reader import ServerParser
 
 from benchmarks.marked_command import MarkedCommand, wait_until
+from rollout_server.episodes.conversation.reply_reader import ServerParser
 from tests.rollout_server.episodes.tool_model import save_tool_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -53,14 +53,15 @@ class Store:
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
 
-    def admit(self, worker: str, max_groups: int, now_s: float, grant: int = 0) -> list[Slot]:
+    def admit(self, worker: str, max_groups: int, now_s: float, request_id: int = 0) -> list[Slot]:
         """Grant up to `max_groups` slots, as many as are free, and return them. Requeued prompts go first."""
         slots = []
         for batch in self.policy.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
             row = Row(
                 group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
-                start_version=self.state.served_version, worker=worker, grant=grant, granted_s=now_s, batch=batch,
+                start_version=self.state.served_version, worker=worker, request_id=request_id, granted_s=now_s,
+                exact_batch=batch,
             )
             self.state.next_group_id += 1
             self.state.accounting.admitted += 1

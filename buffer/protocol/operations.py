@@ -13,8 +13,9 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import WireError
+from async_rl.field_kinds import MAX_CAUSE_CHARS
 from async_rl.messages.codec import GroupColumns, check_group
-from async_rl.messages.limits import MAX_CAUSE_CHARS, Limits
+from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
@@ -96,8 +97,8 @@ class Operations:
         # A worker that missed the answer with its last grant asks again, with the same request id.
         state = self.store.state
         for last in state.rows():
-            slots = [row.slot for row in state.running.values() if row.grant == last.grant]
-            self._last_grant[last.worker] = (last.grant, pack_slots(slots))
+            slots = [row.slot for row in state.running.values() if row.request_id == last.request_id]
+            self._last_grant[last.worker] = (last.request_id, pack_slots(slots))
         if state.next_group_id:  # a group was granted, so all workers had asked
             self._seen_workers.update(self._workers)
 
@@ -123,7 +124,8 @@ class Operations:
             if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
                 result = {"groups": groups}
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
-                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, grant=parked.request.id))
+                slots = self.store.admit(worker, shares.get(worker, 0), now_s, request_id=parked.request.id)
+                result = pack_slots(slots)
                 self._last_grant[worker] = (parked.request.id, result)
             elif op == "turns" and (self.store.wants_held_turns != parked.amount or parked.until_s <= now_s):
                 result = {"hold": self.store.wants_held_turns}
@@ -233,17 +235,18 @@ class Operations:
         worker, payload = self._worker(request.fields), request.payload[0]
         phases = read_phases(request.fields.items("phases", 0, MAX_PHASES))
         group = check_group(view(payload), self.limits)
-        slot = self.store.running_slot(group.group_id, worker)
+        facts = group.facts
+        slot = self.store.running_slot(facts.group_id, worker)
         if slot is None:
             return False
         for field in ("prompt_index", "start_version"):
-            got, granted = getattr(group, field), getattr(slot, field)
+            got, granted = getattr(facts, field), getattr(slot, field)
             if got != granted:
                 raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
-        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal, group.data_row)
+        self.store.finish(facts.group_id, payload, Outcome.of(group), self._drop_equal, facts.data_row)
         self._waits.arrive(phases, time.monotonic())
         if self._record_group:
             self._record_group(group)

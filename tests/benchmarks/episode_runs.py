@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 from benchmarks.simulate import Workload, simulate
 from benchmarks.simulated_rollout import GroupTimes, RolloutPool, RunningGroup
-from buffer.journal.journal import FILE_NAME, SCHEMA
+from buffer.journal.journal import FILE_NAME
+from buffer.journal.tables import SCHEMA
 from tests.benchmarks.factories import make_sweep
 
 HAS_TURNS = ("task.name=", "task.env=my_games:Game", "rollout.max_episode_tokens=2000")

@@ -78,7 +78,11 @@ def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]
     found = {
         name: select(config, f"SELECT {columns} FROM {name} WHERE {only} ORDER BY 1, 2, 3")
         for name, columns in {
-            "rollouts": "*", "episodes": "*", "turns": "*", "left_out": "*", "groups": "group_id, data_row, error",
+            "rollouts": "group_id, rollout, episode, reward, response_tokens, context_tokens, oldest_version, "
+            "newest_version, finish_reason",
+            "episodes": "group_id, episode, reward, turns, tool_calls, generate_s, tool_s, duration_s, end, metrics, error",
+            "turns": "group_id, rollout, turn, end_token, reward", "left_out": "group_id, number, error",
+            "groups": "group_id, data_row, error",
         }.items()
     }  # fmt: skip
     found["episodes"] = [(*row[:-2], json.loads(row[-2]), row[-1]) for row in found["episodes"]]
@@ -127,7 +131,7 @@ def record(journal: Journal, group: RolloutGroup, state: str) -> None:
     payload = encode_group(group)
     columns = check_group(payload, LIMITS)
     row = Row(group.group_id, group.prompt_index, group.start_version, group.worker, outcome=Outcome.of(columns))
-    row = row._replace(data_row=columns.data_row)
+    row = row._replace(data_row=group.data_row)
     trained_versions = (0,) if state == "trained" else ()
     journal.record_group(columns)
     journal.record(row._replace(state=state, payload=payload, trained_versions=trained_versions))  # type: ignore[arg-type]

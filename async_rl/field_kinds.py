@@ -66,7 +66,7 @@ class Choice(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Metrics(Scalar):
-    """A map of at most MAX_METRICS names to finite numbers."""
+    """A map of at most MAX_METRICS names to finite numbers, in the journal as JSON. A group has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ from async_rl.messages.field_packing import (
 from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import INT32, Fields, pack, pack_array, refusal, unpack
 from async_rl.types import BoolArray, EpisodeFacts, FloatArray, GroupFacts, IntArray, Rollout, RolloutGroup
+
+T = TypeVar("T")
 
 MAX_ROUNDING = 1e-4
 """The largest logprob above 0 that is taken for a rounding error and sent as 0. Float32 log-softmax rounds the logprob
@@ -89,6 +91,7 @@ class GroupColumns(NamedTuple):
 
     facts: GroupFacts
     lengths: list[int]  # [N] T of each rollout
+    ends: list[int]  # [N] the sums of these
     rows: dict[str, Any]
     """The column of each field of Rollout: an array [sum of T] of one that has a number for each token, else a list
     [N]. Of answers to a question there are no turns."""
@@ -101,7 +104,7 @@ class GroupColumns(NamedTuple):
     @property
     def starts(self) -> list[int]:
         """The position of the first token of each rollout in the columns."""
-        return list(itertools.accumulate(self.lengths[:-1], initial=0))
+        return [0, *self.ends[:-1]]
 
     @property
     def episode_rewards(self) -> list[float]:
@@ -122,21 +125,22 @@ class GroupColumns(NamedTuple):
 
     def group(self) -> RolloutGroup:
         """Return the group as a RolloutGroup, whose arrays are views of the columns."""
-        bounds = [slice(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        bounds = list(map(slice, self.starts, self.ends))
         columns = {
             name: [column[of_row] for of_row in bounds] if name in _TOKEN_ARRAYS else column
             for name, column in self.rows.items()
         }
         return RolloutGroup(
             **{name: getattr(self.facts, name) for name in _GROUP},
-            rollouts=tuple(Rollout(**row) for row in _rows(columns)),
-            episodes=tuple(EpisodeFacts(**episode) for episode in _rows(self.episodes or {})),
+            rollouts=_made(Rollout, columns),
+            episodes=_made(EpisodeFacts, self.episodes or {}),
         )
 
 
-def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return columns by name as rows by name."""
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def _made(declared: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:
+    """Return an object for each row of the columns of its fields."""
+    names = tuple(columns)
+    return tuple([declared(**dict(zip(names, row, strict=False))) for row in zip(*columns.values(), strict=True)])
 
 
 def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
@@ -167,10 +171,10 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     if episodes is not None and not limits.max_turns:
         raise fields.refuse("episodes", "None: an episode of this run is the answer to a question")
     lengths = _read_lengths(fields, limits, episodes is not None)
-    total = sum(lengths)
-    rows: dict[str, Any] = {name: read(fields, total, total, lengths) for name, read in _READ_TOKENS.items()}
-    newest_version = _check_versions(rows["versions"], facts.start_version, lengths)
-    trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths)
+    ends = list(itertools.accumulate(lengths))
+    rows: dict[str, Any] = {name: read(fields, ends[-1], ends[-1], lengths) for name, read in _READ_TOKENS.items()}
+    newest_version = _check_versions(rows["versions"], facts.start_version, lengths, ends)
+    trained_tokens = _check_mask(rows["mask"], rows["logprobs"], lengths, ends)
     if not len(facts.prompt_tokens):
         _check_no_prompt(limits.max_prompt_tokens, rows["mask"], lengths)
     rows |= {name: read(fields, len(lengths)) for name, read in _READ_ROWS.items()}
@@ -178,13 +182,13 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     if episodes is not None:
         of_episodes, turns = check_episodes(episodes, limits, lengths, rows["mask"], rows["reward"])
         rows |= turns
-    return GroupColumns(facts, lengths, rows, of_episodes, newest_version, trained_tokens)
+    return GroupColumns(facts, lengths, ends, rows, of_episodes, newest_version, trained_tokens)
 
 
 def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     arrays = []
     for i, rollout in enumerate(rollouts):
-        array = one_dimensional(f"rollouts[{i}].{name}", getattr(rollout, name), dtype)
+        array = one_dimensional(name, getattr(rollout, name), dtype, i)
         if len(array) != len(rollout.tokens):
             raise WireError(f"rollouts[{i}].{name}: {len(array)} elements for {len(rollout.tokens)} tokens")
         arrays.append(array)
@@ -202,15 +206,15 @@ def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[in
     return lengths
 
 
-def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) -> int:
+def _check_versions(versions: IntArray, start_version: int, lengths: list[int], ends: list[int]) -> int:
     """Return the newest token version. WireError: one is below start_version, or they decrease within a rollout."""
-    oldest, newest = int(versions.min()), int(versions.max())
+    oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
     if oldest < start_version:
         too_old = versions < start_version
         raise refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
     if oldest < newest:
         falls = versions[1:] < versions[:-1]
-        falls[np.cumsum(lengths[:-1], dtype=np.intp) - 1] = False  # at the start of a rollout they may decrease
+        falls[[end - 1 for end in ends[:-1]]] = False  # at the start of a rollout they may decrease
         if falls.any():
             at = int(falls.argmax())
             allowed = f"{versions[at]} and up, as the token before has version {versions[at]}"
@@ -218,14 +222,14 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int]) 
     return newest
 
 
-def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int]) -> list[int]:
+def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_ends: list[int]) -> list[int]:
     """Return the number of trained tokens of each rollout.
 
     WireError: the last token of a rollout is masked, or a masked token has a logprob that is not 0.
     """
     if b"\0" not in mask.tobytes():  # a tenth of the time of mask.all()
         return lengths
-    ends = np.cumsum(lengths, dtype=np.intp)
+    ends = np.array(row_ends, np.intp)
     is_trained = mask[ends - 1]
     if not is_trained.all():
         raise refusal(f"rollouts[{is_trained.argmin()}].mask", False, "true for the last token of a rollout")

@@ -84,7 +84,7 @@ def read_value(name: str, kind: Kind) -> Callable[[Fields, Limits], Any]:
             return lambda fields, _: fields.boolean(name)
         case Text(max_chars=max_chars):
             return lambda fields, _: fields.text(name, max_chars)
-        case Choice() | Metrics():
+        case Choice():
             check_one = _check_of(kind)
             return lambda fields, _: check_one([fields.value(name)], name)[0]
         case Texts(each=each):
@@ -125,7 +125,8 @@ def read_array(name: str, kind: Array) -> Callable[[Fields, int, int, Sequence[i
         array = fields.array(name, dtype, fewest, most)
         # A NaN makes both comparisons false.
         if len(array) and not (
-            (low == -math.inf or array.min() >= low) and (high == math.inf or array.max() <= high)
+            (low == -math.inf or np.minimum.reduce(array) >= low)
+            and (high == math.inf or np.maximum.reduce(array) <= high)
         ):
             is_bad = ~((array >= low) & (array <= high))
             if sizes is None:
@@ -136,16 +137,22 @@ def read_array(name: str, kind: Array) -> Callable[[Fields, int, int, Sequence[i
     return read
 
 
-def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array in little-endian order. WireError: it is not one-dimensional, or not of the given dtype."""
+def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], row: int = -1) -> npt.NDArray[Any]:
+    """Return an array in little-endian order. WireError: it is not one-dimensional, or not of the given dtype.
+
+    Args:
+        row: the number of the row that has the array; -1: the group has it.
+    """
+    if isinstance(array, np.ndarray) and array.ndim == 1:
+        if array.dtype == dtype:
+            return array
+        if array.dtype == dtype.newbyteorder(">"):
+            return array.astype(dtype)
+    path = f"rollouts[{row}].{name}" if row >= 0 else name
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise WireError(f"{name}: got {got}, allowed a one-dimensional numpy array")
-    if array.dtype == dtype:
-        return array
-    if array.dtype != dtype.newbyteorder(">"):
-        raise WireError(f"{name}: dtype {array.dtype.str!r}, allowed {dtype.str} ({dtype.name})")
-    return array.astype(dtype)
+        raise WireError(f"{path}: got {got}, allowed a one-dimensional numpy array")
+    raise WireError(f"{path}: dtype {array.dtype.str!r}, allowed {dtype.str} ({dtype.name})")
 
 
 def cut_text(text: str, max_chars: int) -> str:
@@ -199,9 +206,9 @@ def _check_of(kind: Kind) -> Check:
 
 
 def _check_range(values: list[Any], path: str, low: float, high: float, allowed: str) -> list[Any]:
-    for i, value in enumerate(values):
+    for value in values:
         if not low <= value <= high:
-            raise refusal(path.format(i), value, allowed)
+            raise refusal(path.format(values.index(value)), value, allowed)
     return values
 
 
@@ -213,9 +220,9 @@ def _check_texts(values: list[Any], path: str, max_chars: int) -> list[Any]:
 
 
 def _check_choices(values: list[Any], path: str, names: tuple[str, ...]) -> list[Any]:
-    for i, value in enumerate(values):
+    for value in values:
         if value not in names:
-            raise refusal(path.format(i), value, " or ".join(names))
+            raise refusal(path.format(values.index(value)), value, " or ".join(names))
     return values
 
 

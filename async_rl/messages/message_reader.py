@@ -113,7 +113,7 @@ class Fields:
             raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize}")
         array = np.frombuffer(data, dtype)
         # numpy accepts any byte as a bool, but arithmetic with bytes other than 0 and 1 is wrong.
-        if dtype == BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+        if dtype == BOOL and count and (worst := np.maximum.reduce(array.view(np.uint8))) > 1:
             raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable
 from typing import Any
 
 from async_rl.field_kinds import Metrics, kinds_of
 from async_rl.messages.codec import GroupColumns
-from async_rl.types import EpisodeFacts, GroupFacts, Rollout
-from buffer.journal.tables import ARRIVED_COLUMNS, ARRIVED_TABLES, TABLES, TEXT_LISTS, TURN_ARRAYS
+from async_rl.types import EpisodeFacts, Rollout
+from buffer.journal.tables import ARRIVED_TABLES, TABLES, TEXT_LISTS, TURN_ARRAYS
 
-_METRICS = {name for declared in (GroupFacts, Rollout, EpisodeFacts) for name in kinds_of(declared, Metrics)}
+_METRICS = {name for declared in (Rollout, EpisodeFacts) for name in kinds_of(declared, Metrics)}
 _INSERT = {
-    table: f"INSERT OR IGNORE INTO {table} ({', '.join(TABLES[table])}) VALUES ({', '.join('?' * len(TABLES[table]))})"
-    for table in ARRIVED_TABLES
+    table: f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+    for table, columns in TABLES.items()
 }
-_UPDATE_GROUP = f"UPDATE groups SET {', '.join(f'{name} = ?' for name in ARRIVED_COLUMNS)} WHERE group_id = ?"
-_of_group = attrgetter(*ARRIVED_COLUMNS, "group_id")
+_ORDER = {table: [name for name in columns if name != "group_id"] for table, columns in TABLES.items()}
 
 
 class ArrivedRows:
@@ -28,44 +26,39 @@ class ArrivedRows:
 
     def __init__(self) -> None:
         self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in ARRIVED_TABLES}
-        self._groups: list[GroupFacts] = []
 
     def add(self, group: GroupColumns) -> None:
         """Add the rows of a group. If its rollouts are answers to a question, it has none of episodes and turns."""
-        self._groups.append(group.facts)
         self._add("rollouts", group, _rollouts(group))
         for name, kind in TEXT_LISTS.items():
-            texts = getattr(group.facts, name)
-            self._add(name, group, {"number": range(len(texts)), kind.column: texts})
+            if texts := getattr(group.facts, name):
+                self._add(name, group, {"number": range(len(texts)), kind.column: texts})
         if group.episodes:
             numbers = range(len(group.episodes["rows"]))
             self._add("episodes", group, {**group.episodes, "episode": numbers, "reward": group.episode_rewards})
             self._add("turns", group, _turns(group))
 
     def insert(self, database: sqlite3.Connection) -> None:
-        """Insert all rows but those that the tables have already, and fill ARRIVED_COLUMNS of the groups' rows."""
+        """Insert all rows. Those of a group that the tables have already are left out."""
         for table, rows in self._rows.items():
             if rows:
                 database.executemany(_INSERT[table], rows)
-        database.executemany(_UPDATE_GROUP, map(_of_group, self._groups))
 
     def clear(self) -> None:
-        self._groups.clear()
         for rows in self._rows.values():
             rows.clear()
 
-    def _add(self, table: str, group: GroupColumns, columns: Mapping[str, Iterable[Any]]) -> None:
+    def _add(self, table: str, group: GroupColumns, columns: dict[str, Iterable[Any]]) -> None:
         """Add rows of a group to a table, given its columns by name, but for the group's id."""
-        ordered = (
-            map(json.dumps, columns[name]) if name in _METRICS else columns[name]
-            for name in TABLES[table] if name != "group_id"
-        )
+        for name in _METRICS & columns.keys():
+            columns[name] = map(json.dumps, columns[name])
+        ordered = [columns[name] for name in _ORDER[table]]
         self._rows[table] += zip(itertools.repeat(group.facts.group_id), *ordered, strict=False)
 
 
 def _rollouts(group: GroupColumns) -> dict[str, Iterable[Any]]:
     rows = group.episodes["rows"] if group.episodes else [1] * len(group.lengths)
-    ends = [start + length - 1 for start, length in zip(group.starts, group.lengths, strict=True)]
+    last_tokens = [end - 1 for end in group.ends]
     return {
         **group.rows,
         "rollout": itertools.count(),
@@ -73,7 +66,7 @@ def _rollouts(group: GroupColumns) -> dict[str, Iterable[Any]]:
         "response_tokens": group.trained_tokens,
         "context_tokens": [size - trained for size, trained in zip(group.lengths, group.trained_tokens, strict=True)],
         "oldest_version": group.oldest_versions(),
-        "newest_version": group.rows["versions"][ends].tolist(),
+        "newest_version": group.rows["versions"][last_tokens].tolist(),
     }
 
 

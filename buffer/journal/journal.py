@@ -9,7 +9,7 @@ import contextlib
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import GroupColumns
 from async_rl.storage.checkpoints import TrainingState
+from async_rl.types import GroupFacts
 from buffer.frames import view
 from buffer.journal.arrived_rows import ArrivedRows
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
-from buffer.journal.tables import ARRIVED_TABLES, ROW_COLUMNS, SCHEMA, SCHEMA_VERSION
+from buffer.journal.tables import ARRIVED_COLUMNS, ARRIVED_TABLES, ROW_COLUMNS, SCHEMA, SCHEMA_VERSION
 from buffer.store_rows import Outcome, Row
 
 FILE_NAME = "trajectories.sqlite"
@@ -29,14 +30,20 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-_WRITTEN = (*ROW_COLUMNS, *Outcome._fields, "final_version")
-_WRITE = (
-    f"INSERT INTO groups ({', '.join(_WRITTEN)}) VALUES ({', '.join('?' * len(_WRITTEN))}) "
-    f"ON CONFLICT (group_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _WRITTEN)}"
-)
-"""Writes a row of the store. The columns that a group has from its message stay as they are."""
-_of_row, _of_outcome = attrgetter(*ROW_COLUMNS), attrgetter(*Outcome._fields)
+_STORE_COLUMNS = (*ROW_COLUMNS, *Outcome._fields, "final_version")
+_of_row, _of_arrived = attrgetter(*ROW_COLUMNS), attrgetter(*ARRIVED_COLUMNS)
 _NO_OUTCOME = (None,) * len(Outcome._fields)
+
+
+def _write_groups(columns: Sequence[str]) -> str:
+    """Return the statement that writes some columns of a row of `groups`, and leaves its others as they are."""
+    return (
+        f"INSERT INTO groups ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
+        f"ON CONFLICT (group_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}"
+    )
+
+
+_WRITE_ROW, _WRITE_ARRIVED_ROW = _write_groups(_STORE_COLUMNS), _write_groups((*_STORE_COLUMNS, *ARRIVED_COLUMNS))
 _IMPORT_PAST = (
     "REPLACE INTO groups SELECT * FROM past.groups "
     "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
@@ -66,6 +73,7 @@ class Journal:
         self._keep_steps = keep_steps
         self._rows: dict[int, Row] = {}
         self._arrived = ArrivedRows()
+        self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -130,8 +138,10 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row for each rollout, episode of several turns and turn of an arrived group."""
+        """Add a row for each rollout, episode of several turns and turn of an arrived group, whose row is recorded too.
+        """
         self._arrived.add(group)
+        self._facts[group.facts.group_id] = group.facts
 
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
@@ -149,7 +159,11 @@ class Journal:
             self._kept.update(zip((row.group_id for row in fresh), places, strict=True))
             self._db.execute("BEGIN")
             execute = self._db.executemany
-            execute(_WRITE, [_columns(row, version) for row in rows])
+            facts = self._facts
+            execute(_WRITE_ROW, [_columns(row, version) for row in rows if row.group_id not in facts])
+            execute(_WRITE_ARRIVED_ROW, [
+                (*_columns(row, version), *_of_arrived(facts[row.group_id])) for row in rows if row.group_id in facts
+            ])
             execute(
                 "INSERT INTO payloads VALUES (?, ?, ?, ?)",
                 [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
@@ -165,6 +179,7 @@ class Journal:
             self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
         self._rows.clear()
         self._arrived.clear()
+        self._facts.clear()
         self._scalars = scalars
 
     def close(self) -> None:
@@ -256,9 +271,8 @@ def _by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
 
 
 def _columns(row: Row, version: int) -> tuple[Any, ...]:
-    """Return the values of a row for _WRITTEN; if its state is final, `version` is its final_version."""
-    outcome = _of_outcome(row.outcome) if row.outcome else _NO_OUTCOME
-    return (*_of_row(row), *outcome, version if row.state in FINAL else None)
+    """Return the values of a row for _STORE_COLUMNS; if its state is final, `version` is its final_version."""
+    return (*_of_row(row), *(row.outcome or _NO_OUTCOME), version if row.state in FINAL else None)
 
 
 def _row(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> Row:

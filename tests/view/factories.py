@@ -141,7 +141,8 @@ class JournalWriter:
         self._db.execute("BEGIN")
         self._db.execute(
             "INSERT INTO groups (group_id, prompt_index, start_version, worker, state, drop_reason, finished_version, "
-            "data_row, newest_version, response_tokens, reward, duration_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "data_row, newest_version, response_tokens, reward, duration_s) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 group.group_id, group.prompt_index, group.start_version, group.worker, state, drop_reason,
                 group.start_version, group.data_row, group.start_version + 1, float(np.mean(lengths)),

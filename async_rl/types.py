@@ -1,5 +1,9 @@
 """The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
 
+A field of GroupFacts, Rollout or EpisodeFacts that has a kind (async_rl/field_kinds.py) is sent with its group,
+checked, and kept in the journal. To add one, declare it here, and compute its value where the object is made. A field
+without a kind stays in its process. One whose meaning changes gets another name, so that old messages are refused.
+
 Letters of the axes in every shape comment of the project:
     B  sequences in a (micro-)batch     G  episodes of one group
     T  tokens of a response             P  tokens of a prompt
@@ -11,14 +15,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.field_kinds import (
+    MAX_CAUSE_CHARS,
+    MAX_INT,
+    Choice,
+    Flag,
+    Metrics,
+    Number,
+    PerPromptToken,
+    PerToken,
+    PerTurn,
+    Text,
+    Texts,
+    Whole,
+)
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+
+FINISH_REASONS = ("stop", "length", "timeout")
+EpisodeEnd = Literal["done", "length", "turns", "timeout", "error"]
+"""How an episode that is trained on may end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +80,20 @@ class Rollout:
     Its arrays have one entry for each of the T >= 1 tokens after the prompt. The last token is trained.
     """
 
-    tokens: IntArray  # [T]
-    logprobs: FloatArray  # [T] behaviour logprobs, at the logged temperature; 0 where the model did not sample
-    versions: IntArray  # [T] token versions, non-decreasing; of other tokens that of the sampled token before them
-    mask: BoolArray  # [T] True where the token is trained: the model sampled it, and no earlier row trains it
-    reward: float
+    tokens: Annotated[IntArray, PerToken("<i4", low=0)]  # [T]
+    logprobs: Annotated[FloatArray, PerToken("<f4", high=0)]
+    """[T] behaviour logprobs, at the logged temperature; 0 where the model did not sample."""
+    versions: Annotated[IntArray, PerToken("<i4")]
+    """[T] token versions, non-decreasing; of other tokens that of the sampled token before them."""
+    mask: Annotated[BoolArray, PerToken("|b1")]
+    """[T] True where the token is trained: the model sampled it, and no earlier row trains it."""
+    reward: Annotated[float, Number()]
     """The reward of the whole episode, equal in all its rows."""
-    finish_reason: str
+    finish_reason: Annotated[str, Choice(FINISH_REASONS)]
     """`stop` (the model ended its last reply), `length` (a limit on tokens or turns did), or `timeout`."""
-    turn_ends: tuple[int, ...] = ()
+    turn_ends: Annotated[tuple[int, ...], PerTurn("<i4", column="end_token")] = ()
     """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
-    turn_rewards: tuple[float, ...] = ()
+    turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
     """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
     num_too_old: int = 0
     """The number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
@@ -78,49 +104,57 @@ class EpisodeFacts:
     """The facts of an episode of several turns besides its tokens: counts of rows, turns and calls, times, and its end.
     """
 
-    rows: int
+    rows: Annotated[int, Whole(1)]
     """The number of its rollouts, at least 1: more than one if the conversation was forked or rewritten."""
-    turns: int
+    turns: Annotated[int, Whole(1)]
     """The number of replies of the model."""
-    tool_calls: int
+    tool_calls: Annotated[int, Whole()]
     """The number of calls of tools in these replies."""
-    generate_s: float
+    generate_s: Annotated[float, Number(0.0)]
     """The time that the engine took, summed over all replies."""
-    tool_s: float
+    tool_s: Annotated[float, Number(0.0)]
     """The time that its tools took, summed over all calls."""
-    duration_s: float
-    end: str
+    duration_s: Annotated[float, Number(0.0)]
+    end: Annotated[str, Choice(get_args(EpisodeEnd))]
     """`done`, `length`, `turns` (a limit on tokens or on turns ended it), `timeout` or `error` (its agent raised)."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
     """The numbers that the environment logged."""
-    error: str = ""
+    error: Annotated[str, Text(MAX_CAUSE_CHARS, is_cut=True)] = ""
     """The reason for an `end` other than `done`, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutGroup:
+class GroupFacts:
+    """The facts of a group besides its rows and its episodes."""
+
+    group_id: Annotated[int, Whole(0, MAX_INT)]
+    prompt_index: Annotated[int, Whole(0, MAX_INT)]
+    start_version: Annotated[int, Whole()]
+    temperature: Annotated[float, Number(0.0)]
+    """Above 0."""
+    prompt_tokens: Annotated[IntArray, PerPromptToken("<i4", low=0)]
+    """[P] the tokens with which all rows begin, none of them sampled."""
+    duration_s: Annotated[float, Number(0.0)]
+    """The time from the grant of the slot to the last reward."""
+    worker: Annotated[str, Text()] = ""
+    baseline_reward: Annotated[float | None, Number(may_be_none=True)] = None
+    """The reward of a greedy answer, which is not trained on; None unless the advantage needs it (remax)."""
+    keeps_kv: Annotated[bool, Flag()] = False
+    """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
+    data_row: Annotated[int, Whole(-1, MAX_INT)] = -1
+    """The `data_row` of the prompt."""
+    left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
+    """The errors of the episodes that have no rollout, because they failed or were dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup(GroupFacts):
     """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
 
-    group_id: int
-    prompt_index: int
-    start_version: int
-    temperature: float
-    prompt_tokens: IntArray  # [P] the tokens with which all rows begin, none of them sampled
     rollouts: tuple[Rollout, ...]
     """The rows: one for each answer; of episodes those of the first one, then those of the second, and so on."""
-    duration_s: float
-    """The time from the grant of the slot to the last reward."""
-    worker: str = ""
-    baseline_reward: float | None = None
-    """The reward of a greedy answer, which is not trained on; None unless the advantage needs it (remax)."""
-    keeps_kv: bool = False
-    """Whether the answers kept their KV cache over weight updates (`weight_sync.on_update: in_place`)."""
     episodes: tuple[EpisodeFacts, ...] = ()
     """The episodes. Empty if each rollout is an episode of one turn, the answer to a question."""
-    data_row: int = -1
-    """The `data_row` of the prompt."""
-    left_out: tuple[str, ...] = ()
-    """The errors of the episodes that have no rollout, because they failed or were dropped."""
 
     def old_kv(self, rollout: Rollout) -> BoolArray:
         """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.

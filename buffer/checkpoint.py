@@ -24,7 +24,7 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
     live = [row for row in state.rows() if row.is_fresh]
     return {
         "scalars": state.scalars(),
-        "live": [[row.group_id, row.prompt_index, row.start_version, row.batch] for row in live],
+        "live": [[row.group_id, row.prompt_index, row.start_version, row.exact_batch] for row in live],
     }
 
 
@@ -37,7 +37,8 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, 
     groups that arrived before the earlier run ended, even after the checkpoint.
     """
     rows = [
-        Row(group_id=g, prompt_index=p, start_version=s, worker="", batch=b) for g, p, s, b in saved.buffer["live"]
+        Row(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)
+        for g, p, s, b in saved.buffer["live"]
     ]
     state.restore(rows, saved.buffer["scalars"])
     state.version, state.served_version = saved.version, None

@@ -20,8 +20,9 @@ import zmq.asyncio
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError, WireError
+from async_rl.field_kinds import MAX_CAUSE_CHARS
 from async_rl.messages.codec import encode_group
-from async_rl.messages.episode_columns import error_text
+from async_rl.messages.field_packing import cut_text
 from async_rl.types import Batch, RolloutGroup, Slot
 from buffer.frames import receive
 from buffer.protocol.keys import use_client_keys
@@ -197,7 +198,7 @@ class WorkerClient:
         """
         await self._call(
             next(self._ids), "fail", f"the failure of group {group_id}",
-            group_id=group_id, cause=error_text(reason), requeue=requeue, data_row=data_row,
+            group_id=group_id, cause=cut_text(reason, MAX_CAUSE_CHARS), requeue=requeue, data_row=data_row,
         )
 
     async def close(self) -> None:

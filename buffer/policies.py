@@ -166,11 +166,11 @@ class Exact(Policy):
 
     def batches_of_new(self, state: StoreState, number: int) -> list[int]:
         live = (state.running, state.finished, state.held)
-        members = Counter(row.batch for rows in live for row in rows.values())
+        members = Counter(row.exact_batch for rows in live for row in rows.values())
         return vacant_batches(members, number, state.version + bool(state.held), self.rules)
 
     def choose(self, state: StoreState, version: int) -> list[Row] | None:
-        rows = [row for row in state.finished.values() if row.batch == version]
+        rows = [row for row in state.finished.values() if row.exact_batch == version]
         return rows if len(rows) == self.rules.prompts_per_step else None
 
     def check(self, row: Row, state: StoreState, version: int) -> None:
@@ -192,8 +192,9 @@ class Exact(Policy):
         """Drop all groups if they do not fill the next staleness.max batches, which no later version can fill."""
         bound = self.rules.max_staleness
         members = Counter(
-            row.batch for row in rows
-            if row.start_version == row.newest_version == exact_start_version(row.batch, bound, state.first_version)
+            row.exact_batch for row in rows
+            if row.start_version == row.newest_version
+            == exact_start_version(row.exact_batch, bound, state.first_version)
         )
         is_full = all(members[batch] == self.rules.prompts_per_step for batch in range(version, version + bound))
         if members.total() < len(rows) or not is_full:

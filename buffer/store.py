@@ -63,7 +63,7 @@ class Store:
             row = Row(
                 group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
                 start_version=self.state.served_version, worker=worker, request_id=request_id, granted_s=now_s,
-                batch=batch,
+                exact_batch=batch,
             )
             self.state.next_group_id += 1
             self.state.accounting.admitted += 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from async_rl.messages.codec import GroupColumns
 from async_rl.types import Slot
 from buffer.frames import Frame
 
 DropReason = Literal["late", "zero_variance", "failed", "future_version", "shutdown"]
-DROP_REASONS: tuple[DropReason, ...] = ("late", "zero_variance", "failed", "future_version", "shutdown")
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 State = Literal["running", "finished", "held", "used", "trained", "dropped"]
 """The state of a group: running -> finished -> held by the learner -> used (it may be in a batch again) or trained. A
 running or a finished group may be dropped instead. The last two states are final."""
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
         size = len(rewards)
         return cls(
             group.newest_version, sum(group.trained_tokens) / size, sum(rewards) / size, min(rewards) == max(rewards),
-            group.duration_s,
+            group.facts.duration_s,
         )
 
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """Id of the worker's `admit` request that was answered with this slot: a repeated request gets the same slots."""
     granted_s: float = 0.0
     """When the slot was granted, on the buffer's clock; only for messages and durations."""
-    batch: int = -1
+    exact_batch: int = -1
     """In exact mode the number of the batch that the group was admitted for, else -1."""
     state: State = "running"
     drop_reason: DropReason | Literal[""] = ""

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_rl.config import Config
-from async_rl.messages.message_reader import MAX_NAME_CHARS
+import numpy as np
 
-MAX_METRICS = 64
-"""The most metrics that the environment may log in one episode; their names have at most MAX_NAME_CHARS characters."""
-MAX_CAUSE_CHARS = 2000
-"""The longest text of the error of an episode or a group; the rest is cut off."""
-_EPISODE_BYTES = 512 + MAX_METRICS * (4 * MAX_NAME_CHARS + 16) + 4 * MAX_CAUSE_CHARS
-_TURN_BYTES = 12
+from async_rl.config import Config
+from async_rl.field_kinds import (
+    MAX_METRICS,
+    MAX_NAME_CHARS,
+    Array,
+    Kind,
+    Metrics,
+    PerToken,
+    PerTurn,
+    Scalar,
+    Text,
+    kinds_of,
+)
+from async_rl.types import EpisodeFacts, GroupFacts, Rollout
+
+
+def _most_bytes(kind: Kind) -> int:
+    """Return the most bytes of a field; of an array those of one element."""
+    match kind:
+        case Array(dtype=dtype):
+            return np.dtype(dtype).itemsize
+        case Text(max_chars=max_chars):
+            return 4 * max_chars
+        case Metrics():
+            return MAX_METRICS * (4 * MAX_NAME_CHARS + 16)
+    return 16
+
+
+def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
+    """Return the most bytes of the fields of this kind that a class declares."""
+    return sum(map(_most_bytes, kinds_of(declared, kind).values()))
+
+
+_GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
+_EPISODE_BYTES = 512 + _most_bytes_of(EpisodeFacts, Scalar)
+_ROW_BYTES = 512 + _most_bytes_of(Rollout, Scalar)
+_TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Rollout, PerToken), _most_bytes_of(Rollout, PerTurn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +84,13 @@ class Limits:
         )  # fmt: skip
 
     @property
+    def max_left_out(self) -> int:
+        """The most errors of episodes that were left out of a group."""
+        return self.max_rows if self.max_turns else 0
+
+    @property
     def max_group_bytes(self) -> int:
         """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, some for the rest."""
-        of_rows = self.max_rows * (512 + 13 * self.max_response_tokens)
+        of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
         of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
-        return 4096 + 4 * self.max_prompt_tokens + of_rows + of_episodes
+        return _GROUP_BYTES + 4 * self.max_prompt_tokens + of_rows + of_episodes

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.errors import WireError
+from async_rl.field_kinds import MAX_INT, MAX_NAME_CHARS
 
-MAX_INT = 2**62
-MAX_NAME_CHARS = 200
-
-INT32, FLOAT32, FLOAT64, BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8"), np.dtype("bool")
+INT32, INT64, FLOAT64, BOOL = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8"), np.dtype("bool")
 """The dtypes of the arrays in messages, all in little-endian order."""
 
 _WHOLE = object()
@@ -53,6 +51,10 @@ class Fields:
         """
         return refusal(self._path + name, self._values[name] if got is _WHOLE else got, allowed)
 
+    def value(self, name: str) -> Any:
+        """Return a field that the caller checks."""
+        return self._values[name]
+
     def integer(self, name: str, low: int, high: int = MAX_INT) -> int:
         value = self._values[name]
         if type(value) is not int or not low <= value <= high:
@@ -66,8 +68,8 @@ class Fields:
             raise self.refuse(name, "a finite number" + (f" >= {low}" if low > -math.inf else ""))
         return float(value)
 
-    def number_or_none(self, name: str) -> float | None:
-        return None if self._values[name] is None else self.number(name)
+    def number_or_none(self, name: str, low: float = -math.inf) -> float | None:
+        return None if self._values[name] is None else self.number(name, low)
 
     def boolean(self, name: str) -> bool:
         value = self._values[name]
@@ -111,7 +113,7 @@ class Fields:
             raise WireError(f"{self._path}{name}: {len(data)} bytes, allowed {count * dtype.itemsize}")
         array = np.frombuffer(data, dtype)
         # numpy accepts any byte as a bool, but arithmetic with bytes other than 0 and 1 is wrong.
-        if dtype == BOOL and count and (worst := array.view(np.uint8).max()) > 1:
+        if dtype == BOOL and count and (worst := np.maximum.reduce(array.view(np.uint8))) > 1:
             raise self.refuse(name, "bytes 0 and 1", int(worst))
         return array
 

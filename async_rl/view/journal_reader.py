@@ -33,11 +33,11 @@ _STALENESS = (
     "(SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id) - "
     "(SELECT MIN(oldest_version) FROM rollouts WHERE rollouts.group_id = groups.group_id)"
 )
-_COLUMNS = f"""group_id, prompt_index, worker, state, drop_reason, start_version,
-    NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
-    NULLIF(data_row, -1) AS data_row, reward, response_tokens, duration_s, {_STALENESS} AS staleness,
+_COLUMNS = f"""NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
+    NULLIF(data_row, -1) AS data_row, {_STALENESS} AS staleness,
     (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
-    (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers"""
+    (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers, groups.*"""
+"""The columns of `groups`, of which those before it replace some: sqlite3.Row reads the first one of a name."""
 ORDERS = {
     "newest": "group_id DESC", "oldest": "group_id", "reward_high": "reward DESC, group_id DESC",
     "reward_low": "reward IS NULL, reward, group_id DESC", "longest": "response_tokens DESC, group_id DESC",

@@ -1,85 +1,79 @@
-"""Defines the journal's tables of the rollouts, episodes and turns of groups that arrived, and makes their rows."""
+"""Makes the rows of groups that arrived, for the journal's tables of rollouts, episodes, errors and turns."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import sqlite3
+from collections.abc import Iterable
 from typing import Any
 
+from async_rl.field_kinds import Metrics, kinds_of
 from async_rl.messages.codec import GroupColumns
-from async_rl.messages.episode_columns import EpisodeColumns
+from async_rl.types import EpisodeFacts, Rollout
+from buffer.journal.tables import ARRIVED_TABLES, TABLES, TEXT_LISTS, TURN_ARRAYS
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS rollouts (
-    group_id INTEGER, rollout INTEGER, episode INTEGER, reward REAL, response_tokens INTEGER, context_tokens INTEGER,
-    oldest_version INTEGER, newest_version INTEGER, finish_reason TEXT, PRIMARY KEY (group_id, rollout)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS episodes (
-    group_id INTEGER, episode INTEGER, reward REAL, turns INTEGER, tool_calls INTEGER, generate_s REAL, tool_s REAL,
-    duration_s REAL, end TEXT, metrics TEXT, error TEXT, PRIMARY KEY (group_id, episode)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS left_out (
-    group_id INTEGER, number INTEGER, error TEXT, PRIMARY KEY (group_id, number)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS turns (
-    group_id INTEGER, rollout INTEGER, turn INTEGER, end_token INTEGER, reward REAL,
-    PRIMARY KEY (group_id, rollout, turn)
-) WITHOUT ROWID;
-"""
-TABLE_NAMES = ("rollouts", "episodes", "left_out", "turns")
-_NUM_COLUMNS = (9, 11, 3, 5)
+_METRICS = {name for declared in (Rollout, EpisodeFacts) for name in kinds_of(declared, Metrics)}
+_INSERT = {
+    table: f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+    for table, columns in TABLES.items()
+}
+_ORDER = {table: [name for name in columns if name != "group_id"] for table, columns in TABLES.items()}
 
 
 class ArrivedRows:
-    """Collects the journal's rows of arrived groups, for the tables TABLE_NAMES, until `insert` writes them."""
+    """Collects the journal's rows of arrived groups, for ARRIVED_TABLES, until `insert` writes them."""
 
     def __init__(self) -> None:
-        self._rows: tuple[list[tuple[Any, ...]], ...] = ([], [], [], [])
+        self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in ARRIVED_TABLES}
 
     def add(self, group: GroupColumns) -> None:
-        """Add the rows of a group. If its rollouts are answers to a question, it has rows in `rollouts` only."""
-        rollouts, episodes, left_out, turns = self._rows
-        ends = [start + length - 1 for start, length in zip(group.starts, group.lengths, strict=True)]
-        context_tokens = [length - trained for length, trained in zip(group.lengths, group.trained_tokens, strict=True)]
-        rollouts += zip(
-            itertools.repeat(group.group_id), itertools.count(), _episode_numbers(group), group.rewards,
-            group.trained_tokens, context_tokens, group.oldest_versions(), group.versions[ends].tolist(),
-            group.finish_reasons, strict=False,
-        )
-        left_out += ((group.group_id, number, error) for number, error in enumerate(group.left_out))
+        """Add the rows of a group. If its rollouts are answers to a question, it has none of episodes and turns."""
+        self._add("rollouts", group, _rollouts(group))
+        for name, kind in TEXT_LISTS.items():
+            if texts := getattr(group.facts, name):
+                self._add(name, group, {"number": range(len(texts)), kind.column: texts})
         if group.episodes:
-            episodes += _episode_rows(group.group_id, group.episodes, group.episode_rewards)
-            of_rollouts = zip(group.episodes.turn_ends, group.episodes.turn_rewards, strict=True)
-            turns += (
-                (group.group_id, rollout, turn, end, reward)
-                for rollout, of_rollout in enumerate(of_rollouts)
-                for turn, (end, reward) in enumerate(zip(*of_rollout, strict=True))
-            )
+            numbers = range(len(group.episodes["rows"]))
+            self._add("episodes", group, {**group.episodes, "episode": numbers, "reward": group.episode_rewards})
+            self._add("turns", group, _turns(group))
 
     def insert(self, database: sqlite3.Connection) -> None:
         """Insert all rows. Those of a group that the tables have already are left out."""
-        for table, num_columns, rows in zip(TABLE_NAMES, _NUM_COLUMNS, self._rows, strict=True):
+        for table, rows in self._rows.items():
             if rows:
-                marks = ", ".join("?" * num_columns)
-                database.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", rows)
+                database.executemany(_INSERT[table], rows)
 
     def clear(self) -> None:
-        for rows in self._rows:
+        for rows in self._rows.values():
             rows.clear()
 
+    def _add(self, table: str, group: GroupColumns, columns: dict[str, Iterable[Any]]) -> None:
+        """Add rows of a group to a table, given its columns by name, but for the group's id."""
+        for name in _METRICS & columns.keys():
+            columns[name] = map(json.dumps, columns[name])
+        ordered = [columns[name] for name in _ORDER[table]]
+        self._rows[table] += zip(itertools.repeat(group.facts.group_id), *ordered, strict=False)
 
-def _episode_numbers(group: GroupColumns) -> list[int]:
-    """Return the number of the episode to which each rollout belongs."""
-    rows = [facts.rows for facts in group.episodes.facts] if group.episodes else [1] * len(group.lengths)
-    return [number for number, num_rollouts in enumerate(rows) for _ in range(num_rollouts)]
+
+def _rollouts(group: GroupColumns) -> dict[str, Iterable[Any]]:
+    rows = group.episodes["rows"] if group.episodes else [1] * len(group.lengths)
+    last_tokens = [end - 1 for end in group.ends]
+    return {
+        **group.rows,
+        "rollout": itertools.count(),
+        "episode": [number for number, num_rollouts in enumerate(rows) for _ in range(num_rollouts)],
+        "response_tokens": group.trained_tokens,
+        "context_tokens": [size - trained for size, trained in zip(group.lengths, group.trained_tokens, strict=True)],
+        "oldest_version": group.oldest_versions(),
+        "newest_version": group.rows["versions"][last_tokens].tolist(),
+    }
 
 
-def _episode_rows(group_id: int, episodes: EpisodeColumns, rewards: list[float]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            group_id, number, reward, facts.turns, facts.tool_calls, facts.generate_s, facts.tool_s,
-            facts.duration_s, facts.end, json.dumps(facts.metrics), facts.error,
-        )
-        for number, (facts, reward) in enumerate(zip(episodes.facts, rewards, strict=True))
-    ]  # fmt: skip
+def _turns(group: GroupColumns) -> dict[str, Iterable[Any]]:
+    counts = [len(ends) for ends in group.rows["turn_ends"]]
+    return {
+        "rollout": [rollout for rollout, number in enumerate(counts) for _ in range(number)],
+        "turn": itertools.chain.from_iterable(map(range, counts)),
+        **{kind.column: itertools.chain.from_iterable(group.rows[name]) for name, kind in TURN_ARRAYS.items()},
+    }

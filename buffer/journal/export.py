@@ -11,49 +11,60 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from async_rl.errors import ConfigError
+from async_rl.field_kinds import PerPromptToken, PerToken, Scalar, kinds_of
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
+from async_rl.types import GroupFacts, Rollout
 from buffer.journal.journal import FILE_NAME, check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
+from buffer.journal.tables import TABLES, TEXT_LISTS, TURN_ARRAYS
 
 GROUPS_A_CHUNK = 128
 
+_STATE_COLUMNS = ("state", "drop_reason", "finished_version")
+_TABLE_OF = {
+    **dict.fromkeys((*kinds_of(GroupFacts, Scalar), *_STATE_COLUMNS), "groups"),
+    **dict.fromkeys(TABLES["episodes"], "episodes"),
+    **dict.fromkeys(TABLES["rollouts"], "rollouts"),
+}
+"""The table that each column comes from. A column of several tables is that of the rollout, or else of the episode."""
+_TOKEN_ARRAYS = kinds_of(Rollout, PerToken)
+_PROMPT_ARRAYS = kinds_of(GroupFacts, PerPromptToken)
+_ARROW_TYPES = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string()}
 SCHEMA = pa.schema(
     {
-        "group_id": pa.int64(), "rollout": pa.int32(), "prompt_index": pa.int64(), "data_row": pa.int64(),
-        "worker": pa.string(), "state": pa.string(), "drop_reason": pa.string(), "start_version": pa.int32(),
-        "finished_version": pa.int32(),
-        "oldest_version": pa.int32(), "newest_version": pa.int32(), "trained_steps": pa.list_(pa.int32()),
-        "staleness": pa.int32(), "reward": pa.float64(), "response_tokens": pa.int32(), "context_tokens": pa.int32(),
-        "finish_reason": pa.string(), "episode": pa.int32(), "turns": pa.int32(), "tool_calls": pa.int32(),
-        "generate_s": pa.float64(), "tool_s": pa.float64(), "duration_s": pa.float64(), "end": pa.string(),
-        "metrics": pa.string(), "error": pa.string(), "left_out": pa.list_(pa.string()),
-        "turn_ends": pa.list_(pa.int32()), "turn_rewards": pa.list_(pa.float64()),
-        "prompt_tokens": pa.list_(pa.int32()), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
-        "versions": pa.list_(pa.int32()), "mask": pa.list_(pa.bool_()),
+        **{name: _ARROW_TYPES[TABLES[table][name]] for name, table in _TABLE_OF.items()},
+        "trained_steps": pa.list_(pa.int32()),
+        "staleness": pa.int32(),
+        **dict.fromkeys(TEXT_LISTS, pa.list_(pa.string())),
+        **{
+            name: pa.list_(pa.from_numpy_dtype(np.dtype(kind.dtype)))
+            for name, kind in {**TURN_ARRAYS, **_PROMPT_ARRAYS, **_TOKEN_ARRAYS}.items()
+        },
     }
 )
-"""The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those
-episodes of the group that have no rollout. The other columns from `turns` to `turn_rewards` are null for an answer to a
-question. Those from `prompt_tokens` on are null if the journal has removed the group's payload."""
+"""The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those episodes of the
+group that have no rollout. Columns of an episode and of turns are null for an answer to a question, those of tokens if
+the journal has removed the group's payload."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
-_ROLLOUTS = """
-SELECT group_id, rollout, prompt_index, data_row, worker, state, drop_reason, start_version, finished_version,
-    oldest_version, rollouts.newest_version AS newest_version, rollouts.reward AS reward,
-    rollouts.response_tokens AS response_tokens, context_tokens, finish_reason, episode, turns, tool_calls,
-    generate_s, tool_s, episodes.duration_s AS duration_s, end, metrics, episodes.error AS error,
+_ROLLOUTS = f"""
+SELECT {", ".join(f"{table}.{name} AS {name}" for name, table in _TABLE_OF.items())},
     (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
     (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
-FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode) ORDER BY group_id, rollout
+FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode)
+ORDER BY rollouts.group_id, rollouts.rollout
 """
-_LEFT_OUT = "SELECT error FROM left_out WHERE group_id = ? ORDER BY number"
-_TURNS = "SELECT rollout, end_token, reward FROM turns WHERE group_id = ? ORDER BY rollout, turn"
+_TURNS = f"""
+SELECT rollout, {", ".join(f"{kind.column} AS {name}" for name, kind in TURN_ARRAYS.items())}
+FROM turns WHERE group_id = ? ORDER BY rollout, turn
+"""
 
 
 def export_trajectories(
@@ -107,9 +118,9 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         if place:
             with suppress(FileNotFoundError):  # the journal has removed the file since
                 _add_arrays(rows, read_payload(folder, Place(*place)))
-        left_out = [error for (error,) in database.execute(_LEFT_OUT, (group_id,))]
+        texts = {name: _texts(database, name, kind.column, group_id) for name, kind in TEXT_LISTS.items()}
         for row in rows:
-            row["left_out"] = left_out
+            row |= texts
             row["trained_steps"] = json.loads(row["trained_steps"])
         chunk += rows
         if number % GROUPS_A_CHUNK == 0:
@@ -119,18 +130,21 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         yield chunk
 
 
-def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[int, int, float]]) -> None:
-    """Add `turn_ends` and `turn_rewards` to the rows of a group, given (rollout, end, reward) of all its turns."""
+def _texts(database: sqlite3.Connection, table: str, column: str, group_id: int) -> list[str]:
+    query = f"SELECT {column} FROM {table} WHERE group_id = ? ORDER BY number"
+    return [text for (text,) in database.execute(query, (group_id,))]
+
+
+def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[Any, ...]]) -> None:
+    """Add the arrays of turns to the rows of a group, given (rollout, a value of each array) of all its turns."""
     for row in rows:
-        of_row = [(end, reward) for rollout, end, reward in turns if rollout == row["rollout"]]
-        row["turn_ends"], row["turn_rewards"] = (list(column) for column in zip(*of_row, strict=True))
+        of_row = [values for rollout, *values in turns if rollout == row["rollout"]]
+        row |= zip(TURN_ARRAYS, map(list, zip(*of_row, strict=True)), strict=True)
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """Add the arrays (tokens, logprobs, versions, mask) of an encoded group to its rows."""
+    """Add the arrays of tokens (tokens, logprobs, versions, mask, and those of the prompt) of an encoded group."""
     group = decode_group(payload, Limits.of_stored(payload, rows[-1]["episode"] + 1))
+    of_group = {name: getattr(group, name) for name in _PROMPT_ARRAYS}
     for row, rollout in zip(rows, group.rollouts, strict=True):
-        row |= {
-            "prompt_tokens": group.prompt_tokens, "tokens": rollout.tokens, "logprobs": rollout.logprobs,
-            "versions": rollout.versions, "mask": rollout.mask,
-        }
+        row |= of_group | {name: getattr(rollout, name) for name in _TOKEN_ARRAYS}

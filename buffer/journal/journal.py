@@ -1,16 +1,6 @@
 """Keeps the buffer's whole state in SQLite, committed before the buffer answers. A restarted buffer continues from it.
 
-    groups     one row for each rollout group ever admitted, with its state
-    rollouts   one row for each rollout of a group that arrived
-    episodes   one row for each episode of several turns, none for the answer to a question
-    left_out   one row for each episode that has no rollout, because it failed or was dropped
-    turns      one row for each turn that a rollout of such an episode trains
-    uses       one row for each batch that a group was trained in
-    payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
-               Config.journal_kept_steps versions
-    state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
-
-Users may read the tables too, also while the run goes on: see "Trajectories in SQL" in the documentation.
+Its tables are defined in tables.py.
 """
 
 from __future__ import annotations
@@ -19,16 +9,19 @@ import contextlib
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import GroupColumns
 from async_rl.storage.checkpoints import TrainingState
+from async_rl.types import GroupFacts
 from buffer.frames import view
-from buffer.journal.arrived_rows import TABLE_NAMES, TABLES, ArrivedRows
+from buffer.journal.arrived_rows import ArrivedRows
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
+from buffer.journal.tables import ARRIVED_COLUMNS, ARRIVED_TABLES, ROW_COLUMNS, SCHEMA, SCHEMA_VERSION
 from buffer.store_rows import Outcome, Row
 
 FILE_NAME = "trajectories.sqlite"
@@ -37,31 +30,20 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-SCHEMA_VERSION = 5
-"""Version of the tables below, of the scalars and of the payloads. Each change of one of them must raise it."""
-SCHEMA = f"PRAGMA user_version = {SCHEMA_VERSION};" + TABLES + """
-CREATE TABLE IF NOT EXISTS groups (
-    group_id INTEGER PRIMARY KEY, prompt_index INTEGER, start_version INTEGER, worker TEXT, request_id INTEGER,
-    granted_s REAL, exact_batch INTEGER, state TEXT, drop_reason TEXT, finished_version INTEGER,
-    data_row INTEGER, error TEXT, newest_version INTEGER, response_tokens REAL, reward REAL, equal_rewards INTEGER,
-    duration_s REAL, final_version INTEGER
-);
-CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
-CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
-CREATE VIEW IF NOT EXISTS trained AS
-    SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
-    FROM uses JOIN rollouts USING (group_id);
-CREATE VIEW IF NOT EXISTS errors AS
-    SELECT group_id, data_row, episodes.end AS what, episodes.error FROM episodes JOIN groups USING (group_id)
-    WHERE episodes.error <> ''
-    UNION ALL
-    SELECT group_id, data_row, 'left out', left_out.error FROM left_out JOIN groups USING (group_id)
-    UNION ALL
-    SELECT group_id, data_row, 'dropped', error FROM groups WHERE error <> '';
-"""
-_GROUP_COLUMNS = 18
-_OUTCOME = Row._fields.index("outcome")
+_STORE_COLUMNS = (*ROW_COLUMNS, *Outcome._fields, "final_version")
+_of_row, _of_arrived = attrgetter(*ROW_COLUMNS), attrgetter(*ARRIVED_COLUMNS)
+_NO_OUTCOME = (None,) * len(Outcome._fields)
+
+
+def _write_groups(columns: Sequence[str]) -> str:
+    """Return the statement that writes some columns of a row of `groups`, and leaves its others as they are."""
+    return (
+        f"INSERT INTO groups ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
+        f"ON CONFLICT (group_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}"
+    )
+
+
+_WRITE_ROW, _WRITE_ARRIVED_ROW = _write_groups(_STORE_COLUMNS), _write_groups((*_STORE_COLUMNS, *ARRIVED_COLUMNS))
 _IMPORT_PAST = (
     "REPLACE INTO groups SELECT * FROM past.groups "
     "WHERE group_id < :next_id AND group_id NOT IN (SELECT value FROM json_each(:live))",
@@ -70,7 +52,7 @@ _IMPORT_PAST = (
     "WHERE state <> 'dropped'",
     *(
         f"REPLACE INTO {table} SELECT * FROM past.{table} WHERE group_id IN (SELECT group_id FROM groups)"
-        for table in TABLE_NAMES
+        for table in ARRIVED_TABLES
     ),
     "REPLACE INTO uses SELECT * FROM past.uses "
     "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
@@ -91,6 +73,7 @@ class Journal:
         self._keep_steps = keep_steps
         self._rows: dict[int, Row] = {}
         self._arrived = ArrivedRows()
+        self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,8 +101,8 @@ class Journal:
             ):
                 uses.setdefault(group_id, []).append(version)
             rows = [
-                _row(values, tuple(uses.get(values[0], ())), self._payload(values[0]))
-                for values in self._db.execute(f"SELECT * FROM groups WHERE {live}")
+                _row(values, tuple(uses.get(values["group_id"], ())), self._payload(values["group_id"]))
+                for values in _by_name(self._db).execute(f"SELECT * FROM groups WHERE {live}")
             ]
         self._scalars = json.loads(found[0])
         return rows, self._scalars
@@ -155,8 +138,10 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row for each rollout, episode of several turns and turn of an arrived group."""
+        """Add a row for each rollout, episode of several turns and turn of an arrived group, whose row is recorded too.
+        """
         self._arrived.add(group)
+        self._facts[group.facts.group_id] = group.facts
 
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
@@ -174,8 +159,11 @@ class Journal:
             self._kept.update(zip((row.group_id for row in fresh), places, strict=True))
             self._db.execute("BEGIN")
             execute = self._db.executemany
-            marks = ", ".join("?" * _GROUP_COLUMNS)
-            execute(f"REPLACE INTO groups VALUES ({marks})", [_columns(row, version) for row in rows])
+            facts = self._facts
+            execute(_WRITE_ROW, [_columns(row, version) for row in rows if row.group_id not in facts])
+            execute(_WRITE_ARRIVED_ROW, [
+                (*_columns(row, version), *_of_arrived(facts[row.group_id])) for row in rows if row.group_id in facts
+            ])
             execute(
                 "INSERT INTO payloads VALUES (?, ?, ?, ?)",
                 [(row.group_id, *place) for row, place in zip(fresh, places, strict=True)],
@@ -191,6 +179,7 @@ class Journal:
             self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
         self._rows.clear()
         self._arrived.clear()
+        self._facts.clear()
         self._scalars = scalars
 
     def close(self) -> None:
@@ -250,14 +239,14 @@ def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
         db = stack.enter_context(contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)))
         check_schema(db, file)
         for group_id in group_ids:
-            found = db.execute(
-                "SELECT groups.*, file, start, bytes FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
+            found = _by_name(db).execute(
+                "SELECT * FROM groups JOIN payloads USING (group_id) WHERE group_id = ? "
                 "AND ifnull(drop_reason, '') IN ('', 'shutdown')", (group_id,)
             ).fetchone()
             if found:
                 with contextlib.suppress(OSError):
-                    payload = read_payload(payload_folder(file), Place(*found[_GROUP_COLUMNS:]))
-                    rows[group_id] = _row(found[:_GROUP_COLUMNS], (), payload)
+                    payload = read_payload(payload_folder(file), Place(*map(found.__getitem__, Place._fields)))
+                    rows[group_id] = _row(found, (), payload)
     return rows
 
 
@@ -274,11 +263,20 @@ def payload_folder(file: Path) -> Path:
     return file.with_name(PAYLOADS_NAME.format(file_name=file.name))
 
 
+def _by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
+    """Return a cursor whose rows are read by the names of their columns."""
+    cursor = database.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor
+
+
 def _columns(row: Row, version: int) -> tuple[Any, ...]:
-    """Return the values of a row for the table `groups`; if its state is final, `version` is its final_version."""
-    return (*row[:_OUTCOME], *(row.outcome or (None,) * 5), version if row.state in FINAL else None)
+    """Return the values of a row for _STORE_COLUMNS; if its state is final, `version` is its final_version."""
+    return (*_of_row(row), *(row.outcome or _NO_OUTCOME), version if row.state in FINAL else None)
 
 
-def _row(columns: tuple[Any, ...], trained_versions: tuple[int, ...], payload: bytes) -> Row:
-    outcome = None if columns[_OUTCOME] is None else Outcome(*columns[_OUTCOME:-1])
-    return Row._make((*columns[:_OUTCOME], outcome, trained_versions, payload))
+def _row(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> Row:
+    has_arrived = columns["newest_version"] is not None
+    outcome = Outcome(**{name: columns[name] for name in Outcome._fields}) if has_arrived else None
+    of_row = {name: columns[name] for name in ROW_COLUMNS}
+    return Row(**of_row, outcome=outcome, trained_versions=trained_versions, payload=payload)

@@ -13,8 +13,9 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import WireError
+from async_rl.field_kinds import MAX_CAUSE_CHARS
 from async_rl.messages.codec import GroupColumns, check_group
-from async_rl.messages.limits import MAX_CAUSE_CHARS, Limits
+from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
@@ -124,7 +125,8 @@ class Operations:
             if op == "aborts" and ((groups := self.store.aborts(worker)) or parked.until_s <= now_s):
                 result = {"groups": groups}
             elif op == "admit" and (shares.get(worker) or parked.until_s <= now_s):
-                result = pack_slots(self.store.admit(worker, shares.get(worker, 0), now_s, parked.request.id))
+                slots = self.store.admit(worker, shares.get(worker, 0), now_s, request_id=parked.request.id)
+                result = pack_slots(slots)
                 self._last_grant[worker] = (parked.request.id, result)
             if result is not None:
                 del self._parked[op, worker]
@@ -221,17 +223,18 @@ class Operations:
         """
         worker, payload = self._worker(request.fields), request.payload[0]
         group = check_group(view(payload), self.limits)
-        slot = self.store.running_slot(group.group_id, worker)
+        facts = group.facts
+        slot = self.store.running_slot(facts.group_id, worker)
         if slot is None:
             return False
         for field in ("prompt_index", "start_version"):
-            got, granted = getattr(group, field), getattr(slot, field)
+            got, granted = getattr(facts, field), getattr(slot, field)
             if got != granted:
                 raise WireError(f"{field}: got {got}, allowed {granted} as granted to group {slot.group_id}")
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
-        self.store.finish(group.group_id, payload, Outcome.of(group), self._drop_equal, group.data_row)
+        self.store.finish(facts.group_id, payload, Outcome.of(group), self._drop_equal, facts.data_row)
         if self._record_group:
             self._record_group(group)
         return True

@@ -11,9 +11,10 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from async_rl.telemetry.metrics import Metric
+from async_rl.types import EpisodeEnd
 from rollout_server.episodes.conversation.rows import Row
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.conversation.session import EpisodeOver, Session
@@ -30,8 +31,8 @@ END_S = SESSION_CLOSE_S + CLOSE_S + 4 * CANCEL_S
 """How long an attempt may take to end after its time limit: the waits of `Attempt.run` for what it cancels and closes.
 """
 
-End = Literal["done", "length", "turns", "timeout", "error", "failed"]
-ENDS: tuple[End, ...] = ("done", "length", "turns", "timeout", "error", "failed")
+End = Literal[EpisodeEnd, "failed"]
+ENDS: tuple[End, ...] = get_args(End)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

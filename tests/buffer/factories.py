@@ -22,10 +22,13 @@ from async_rl.config import (
     TaskConfig,
     TimeoutsConfig,
 )
+from async_rl.messages.codec import check_group, encode_group
+from async_rl.messages.limits import Limits
 from async_rl.types import Rollout, RolloutGroup, Slot
+from buffer.journal.journal import Journal
 from buffer.server import BufferServer
 from buffer.staleness import Rules
-from buffer.store_rows import Outcome
+from buffer.store_rows import Outcome, Row, State
 
 
 def make_config(
@@ -81,6 +84,17 @@ def make_group(slot: Slot, group_size: int = 2, **changes: Any) -> RolloutGroup:
         "worker": "rollout/0",
     }
     return RolloutGroup(**{**fields, **changes})
+
+
+def record_arrival(journal: Journal, group: RolloutGroup, state: State, limits: Limits) -> None:
+    """Record a group that arrived, as the buffer does."""
+    payload = encode_group(group)
+    columns = check_group(payload, limits)
+    journal.record_group(columns)
+    journal.record(Row(
+        group.group_id, group.prompt_index, group.start_version, group.worker, data_row=group.data_row, state=state,
+        outcome=Outcome.of(columns), payload=payload, trained_versions=(0,) if state == "trained" else (),
+    ))  # fmt: skip
 
 
 @contextlib.contextmanager

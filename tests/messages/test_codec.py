@@ -97,7 +97,7 @@ F, I = np.float32, np.int32  # noqa: E741
         ({"worker": 5}, "worker: got 5, allowed a string"),
         ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
         ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
-        ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed token ids"),
+        ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed whole numbers >= 0"),
         ({"rollouts": (make_rollout(3, 3),)}, "lengths: 1 elements, allowed 2"),
         ({"rollouts": (make_rollout(0, 3), make_rollout(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a rollout"),
         ({"rollouts": (make_rollout(33, 3), make_rollout(3, 3))}, "lengths: got 33, allowed 1..32 tokens"),
@@ -178,7 +178,7 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
         ("mask", ["|b1", 6, b"\x01\x01\x01\x01\x01\x09"], "mask: got 9, allowed bytes 0 and 1"),
         ("lengths", ["<i4", 2, np.array([9, 2**31 - 1], I).tobytes()], "lengths: got 2147483647, allowed 1..32"),
         ("lengths", ["<i4", 2, np.array([2, 3], I).tobytes()], "tokens: 6 elements, allowed 5"),
-        ("finish_reasons", ["stop"], "finish_reasons: got a list of 1, allowed a list of 2..2 items"),
+        ("finish_reason", ["stop"], "finish_reason: got a list of 1, allowed a list of 2..2 items"),
     ],
 )
 def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, value: Any, message: str) -> None:

@@ -18,8 +18,9 @@ from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.status import Status, write_status
 from async_rl.telemetry.timeline import Span
 from async_rl.types import EpisodeFacts, Rollout, RolloutGroup
-from buffer.journal.journal import FILE_NAME, SCHEMA, payload_folder
+from buffer.journal.journal import FILE_NAME, payload_folder
 from buffer.journal.payload_files import PayloadFiles
+from buffer.journal.tables import SCHEMA
 
 RIGHT_TO_LEFT = "\u202e"
 """A character that turns the direction of all text behind it."""
@@ -139,7 +140,9 @@ class JournalWriter:
         state = "trained" if step is not None else "dropped" if drop_reason else "finished"
         self._db.execute("BEGIN")
         self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, 0, 0.0, NULL, ?, ?, ?, ?, '', ?, ?, ?, 0, ?, NULL)",
+            "INSERT INTO groups (group_id, prompt_index, start_version, worker, state, drop_reason, finished_version, "
+            "data_row, newest_version, response_tokens, reward, duration_s) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 group.group_id, group.prompt_index, group.start_version, group.worker, state, drop_reason,
                 group.start_version, group.data_row, group.start_version + 1, float(np.mean(lengths)),
@@ -147,7 +150,8 @@ class JournalWriter:
             ),
         )  # fmt: skip
         self._db.executemany(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?)",
+            "INSERT INTO rollouts (group_id, rollout, episode, reward, response_tokens, context_tokens, "
+            "oldest_version, newest_version, finish_reason) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?)",
             [
                 (
                     group.group_id, i, episode, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]),
@@ -157,7 +161,8 @@ class JournalWriter:
             ],
         )  # fmt: skip
         self._db.executemany(
-            "INSERT INTO episodes VALUES (?, ?, 0.0, ?, ?, ?, ?, ?, ?, '{}', ?)",
+            "INSERT INTO episodes (group_id, episode, turns, tool_calls, generate_s, tool_s, duration_s, end, error) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
                 (group.group_id, i, f.turns, f.tool_calls, f.generate_s, f.tool_s, f.duration_s, f.end, f.error)
                 for i, f in enumerate(group.episodes)
@@ -176,8 +181,8 @@ class JournalWriter:
     def add_without_answers(self, group_id: int, state: str, drop_reason: str = "") -> None:
         """Add the row of a group that has not arrived, or never will."""
         self._db.execute(
-            "INSERT INTO groups VALUES "
-            "(?, ?, 1, 'rollout/0', 0, 0.0, NULL, ?, ?, -1, -1, '', -1, NULL, NULL, 0, NULL, NULL)",
+            "INSERT INTO groups (group_id, prompt_index, start_version, worker, state, drop_reason, finished_version, "
+            "data_row, newest_version) VALUES (?, ?, 1, 'rollout/0', ?, ?, -1, -1, -1)",
             (group_id, group_id, state, drop_reason),
         )
 

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_rl.errors import AsyncRLError
-from async_rl.messages.limits import MAX_METRICS
-from async_rl.messages.message_reader import MAX_NAME_CHARS
+from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 from rollout_server.episodes.conversation.messages import Message, plain_messages
 from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.env import Env, Step

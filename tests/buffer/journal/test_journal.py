@@ -23,6 +23,7 @@ from async_rl.types import Batch, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import view
 from buffer.journal.journal import FILE_NAME, Journal
+from buffer.journal.tables import SCHEMA_VERSION
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
@@ -274,7 +275,7 @@ def test_a_journal_of_another_schema_version_is_refused(
     Journal(file, keep_steps=1).close()
     with contextlib.closing(sqlite3.connect(file)) as database:
         database.execute("PRAGMA user_version = 0")
-    said = r"must have schema version 5, got 0: another version of async-rl wrote it\. Use that one"
+    said = rf"must have schema version {SCHEMA_VERSION}, got 0: another version of async-rl wrote it\. Use that one"
     with pytest.raises(AsyncRLError, match=said):
         Journal(file, keep_steps=1)
     assert main(["export-trajectories", str(tmp_path), str(tmp_path / "out.parquet")]) == 1

@@ -17,14 +17,13 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.messages.codec import check_group, encode_group
+from async_rl.messages.codec import check_group
 from async_rl.storage.checkpoints import TrainingState
 from async_rl.types import Batch, RolloutGroup, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
-from buffer.store_rows import Outcome, Row
-from tests.buffer.factories import serving
+from tests.buffer.factories import record_arrival, serving
 from tests.buffer.journal.test_journal import (
     documented_queries,
     journalled,
@@ -78,7 +77,12 @@ def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]
     found = {
         name: select(config, f"SELECT {columns} FROM {name} WHERE {only} ORDER BY 1, 2, 3")
         for name, columns in {
-            "rollouts": "*", "episodes": "*", "turns": "*", "left_out": "*", "groups": "group_id, data_row, error",
+            "rollouts": "group_id, rollout, episode, reward, response_tokens, context_tokens, oldest_version, "
+            "newest_version, finish_reason",
+            "episodes": "group_id, episode, reward, turns, tool_calls, generate_s, tool_s, duration_s, end, metrics, "
+            "error",
+            "turns": "group_id, rollout, turn, end_token, reward", "left_out": "group_id, number, error",
+            "groups": "group_id, data_row, error",
         }.items()
     }  # fmt: skip
     found["episodes"] = [(*row[:-2], json.loads(row[-2]), row[-1]) for row in found["episodes"]]
@@ -122,24 +126,13 @@ def test_episodes_survive_a_crash_of_the_buffer(tmp_path: Path) -> None:
         assert expected_tables(payloads) == tables_of(config, f"group_id IN ({ids})")
 
 
-def record(journal: Journal, group: RolloutGroup, state: str) -> None:
-    """Record a group that arrived, as the buffer does."""
-    payload = encode_group(group)
-    columns = check_group(payload, LIMITS)
-    row = Row(group.group_id, group.prompt_index, group.start_version, group.worker, outcome=Outcome.of(columns))
-    row = row._replace(data_row=columns.data_row)
-    trained_versions = (0,) if state == "trained" else ()
-    journal.record_group(columns)
-    journal.record(row._replace(state=state, payload=payload, trained_versions=trained_versions))  # type: ignore[arg-type]
-
-
 def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     slots = [Slot(group_id=i, prompt_index=i, start_version=0) for i in range(6)]
     groups = [random_episodes(slot, rng) for slot in slots]
     past = Journal(tmp_path / "past.sqlite", keep_steps=-1)
     for group in groups:
-        record(past, group, "trained" if group.group_id < 3 else "finished")
+        record_arrival(past, group, "trained" if group.group_id < 3 else "finished", LIMITS)
     past.commit({"version": 1})
     past.close()
     saved = TrainingState(
@@ -152,9 +145,9 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
         journal.import_past(tmp_path / "past.sqlite", saved)
     assert tables_of(config) == expected_tables(groups[:3])
     for group in groups[3:5]:
-        record(journal, group, "finished")
+        record_arrival(journal, group, "finished", LIMITS)
     for _ in range(2):
-        record(journal, groups[3], "held")
+        record_arrival(journal, groups[3], "held", LIMITS)
         journal.commit({"version": 1})
     assert tables_of(config) == expected_tables(groups[:5]), "a group that is recorded twice is there once"
     journal.close()

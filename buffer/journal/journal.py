@@ -37,9 +37,10 @@ _NO_OUTCOME = (None,) * len(Outcome._fields)
 
 def _write_groups(columns: Sequence[str]) -> str:
     """Return the statement that writes some columns of a row of `groups`, and leaves its others as they are."""
+    changes = ", ".join(f"{name} = excluded.{name}" for name in columns if name != "group_id")
     return (
         f"INSERT INTO groups ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
-        f"ON CONFLICT (group_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}"
+        f"ON CONFLICT (group_id) DO UPDATE SET {changes}"
     )
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError, raised_at
-from async_rl.own_packages import OWN_PACKAGES, PROJECT
+from async_rl.seams.own_packages import OWN_PACKAGES, PROJECT
 
 Entry = TypeVar("Entry")
 

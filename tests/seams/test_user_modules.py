@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.own_packages import OWN_PACKAGES, PROJECT
 from async_rl.seams import import_object
+from async_rl.seams.own_packages import OWN_PACKAGES, PROJECT
 from async_rl.telemetry.metrics import read_metrics
 
 COMMAND = (str(Path(sys.executable).with_name("async-rl")),)
@@ -92,7 +92,7 @@ def test_a_file_that_our_package_hides_from_an_import_is_named(
 
 @pytest.mark.processes
 def test_an_agents_own_process_finds_its_file_with_the_name_of_our_package(folder: Path) -> None:
-    program = Path(PROJECT, "rollout_server", "episodes", "agent_host.py")
+    program = Path(PROJECT, "rollout_server", "episodes", "user_code", "agent_host.py")
     done = subprocess.run(
         [sys.executable, program, "learner:seven"], cwd=folder, env=os.environ | {"PYTHONPATH": PROJECT}, input="",
         capture_output=True, text=True, timeout=60,

@@ -141,7 +141,8 @@ def test_sglang_can_be_imported_on_a_gpu_without_flashinfer() -> None:
 
 def test_importing_the_package_installs_no_stubs() -> None:
     """After importing the engine, other code must not find a package that is missing."""
-    code = "import sys; was = list(sys.meta_path); import rollout_server.engines.sglang.{}; assert sys.meta_path == was"
+    imports = "import sys, async_rl; was = list(sys.meta_path); import rollout_server.engines.sglang.{}"
+    code = f"{imports}; assert sys.meta_path == was"
     for module in ("engine", "launch", "sglang_process"):
         subprocess.run([sys.executable, "-c", code.format(module)], cwd=ROOT, check=True)
 

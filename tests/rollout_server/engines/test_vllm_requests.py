@@ -235,7 +235,7 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
         assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
 
 
-def test_groups_and_their_baselines_go_in_the_order_of_their_deadlines_and_evaluations_last(tmp_path: Path) -> None:
+def test_baselines_queue_with_their_groups_and_evaluations_last(tmp_path: Path) -> None:
     engine = VLLMEngine(config(), 0, tmp_path)
     engine.vocab_size, engine._end_tokens = 200, [2]
     priorities = []

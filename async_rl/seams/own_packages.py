@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 OWN_PACKAGES = ("async_rl", "benchmarks", "buffer", "learner", "rollout_server")
-PROJECT = str(Path(__file__).parents[1])
+PROJECT = str(Path(__file__).parents[2])
 """The folder with OWN_PACKAGES."""
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
@@ -24,7 +24,7 @@ from tests.rollout_server.episodes.random_requests import request
 from tests.rollout_server.episodes.test_openai_endpoint import ADD
 
 
-async def at_once(tokens: list[int], max_tokens: int) -> Completion:
+async def at_once(tokens: list[int], max_tokens: int) -> SampledReply:
     return completion([5, ENDS[0]])
 
 
@@ -35,7 +35,7 @@ async def connected(opened: OpenSession) -> tuple[asyncio.StreamReader, asyncio.
 
 def head(opened: OpenSession, length: int) -> bytes:
     path = "/s/" + opened.base_url.partition("/s/")[2]
-    return f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {path}/chat/replies HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 async def vanish(opened: OpenSession, by_reset: bool, stream: bool) -> None:
@@ -51,7 +51,7 @@ async def vanish(opened: OpenSession, by_reset: bool, stream: bool) -> None:
 
 
 def test_clients_that_vanish_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
         await asyncio.sleep(0.02)
         return await at_once(tokens, max_tokens)
 
@@ -131,7 +131,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkey
     with_session(agent)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /s/x/v1/chat/completions HTTP/1.1\r\nHost:"])
+@pytest.mark.parametrize("sent", [b"", b"POST /s/x/v1/chat/replies HTTP/1.1\r\nHost:"])
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(openai_endpoint, "HEAD_S", 0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     groups = []
     for index, baseline in enumerate((0.0, 1.0)):
         group = make_group(index, [3], rows)
-        groups.append(type(group)(**{**{f: getattr(group, f) for f in group.__slots__}, "baseline_reward": baseline}))
+        groups.append(dataclasses.replace(group, baseline_reward=baseline))
     batch = Batch(version=0, groups=tuple(groups), finished_versions=(0, 0))
     got = advantages_of(batch, tmp_path, advantage="remax")
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]

@@ -1,4 +1,4 @@
-"""Defines the row of a group: all that the buffer knows of it, as plain values that a journal can keep."""
+"""Defines what the buffer knows of a group, as plain values that a journal can keep."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Arrival(NamedTuple):
 
 
 class StoredGroup(NamedTuple):
-    """Holds all that the buffer knows of one group. A change makes a new row, so a journal may keep the old one.
+    """Holds all that the buffer knows of one group. A change makes a new one, so a journal may keep the old one.
 
-    A row is a tuple, which is fast to make, because rows change very often. The fields before `outcome`, then those of
+    It is a tuple, which is fast to make, because groups change very often. The fields before `outcome`, then those of
     `outcome`, are the columns of the journal's table of groups, in that order; only its final_version is in no row.
     """
 

@@ -75,7 +75,7 @@ class Loss:
 class Correction:
     """A rule that computes the importance weight of each token, which algorithm.correction then clamps to [floor, cap].
 
-    function: (log rho [N], advantages [N], trained [N] bool, rows [N] index of each token's answer, number of
+    function: (log rho [N], advantages [N], trained [N] bool, rows [N] index of each token's row, number of
         rows) -> weights [N] of N tokens; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
     """
 

@@ -60,7 +60,7 @@ def choose_examples(batch: Batch) -> tuple[Example, ...]:
 
 
 class ExampleTable:
-    """Turns examples into rows of a table with the columns COLUMNS.
+    """Turns examples into a table with the columns COLUMNS.
 
     The texts need the file tokenizer.json of the model folder; without it they are token ids.
     """

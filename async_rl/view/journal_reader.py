@@ -107,8 +107,10 @@ class JournalReader:
         return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return a group's row with its rows' rows in `rows`, the steps that used it in `steps` and its errors
-        in `errors`; or None."""
+        """Return what the journal has of a group; or None.
+
+        `rows` are its rows, `steps` those that used it, `errors` its errors.
+        """
         groups = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
         if not groups:
             return None

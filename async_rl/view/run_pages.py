@@ -1,4 +1,4 @@
-"""The pages of a run: overview, overlap, rows with one group, and staleness."""
+"""The pages of a run: overview, overlap, groups with one of them, and staleness."""
 
 from __future__ import annotations
 

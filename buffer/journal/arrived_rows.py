@@ -1,4 +1,4 @@
-"""Makes the rows of groups that arrived, for the journal's tables of rows, episodes, errors and turns."""
+"""Makes what the journal's tables hold of groups that arrived: of their rows, episodes, errors and turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a row for each row."""
+"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a line for each row."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def export_trajectories(
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups."""
+    """Yield the lines of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups."""
     cursor = database.execute(_ROWS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []

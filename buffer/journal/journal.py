@@ -139,8 +139,7 @@ class Journal:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row for each row, episode of several turns and turn of an arrived group, whose row is recorded too.
-        """
+        """Add the rows, the episodes of several turns and the turns of an arrived group, which is recorded too."""
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 

@@ -1,11 +1,11 @@
-"""Defines the journal's tables. Their columns follow from the fields declared in async_rl/types.py and store_rows.py.
+"""Defines the journal's tables. Their columns follow from the fields declared in async_rl/types.py and stored_group.py.
 
-    groups     one row for each group ever admitted, with its state
-    rows   one row for each row of a group that arrived
-    episodes   one row for each episode of several turns, none for the answer to a question
-    left_out   one row for each episode that has no row, because it failed or was dropped
-    turns      one row for each turn that a row of such an episode trains
-    uses       one row for each batch that a group was trained in
+    groups     one line for each group ever admitted, with its state
+    rows       one line for each row of a group that arrived
+    episodes   one line for each episode of several turns, none for the answer to a question
+    left_out   one line for each episode that has no row, because it failed or was dropped
+    turns      one line for each turn that a row of such an episode trains
+    uses       one line for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON

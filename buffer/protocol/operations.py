@@ -53,7 +53,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One reply to one client, which replies those of its requests that have these `ids`."""
+    """One reply to one client, which answers those of its requests that have these `ids`."""
 
     identity: bytes
     ids: list[int]

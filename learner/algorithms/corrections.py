@@ -1,7 +1,7 @@
 """Corrections for off-policy data as pure functions: weights that multiply the loss, masks that leave tokens out of it.
 
 Their input is log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
-trained; `rows` [N] is the index of each token's answer, `count` the number of rows. A token that a mask drops
+trained; `rows` [N] is the index of each token's row, `count` the number of rows. A token that a mask drops
 still counts in the normaliser, else dropping tokens would raise the weight of the others.
 """
 

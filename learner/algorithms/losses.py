@@ -25,7 +25,7 @@ class LossInputs:
     centre: Tensor  # [N] logprobs that the ratio is taken to: proximal (decoupled) or behaviour (coupled)
     advantages: Tensor  # [N]
     trained: Tensor  # [N] bool
-    rows: Tensor  # [N] int64 index of each token's answer
+    rows: Tensor  # [N] int64 index of each token's row
     count: int
     """Number of rows."""
     clip: ClipConfig

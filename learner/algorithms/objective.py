@@ -107,7 +107,7 @@ class Objective:
         self.needs_reference = algorithm.kl.kind != "none"
 
     def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
-        """Return the number, at least 1, that the summed policy loss of the (group, answer) `pairs` is divided by.
+        """Return the number, at least 1, that the summed policy loss of the (group, row) `pairs` is divided by.
 
         It follows from algorithm.aggregation. The pairs are those of whole episodes. Trained tokens count, and so do
         those masked only for their age: masking these removes their loss and does not amplify that of the others.

@@ -83,7 +83,7 @@ def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Te
 
 
 def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:
-    """Return the tokens [N] as one row for each row, padded with zeros. [k, T]"""
+    """Return the tokens [N] padded with zeros, one line for each row. [k, T]"""
     return pad_sequence(list(tokens.split(list(response.lengths))), batch_first=True)
 
 

@@ -1,4 +1,4 @@
-"""Makes attention masks of packed packs: numbers that are added to scores, or blocks for flex attention."""
+"""Makes attention masks of packs: numbers that are added to scores, or blocks for flex attention."""
 
 from __future__ import annotations
 

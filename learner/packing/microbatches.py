@@ -41,7 +41,7 @@ class ResponseTokens:
     old_kv: Tensor  # [N] bool: sampled by version `batch.version`, but maybe from KV of older ones
     staleness: Tensor  # [N] int64, batch.version - token version
     advantages: Tensor  # [N] float32; zeros with a critic, whose advantages follow from its values
-    rows: Tensor  # [N] int64 index of each token's answer, 0..k-1
+    rows: Tensor  # [N] int64 index of each token's row, 0..k-1
     places: Tensor  # [N] int64: place of each token in the batch, the same however the batch is split
     rewards: Tensor  # [N] float32 reward that is given at the token, 0 where not trained
     counted: Tensor  # [k] float32 number of tokens by which a mean over each row's episode divides
@@ -56,7 +56,7 @@ class MicroBatch:
     inputs: ForwardInputs
     response: ResponseTokens
     rows: tuple[tuple[int, int], ...]
-    """Indices (group, answer) in the batch of each row; empty if the micro-batch only keeps a rank in step."""
+    """Indices (group, row) of each row in the batch; empty if the micro-batch only keeps a rank in step."""
     proximal: Tensor | None = None  # [N] logprobs of the policy, 0 where not trained
     values: Tensor | None = None  # [N] of the critic
     reference: Tensor | None = None  # [N] logprobs of the frozen reference, 0 where not trained

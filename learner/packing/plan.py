@@ -47,7 +47,7 @@ class Layout:
 def split_minibatches(
     groups: Sequence[Group], count: int, rng: np.random.Generator
 ) -> list[list[tuple[int, int]]]:
-    """Return all (group, answer) pairs in `count` parts, or in fewer if there are fewer episodes; groups are shuffled.
+    """Return all (group, row) pairs in `count` parts, or in fewer if there are fewer episodes; groups are shuffled.
 
     All rows of an episode are in one part. The numbers of episodes of two parts differ by at most one.
     """
@@ -61,7 +61,7 @@ def split_minibatches(
 def make_pieces(
     groups: Sequence[Group], pairs: Sequence[tuple[int, int]], max_tokens: int, max_rows: int, layout: Layout
 ) -> list[Piece]:
-    """Return pieces of at most `max_answers` rows and `max_tokens` tokens; a longer single row gets its own.
+    """Return pieces of at most `max_rows` rows and `max_tokens` tokens; a longer single row gets its own.
 
     With prompt length P and fed answer tokens that add up to R, k rows share a piece while R^2 <= k * P^2, and
     always where attention is sparse. Such a piece never costs more than k do: linear layers see P + R <= kP + R

@@ -62,12 +62,12 @@ class SampledReply:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine at one instant: how many rows it is sampling, and how many it can sample at once."""
+    """The load of an engine at one instant: how many replies it is sampling, and how many it can sample at once."""
 
     running: int
-    """The number of rows in the running batch."""
+    """The number of replies in the running batch."""
     slots: int
-    """The largest number of rows that the engine runs at once."""
+    """The largest number of replies that the engine samples at once."""
 
 
 class Engine(Protocol):

@@ -36,7 +36,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "placement.learner.ranks must be at most 128, the episodes of a step (learner.prompts_per_step * "
             "rollout.group_size), got 256 (command line). Each rank",
         ),
-        (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 episodes"),
+        (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 e"),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),

@@ -166,7 +166,7 @@ class HFEngine:
                 f"{self._name} failed: {type(self._failure).__name__}: {self._failure}"
             ) from self._failure
         if self._stopping:
-            raise ProcessDiedError(f"{self._name} is closed, and replies no further request")
+            raise ProcessDiedError(f"{self._name} is closed, and answers no further request")
 
     def _submit_collected(self) -> None:
         groups, self._collected = self._collected, []

@@ -132,7 +132,7 @@ def test_lost_connections_of_the_http_clients_are_recognised() -> None:
 
     async def by_openai(url: str) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            await client.chat.replies.create(model="policy", messages=[])
+            await client.chat.completions.create(model="policy", messages=[])
 
     async def by_httpx(url: str) -> None:
         async with httpx.AsyncClient() as client:

@@ -11,7 +11,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.group_rows import question_rows
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
-from tests.rollout_server.episodes.fake_engine import reply
+from tests.rollout_server.episodes.fake_engine import completion
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -54,7 +54,7 @@ def test_the_answers_to_a_question_are_one_request_and_trained_as_sampled() -> N
 
 def test_an_engine_that_gives_fewer_answers_than_asked_is_refused() -> None:
     async def generate(request: GenerationRequest) -> list[SampledReply]:
-        return [reply([END])]
+        return [completion([END])]
 
     with pytest.raises(AsyncRLError, match="must answer request training-7 with 2 replies, got 1"):
         asyncio.run(SingleTurnPlayer(TOKENIZER, generate).play(question("1+2=", 2)))

@@ -42,7 +42,7 @@ class AskTwice(vf.Harness[vf.HarnessConfig]):
         messages: list[Any] = [{"role": "user", "content": prompt}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for _ in range(2):
-                reply = await client.chat.replies.create(model=ctx.model, messages=messages)
+                reply = await client.chat.completions.create(model=ctx.model, messages=messages)
                 said = reply.choices[0].message.content
                 messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
         return vf.ProgramResult(0, "", "")

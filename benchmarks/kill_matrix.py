@@ -85,8 +85,9 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     must end, and is resumed.
 
     Raises:
-        WaitTimeoutError: the run does not start, or after the kill neither goes on nor ends.
-        RuntimeError: no process of this kind is running, or the run ended although it should have survived.
+        WaitTimeoutError: the run does not start, has no process of this kind, or after the kill neither goes on nor
+            ends.
+        RuntimeError: the run ended although it should have survived.
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
@@ -118,12 +119,7 @@ def _kill_one(command: MarkedCommand, kind: str, rng: random.Random) -> None:
     if kind == "driver":
         command.process.send_signal(signal.SIGKILL)
         return
-    titles = {p: f"{p.name()} {' '.join(p.cmdline()[:1])}" for p in command.processes()}
-    victims = [p for p, title in titles.items() if any(name in title for name in VICTIMS[kind])]
-    if not victims:
-        names = " or ".join(VICTIMS[kind])
-        raise RuntimeError(f"no process {names} runs that could be killed; output:\n{command.text()[-2000:]}")
-    rng.choice(victims).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
+    rng.choice(command.wait_for(*VICTIMS[kind])).send_signal(signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
 
 
 def _wait_for_recovery(command: MarkedCommand, kind: str, run_dir: Path) -> float:

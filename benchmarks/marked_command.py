@@ -74,14 +74,39 @@ class MarkedCommand:
                     found.append(process)
         return found
 
+    def wait_for(self, *names: str) -> list[psutil.Process]:
+        """Wait until a process of the command has one of `names` in its name or command line; return all that have.
+
+        Raises:
+            WaitTimeoutError: there is none after END_TIMEOUT_S. The message lists the processes of the command.
+        """
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while True:
+            titles = {process: _title(process) for process in self.processes()}
+            if found := [each for each, title in titles.items() if any(name in title for name in names)]:
+                return found
+            if time.monotonic() > deadline:
+                runs = "\n".join(f"{each.pid} {title[:100]}" for each, title in titles.items()) or "no process"
+                raise WaitTimeoutError(
+                    f"no process {' or '.join(names)} of the command in {END_TIMEOUT_S:.0f} s; it has:\n{runs}"
+                )
+            time.sleep(0.1)
+
     def _marked(self) -> list[psutil.Process]:
-        """Return the living processes whose environment has the mark, without zombies."""
-        found = []
+        """Return the living processes whose environment has the mark, and their descendants, without zombies.
+
+        A process may overwrite the memory of its environment, as `setproctitle` does: so its parent counts too.
+        """
+        marked, parents = {}, {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    parents[process] = process.ppid()
+                    if process.environ().get(MARK) == self.mark:
+                        marked[process.pid] = process
+        while children := [each for each, pid in parents.items() if pid in marked and each.pid not in marked]:
+            marked |= {each.pid: each for each in children}
+        return list(marked.values())
 
     def orphans(self) -> list[psutil.Process]:
         """Wait at most END_TIMEOUT_S for all processes of the command to end, and return those that still live."""
@@ -102,6 +127,13 @@ class MarkedCommand:
             with suppress(psutil.Error):
                 process.kill()
         self.process.wait(END_TIMEOUT_S)
+
+
+def _title(process: psutil.Process) -> str:
+    """Return a process's name and command line, or nothing if it has ended."""
+    with suppress(psutil.Error, OSError):
+        return " ".join([process.name(), *process.cmdline()])
+    return ""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

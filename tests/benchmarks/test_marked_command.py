@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.marked_command import RAY_AGENTS, MarkedCommand, wait_until
+from async_rl.errors import WaitTimeoutError
+from benchmarks.marked_command import MARK, RAY_AGENTS, MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -39,3 +40,24 @@ def runs(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+HIDES = "import setproctitle, time; setproctitle.setproctitle('a::' + 'scheduler'); time.sleep(600)"
+"""Overwrites the memory in which the system looks for the environment of the process."""
+STARTS_ONE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HIDES!r}])"
+
+
+def test_a_process_that_has_overwritten_its_environment_is_found_by_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPT_NOENV", raising=False)  # with it, `setproctitle` would leave the environment alone
+    command = MarkedCommand([], tmp_path / "log", (sys.executable, "-c", STARTS_ONE))
+    try:
+        (hidden,) = command.wait_for("a::scheduler")
+        assert MARK not in hidden.environ()
+        listed = rf"(?s)no process a::server or b::server .* it has:.*{hidden.pid} a::scheduler"
+        with pytest.raises(WaitTimeoutError, match=listed):
+            command.wait_for("a::server", "b::server")
+    finally:
+        command.kill()
+    wait_until(lambda: not runs(hidden.pid), 30, "it to be ended")

@@ -60,7 +60,7 @@ def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
     )
     run_dir = tmp_path / "closed"
     wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
-    engine, buffer = (ports_of(find_victim(command, words)) for words in ("RolloutActor", "BufferActor"))
+    engine, buffer = (ports_of(command.wait_for(words)[0]) for words in ("RolloutActor", "BufferActor"))
     paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/ready") == 200]
     heard = [port for port in buffer if FREE_PORTS[0] <= port and is_heard(port)]
     assert (len(paused), len(heard)) == (insecure, insecure)
@@ -94,17 +94,10 @@ def is_heard(port: int) -> bool:
 
 def assert_a_crash_ends_the_run(command: MarkedCommand, victim: str, expected: str) -> None:
     """Kill the process with `victim` in its name; the run ends with an error that names `expected`."""
-    find_victim(command, victim).send_signal(signal.SIGKILL)
+    command.wait_for(victim)[0].send_signal(signal.SIGKILL)
     assert command.wait(60) == 1
     text = command.log.read_text()
     assert "async-rl: error:" in text
     assert expected in text.split("async-rl: error:")[1]
     assert "Traceback" not in text
     wait_until(lambda: not command.processes(), 10, "every process of the run to end")
-
-
-def find_victim(command: MarkedCommand, words: str) -> psutil.Process:
-    for process in command.processes():
-        if words in " ".join(process.cmdline()) or words in process.name():
-            return process
-    raise AssertionError(f"no {words} among {[' '.join(p.cmdline())[:80] for p in command.processes()]}")

@@ -160,7 +160,7 @@ def assert_every_group_was_trained_once(run_dir: Path, steps: int) -> None:
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     command = start("train", str(smoke_yaml), *options(tmp_path, "twice", 10000))
     wait_until(lambda: len(records(tmp_path / "twice")) > 2, 180, "two steps")
-    learner = next(p for p in command.processes() if "LearnerActor" in " ".join(p.cmdline()))
+    learner = command.wait_for("LearnerActor")[0]
     learner.suspend()  # this step would never end
     command.interrupt()
     wait_until(lambda: "Again to end at once" in command.log.read_text(), 60, "the first one to be heard")
@@ -179,7 +179,7 @@ def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     busy = start("train", "--resume", str(run_dir))
     assert busy.wait(60) == 2
     assert "still going on" in busy.log.read_text()
-    next(p for p in command.processes() if "LearnerActor" in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
+    command.wait_for("LearnerActor")[0].send_signal(signal.SIGKILL)
     assert command.wait(60) == 1
     assert command.orphans() == []
     text = command.log.read_text()

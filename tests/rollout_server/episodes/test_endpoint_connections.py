@@ -35,7 +35,7 @@ async def connected(opened: OpenSession) -> tuple[asyncio.StreamReader, asyncio.
 
 def head(opened: OpenSession, length: int) -> bytes:
     path = "/s/" + opened.base_url.partition("/s/")[2]
-    return f"POST {path}/chat/replies HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 async def vanish(opened: OpenSession, by_reset: bool, stream: bool) -> None:
@@ -131,7 +131,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkey
     with_session(agent)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /s/x/v1/chat/replies HTTP/1.1\r\nHost:"])
+@pytest.mark.parametrize("sent", [b"", b"POST /s/x/v1/chat/completions HTTP/1.1\r\nHost:"])
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(openai_endpoint, "HEAD_S", 0.1)
 

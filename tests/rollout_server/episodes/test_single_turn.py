@@ -36,7 +36,7 @@ def test_the_answers_to_a_question_are_one_request_and_trained_as_sampled() -> N
 
     async def generate(request: GenerationRequest) -> list[SampledReply]:
         asked.append(request)
-        return [updated, reply(cut, 4, ended=False)]
+        return [updated, completion(cut, 4, ended=False)]
 
     request = question("1+2=", 2)
     episodes = asyncio.run(SingleTurnPlayer(TOKENIZER, generate).play(request))

@@ -44,6 +44,27 @@ class Axis:
     levels: dict[str, tuple[str, ...]]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Bound:
+    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
+
+    depth: float
+    max: int
+
+    def __str__(self) -> str:
+        return str(self.max) if self.is_full else f"{self.depth:g}/{self.max}"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of a run at this bound."""
+        return (f"staleness.max={self.max}", f"staleness.depth={'max' if self.is_full else f'{self.depth:g}'}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the depth is the bound itself."""
+        return self.depth == self.max
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One run of a sweep. `labels` has, by name of each axis (the seed is one, too), the label of the cell's level."""
@@ -67,8 +88,7 @@ def key_axis(text: str) -> Axis:
 
 
 def staleness_axis(text: str) -> Axis:
-    bounds = numbers(text, "--staleness")
-    return Axis(STALENESS, {str(bound): (f"staleness.max={bound}",) for bound in bounds})
+    return Axis(STALENESS, {str(bound): bound.overrides for bound in bounds_of(text)})
 
 
 def seed_axis(count: int, first: int) -> Axis:
@@ -89,12 +109,25 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
     return Axis(name, {label: known[label] for label in labels})
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Return comma-separated whole numbers as an ascending list without repeats. Raises ConfigError for other text."""
-    parts = text.split(",")
-    if not all(re.fullmatch(r"\d+", part) for part in parts):
-        raise ConfigError(f"{option} must be whole numbers, e.g. 0,1,2,4; got {text!r}")
-    return sorted({int(part) for part in parts})
+def bounds_of(text: str) -> list[Bound]:
+    """Return bounds, in text like `0,1,8,1.25/8` (depth/bound), as an ascending list without repeats.
+
+    Raises ConfigError for other text, and for a depth over its bound or not in quarters.
+    """
+    found = set()
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"(?:(\d+(?:\.\d+)?)/)?(\d+)", part)):
+            raise ConfigError(
+                f"--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
+                f"0,1,8,1.25/8; got {text!r}"
+            )
+        bound = Bound(float(match[1] or match[2]), int(match[2]))
+        check(
+            bound.depth <= bound.max and bound.depth % 0.25 == 0, "--staleness", part,
+            f"a depth of 0..{bound.max} in quarters before /{bound.max}",
+        )
+        found.add(bound)
+    return sorted(found)
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:

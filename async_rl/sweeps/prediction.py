@@ -194,7 +194,10 @@ def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) 
     if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
     steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
-    return simulate(with_learner_of(workload, own), row.staleness, steps)
+    depth = _config(row.runs[0])["staleness"].get("depth", "max")
+    return simulate(
+        with_learner_of(workload, own), row.staleness, steps, depth=None if depth == "max" else float(depth)
+    )
 
 
 def rules_of(run: Run) -> Workload:

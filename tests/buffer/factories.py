@@ -48,7 +48,11 @@ def make_config(
 
 
 def plain_rules(max_staleness: int, prompts_per_step: int, **changes: Any) -> Rules:
-    sizes = {"max_staleness": max_staleness, "prompts_per_step": prompts_per_step, "fresh_per_step": prompts_per_step}
+    fresh = changes.get("fresh_per_step", prompts_per_step)
+    sizes = {
+        "max_staleness": max_staleness, "prompts_per_step": prompts_per_step, "fresh_per_step": fresh,
+        "slots": (max_staleness + 1) * fresh,
+    }
     return Rules(**{**sizes, **changes})
 
 

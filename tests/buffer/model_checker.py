@@ -6,12 +6,13 @@ crashes and resumes restore from it. Without, a crash restores from rows in memo
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
-from tests.buffer.factories import make_arrival
+from tests.buffer.factories import make_arrival, plain_rules
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
@@ -34,8 +35,14 @@ FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class ModelChecker:
-    def __init__(self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1) -> None:
+    def __init__(
+        self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1,
+        slots: Sequence[int] = (),
+    ) -> None:
+        """If `slots` are given, they change with every served version, to one of these numbers after the other."""
         self.rules, self.every_steps = rules, every_steps
+        self.slots = itertools.cycle(slots or [rules.slots])
+        self.now_slots = rules.slots
         self.files, self.keep_steps = files, keep_steps
         self.rows: dict[int, StoredGroup] = {}  # [group id] the newest row
         self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
@@ -93,6 +100,7 @@ class ModelChecker:
     def admit(self, count: int, worker: str) -> None:
         for slot in self.store.admit(worker, count, now_s=0.0):
             assert not self.is_draining, "started while a push waits for the groups that run"
+            assert self.store.state.slots_held <= self.now_slots
             assert slot.group_id not in self.starts and slot.start_version == self.served_version
             self.starts[slot.group_id], self.workers[slot.group_id] = slot.start_version, worker
             self.running.append(slot.group_id)
@@ -138,7 +146,10 @@ class ModelChecker:
                 assert not (self.rules.drain and self.running), "pushed under a group that runs"
                 self.served_version = self.version
                 self.is_draining = False
-                self.store.served(self.version)
+                self.now_slots = next(self.slots)
+                self.store.served(self.version, self.now_slots)
+                self.store.served(self.version, self.now_slots)  # the answer was lost
+                assert self.store.capacity() <= max(0, self.now_slots - self.store.state.slots_held)
         elif batch := self.store.take(self.version):
             self.batch = batch
             self.check_batch(batch)
@@ -174,6 +185,7 @@ class ModelChecker:
         self.crashes += 1
         self.is_draining = False
         before = self.store.state.counters()
+        assert before["buffer/slots"] == self.now_slots
         live = [row for row in self.rows.values() if row.state not in ("trained", "dropped")]
         scalars = json.loads(json.dumps(self.store.state.scalars()))
         if self.journal:
@@ -212,6 +224,7 @@ class ModelChecker:
         self.kept += len(finished)
         if self.rules.exact and not finished:
             self.first_version = saved.version
+        self.now_slots = self.rules.slots
         self.store.served(self.version)
         self.commit()
         self.check_journal()
@@ -261,7 +274,9 @@ def random_checker(rng: random.Random) -> Iterator[ModelChecker]:
     rules, every_steps = random_rules(rng)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         files = Path(folder) if rng.random() < 2 / 3 else None
-        checker = ModelChecker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)))
+        allowed = range(max(every_steps * rules.prompts_per_step, rules.fresh_per_step), rules.most_slots + 1)
+        changing = rng.choices(allowed, k=20) if not rules.exact and rng.random() < 0.5 else ()
+        checker = ModelChecker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)), slots=changing)
         try:
             yield checker
         finally:
@@ -272,17 +287,16 @@ def random_rules(rng: random.Random) -> tuple[Rules, int]:
     """Random rules that Config allows, and weight_sync.every_steps."""
     bound, size = rng.randint(0, 4), rng.randint(1, 6)
     if rng.random() < 0.25:
-        return Rules(max_staleness=bound, prompts_per_step=size, fresh_per_step=size, exact=True, drain=True), 1
+        return plain_rules(bound, size, exact=True, drain=True), 1
     uses = rng.randint(2, 3) if bound and size > 1 and rng.random() < 0.5 else 1
     fresh = rng.randint(-(-size // uses), size - 1) if uses > 1 else size
     if (bound + 1) * fresh < size:
         uses, fresh = 1, size
     every_steps = rng.randint(1, (bound + 1) * fresh // size)
     late = rng.choice(("wait", "drop", "mask"))
-    rules = Rules(
-        max_staleness=bound, prompts_per_step=size, fresh_per_step=fresh, max_uses=uses,
-        late=late, drain=late != "mask" and rng.random() < 0.3,  # type: ignore[arg-type]
-    )
+    slots = rng.randint(every_steps * size, (bound + 1) * fresh) if rng.random() < 0.5 else (bound + 1) * fresh
+    drain = late != "mask" and rng.random() < 0.3
+    rules = plain_rules(bound, size, fresh_per_step=fresh, slots=slots, max_uses=uses, late=late, drain=drain)
     return rules, every_steps
 
 

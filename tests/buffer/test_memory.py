@@ -57,9 +57,9 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
         before = resident_bytes()
         stored, group_bytes, full_bytes = with_worker(server.address, flood)
         after = resident_bytes()
-        assert stored == config.max_slots == 128
-        assert server.counters()["buffer/slots_held"] == config.max_slots
-        capacity_bytes = config.max_slots * group_bytes
+        assert stored == config.slots == 128
+        assert server.counters()["buffer/slots_held"] == config.slots
+        capacity_bytes = config.slots * group_bytes
         assert after - before <= 2 * capacity_bytes + 2**24, "more than its groups and the sockets' room"
         assert after - full_bytes <= 2**22, "grows when full"
         learner.close()

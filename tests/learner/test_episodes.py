@@ -257,6 +257,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
         "staleness/episodes_1": 1, "staleness/episodes_2": 1,
         "by_staleness/1/reward": 0.25, "by_staleness/1/response_length": 2,
         "by_staleness/2/reward": 1.75, "by_staleness/2/response_length": 5,
+        "by_length/2/episodes": 1, "by_length/2/reward": 0.25, "by_length/4/episodes": 1, "by_length/4/reward": 1.75,
     }  # fmt: skip
     assert got == pytest.approx(expected)
 

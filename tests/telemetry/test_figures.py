@@ -196,4 +196,7 @@ def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
     })  # fmt: skip
     assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
     assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
+    assert kind_of("by_length/64/ess").weight == "by_length/64/tokens"
+    assert kind_of("by_length/64/reward").weight == "by_length/64/episodes"
+    assert kind_of("by_length/64/episodes").how == kind_of("by_length/64/tokens").how == "sum"
     assert all(re.compile(pattern) for pattern, _ in KINDS)

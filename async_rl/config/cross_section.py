@@ -20,6 +20,7 @@ def check_cross_section(config: Config) -> None:
     """
     _check_sizes(config)
     _check_algorithm(config)
+    _check_step_size(config)
     _check_episodes(config)
     _check_slots(config)
     _check_replay(config)
@@ -74,6 +75,14 @@ def _check_algorithm(config: Config) -> None:
     check(
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
+    )
+
+
+def _check_step_size(config: Config) -> None:
+    by_ess = config.learner.lr_by_ess
+    check(
+        by_ess == "off" or config.algorithm.proximal != "interpolate", "learner.lr_by_ess", by_ess,
+        "off with algorithm.proximal interpolate", "Interpolated logprobs don't show how far the policy is.",
     )
 
 
